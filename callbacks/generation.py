@@ -66,18 +66,7 @@ def splits_of(verb: str, data: QuestionData) -> tuple[str, ...]:
 
 
 def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: QuestionData) -> Plan:
-    """Return how many responses a verb of the Trainer needs, and what of them the store holds.
-
-    Args:
-        callback: Who draws them.
-        verb: The verb.
-        trainer: The trainer.
-        data: The data module, which knows questions, store and number of samples.
-
-    Raises:
-        MissingPackageError: The engine is an extra that is not installed.
-        InputError: ``store_dir`` is something else than a store.
-    """
+    """Return how many responses a verb of the Trainer needs, and what of them the store holds."""
     if callback.engine.name == "vllm":
         check_installed("vllm", extra="vllm")
     splits = [split for split in splits_of(verb, data) if data.sources[split]]
@@ -127,13 +116,7 @@ MEMORY = "gpu_memory_utilization"
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Where a process of the Trainer runs.
-
-    Attributes:
-        device: Its device.
-        local_rank: Its number on this machine.
-        processes: Processes on this machine.
-    """
+    """Where a process of the Trainer runs."""
 
     device: torch.device
     local_rank: int = 0
@@ -141,17 +124,7 @@ class EnginePlace:
 
 
 def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place: EnginePlace) -> Engine:
-    """Start an engine of its own where a process of the Trainer runs.
-
-    Args:
-        options: Which engine, and how.
-        model: Folder or hub name of the model, or "bundled".
-        chat: Renders prompts and the confidence query.
-        place: Where to.
-
-    Raises:
-        ValueError: There are fewer GPUs than the engines of this machine's processes take.
-    """
+    """Start an engine of its own where a process of the Trainer runs."""
     return open_engine(_bound(options, place), model, chat=chat)
 
 
@@ -162,16 +135,6 @@ def start_round_engine(
 
     The transformers engine runs the trainer's own model, unless it is asked for another dtype; then it loads the base
     model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
-
-    Args:
-        options: Which engine, and how.
-        module: The module, its model holding the adapter of the round.
-        chat: Renders prompts and the confidence query.
-        adapter: Folder of that adapter.
-        place: Where the process runs.
-
-    Raises:
-        ValueError: vLLM would not have enough of the GPU's memory.
     """
     gc.collect()
     if place.device.type == "cuda":
@@ -220,13 +183,7 @@ def _gpus(count: int, place: EnginePlace) -> list[int]:
 
 
 def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:
-    """Return the bytes that a model's weights take in vLLM on a GPU.
-
-    Args:
-        model: Folder or hub name of the model.
-        revision: Revision on the hub.
-        dtype: What they are asked for in; "auto" is the stored dtype, and 16 bits for weights stored in 32.
-    """
+    """Return the bytes that a model's weights take in vLLM on a GPU."""
     try:
         files = WeightFiles.of_model(model, revision=revision)
     except ValueError:  # files of other names, or something that the engine's own start will name
@@ -241,18 +198,7 @@ LATE = (OSError, StoreCorruptError)
 
 
 def wait_for_shares(meeting: Rendezvous, store: SampleStore, wanted: set[str], *, round: int) -> None:
-    """Wait until every process has sampled its share; the first one shows how far all of them are.
-
-    Args:
-        meeting: Where this process has shown that it is done.
-        store: The store.
-        wanted: Ids of all questions.
-        round: Generation round.
-
-    Raises:
-        RuntimeError: A process failed or gives no sign of life.
-        PreemptedError: A process was asked to stop.
-    """
+    """Wait until every process has sampled its share; the first one shows how far all of them are."""
     if meeting.rank != 0 or meeting.world_size == 1:
         meeting.meet()
         return
@@ -281,17 +227,6 @@ def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wa
 
     A file system that is shared over a network may show files of another machine late. So whoever misses something
     looks again, for as long as a process may be silent.
-
-    Args:
-        joining: A meeting of all processes, not used before.
-        looking: Another one.
-        store: The store.
-        wanted: Ids of all questions.
-        round: Generation round.
-
-    Raises:
-        RuntimeError: Questions are missing, or another process failed.
-        PreemptedError: A process was asked to stop.
     """
     with joining.together():
         if joining.rank == 0:
@@ -331,14 +266,7 @@ CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
 
 @dataclass(frozen=True, slots=True)
 class ResumedAt:
-    """Where a checkpoint goes on.
-
-    Attributes:
-        epoch: The epoch whose batches come next.
-        at_start: Whether none of them has been trained on, so that the weights are those that a round of this epoch is
-            sampled with.
-        global_step: Optimiser steps taken.
-    """
+    """Where a checkpoint goes on."""
 
     epoch: int
     at_start: bool
@@ -350,9 +278,6 @@ def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
 
     Counted are epochs begun and epochs completed. Checkpoints written between the last batch of an epoch and its end
     (after a validation, in ``on_train_epoch_end``) count it as begun and not as completed.
-
-    Args:
-        checkpoint: As handed to ``Callback.on_load_checkpoint``.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
@@ -365,13 +290,7 @@ def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
 
 
 def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
-    """Return, between two epochs, whether training stops now, so that another round would not be read.
-
-    Args:
-        trainer: The trainer.
-        epochs: Epochs that are done.
-        steps: Optimiser steps that are done.
-    """
+    """Return, between two epochs, whether training stops now, so that another round would not be read."""
     if trainer.received_sigterm or (trainer.max_steps != -1 and steps >= trainer.max_steps):
         return True
     if trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs:
@@ -392,15 +311,7 @@ def last_checkpoint_files(trainer: Trainer) -> list[str]:
 def check_can_regenerate(
     trainer: Trainer, module: RoundModule, *, has_questions: bool, engine: str, dtype: str
 ) -> None:
-    """Raise ValueError, before any sampling, for what later rounds do not work with.
-
-    Args:
-        trainer: The trainer.
-        module: The module; its model need not be there.
-        has_questions: Whether the data module has training questions.
-        engine: Name of the engine.
-        dtype: What it is asked to run in.
-    """
+    """Raise ValueError, before any sampling, for what later rounds do not work with."""
     if not has_questions:
         raise InputError(
             "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
@@ -468,19 +379,7 @@ def check_engine(
     round: int,
     shard: tuple[int, int],
 ) -> float:
-    """Hold the engine of ``round`` against the trainer's model, on responses of the round before.
-
-    Returns:
-        The mean absolute difference of log-probability, in nats; see ``pipelines.adapter_check``.
-
-    Args:
-        engine: Who is to sample.
-        trainer: Whose data module has the questions.
-        module: The module, its model in evaluation mode and holding the adapter of the round.
-        chat: Renders prompts and the confidence query.
-        round: The round to come.
-        shard: (i, n), this process's share; its own questions are taken, if it has any.
-    """
+    """Hold the engine of ``round`` against the trainer's model, on responses of the round before."""
     data = _data_module(trainer)
     index = _index(data, round - 1)
     store = SampleStore(data.store_dir, num_samples=data.num_samples)
@@ -494,13 +393,7 @@ def check_engine(
 
 
 def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None) -> str:
-    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it.
-
-    Args:
-        trainer: The trainer.
-        module: The module.
-        round: The round; None leaves out how long the training is, so that a finished one may be given more epochs.
-    """
+    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
     left_out = {"base_model", "revision", "recompute_above"}
     content = {
         "module": {name: value for name, value in module.hparams.items() if name not in left_out},
@@ -513,11 +406,7 @@ def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None)
 
 
 def check_kept_adapters(trainer: Trainer, module: RoundModule) -> None:
-    """Refuse, before training, a store whose later rounds belong to another training.
-
-    Raises:
-        ValueError: The adapter of a round that training has not reached yet is of a training with other settings.
-    """
+    """Refuse, before training, a store whose later rounds belong to another training."""
     data = _data_module(trainer)
     for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
         round = int(folder.name.removeprefix("round-"))

@@ -26,12 +26,7 @@ class OneLineProgressBar(RichProgressBar):
 
 
 def fitting(metrics: Mapping[str, Any], room: int) -> dict[str, Any]:
-    """Return the first of ``metrics`` that take at most ``room`` columns, as the bar writes them.
-
-    Example:
-        >>> fitting({"cal": 0.25, "gen": 1.5, "tok/s": 1234.5}, 22)
-        {'cal': 0.25, 'gen': 1.5}
-    """
+    """Return the first of ``metrics`` that take at most ``room`` columns, as the bar writes them."""
     kept = {}
     for name, value in metrics.items():
         room -= len(f"{name}: {value:.3f} " if isinstance(value, float) else f"{name}: {value} ")

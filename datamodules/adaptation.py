@@ -102,13 +102,7 @@ def without_labels(index: SampleIndex) -> SampleIndex:
 
 
 def check_on_policy(sampling: SamplingSettings | None, *, store: SampleStore, round: int) -> None:
-    """Raise InputError where a round was not drawn from the distribution that a policy gradient is of.
-
-    Args:
-        sampling: How it was drawn; None where nobody knows.
-        store: The store, for the message.
-        round: The round.
-    """
+    """Raise InputError where a round was not drawn from the distribution that a policy gradient is of."""
     found = "no record of how they were" if sampling is None else None
     if sampling is not None:
         drawn = {"temperature": sampling.temperature, "edt_scale": sampling.edt_scale, "top_p": sampling.top_p}
@@ -134,21 +128,7 @@ def read_advantages(
     scale: Scale,
     leave_one_out: bool,
 ) -> GroupAdvantages:
-    """Return the advantages of a round's rows.
-
-    Args:
-        name: The reward.
-        store: The store.
-        index: Columns of the round, without labels unless the reward is made of them.
-        round: Its number.
-        fusion: Of the reward "fused".
-        scale: What advantages are divided by; see ``group_advantages``.
-        leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
-
-    Raises:
-        InputError: A question has one response, or in round 0 all rewards of every question are the same. Later rounds
-            may come to that: there the training ends.
-    """
+    """Return the advantages of a round's rows."""
     entries = _entries(store, index, round, texts=name == "equations")
     if lone := sum(len(entry.samples) < 2 for entry in entries):
         raise InputError(
@@ -200,15 +180,7 @@ def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool)
 def read_targets(
     target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool
 ) -> tuple[FloatArray, np.ndarray]:
-    """Return what P(True) learns of every row, nan where that is nothing, and the reason why, [R] each.
-
-    Args:
-        target: "round", "anchor" or "mix".
-        index: Columns of round 0 and of the newest round together, a question's rows side by side, answers that are
-            equal in the eyes of their task under one name. In round 0 itself, these once.
-        is_anchor: Which rows are of round 0, [R].
-        raw: Whether responses are weighted by the mass of Yes alone.
-    """
+    """Return what P(True) learns of every row, nan where that is nothing, and the reason why, [R] each."""
     confidence = index.yes_mass if raw else index.p_true
     values = np.full(len(index), np.nan)
     is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
@@ -421,11 +393,7 @@ class RolloutDataModule(SSCDataModule):
         )
 
     def train_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of what the round of this epoch teaches.
-
-        Raises:
-            InputError: The store lacks the round or questions of it, or holds nothing to learn from.
-        """
+        """Open the store and return the loader of what the round of this epoch teaches."""
         store, collator = self._store(), self.collator()
         newest = self.round_of(epoch_to_read(self.trainer))
         table, weights, drawn, notes = self._taught(store, collator, newest)
@@ -453,12 +421,7 @@ class RolloutDataModule(SSCDataModule):
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
-        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for.
-
-        Args:
-            questions: Most questions.
-            samples: Most responses to each.
-        """
+        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
         store, collator = self._store(), self.collator()
         index = self._read(store, collator, (0,))
         index = index.select((index.question_index < questions) & (index.sample_index < samples))

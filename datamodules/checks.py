@@ -68,14 +68,7 @@ def check_generation_ratio(generation_ratio: float | None, *, activated: bool, t
 def check_beside(
     beside: Mapping[str, BesideSettings], *, target: str, num_buckets: int | None, num_samples: int
 ) -> None:
-    """Raise InputError where adapters beside the first one could not be what they would become alone.
-
-    Args:
-        beside: Their settings, by name.
-        target: That of the first one.
-        num_buckets: Of the data module.
-        num_samples: Of the data module.
-    """
+    """Raise InputError where adapters beside the first one could not be what they would become alone."""
     for name, one in beside.items():
         check_taught(one.target or target, one.teacher)
         if one.target is not None:

@@ -38,13 +38,7 @@ def splits_of(verb: str, predict_split: str) -> tuple[str, ...]:
 
 
 def plan_data(data: SSCDataModule, verb: str, trainer: Trainer) -> Plan:
-    """Check what needs no hub, and return the questions and the optimiser steps of a run.
-
-    Args:
-        data: The data module.
-        verb: Verb of the Trainer.
-        trainer: Who runs it.
-    """
+    """Check what needs no hub, and return the questions and the optimiser steps of a run."""
     check_data(data, verb, trainer)
     known = data.known_questions(verb)
     if known is not None and is_on_disk(data.base_model, revision=data.revision):
@@ -101,13 +95,7 @@ def count_sources(
     splits: Sequence[str],
     known: Mapping[str, Sequence[Question]] | None,
 ) -> tuple[QuestionCount, ...]:
-    """Return how many questions there are, by split and task.
-
-    Args:
-        sources: Sources of every split.
-        splits: Splits to count.
-        known: Their questions, or None where not all can be had without the hub: see :func:`count_source`.
-    """
+    """Return how many questions there are, by split and task."""
     counts: list[QuestionCount] = []
     for split in splits:
         if known is not None:
@@ -119,13 +107,7 @@ def count_sources(
 
 
 def plan_training(mixture: Mixture, *, batch_size: int, trainer: Trainer) -> Training:
-    """Return the optimiser steps of a training.
-
-    Args:
-        mixture: The recipe of an epoch.
-        batch_size: Rows of a process in a micro-step.
-        trainer: Who trains.
-    """
+    """Return the optimiser steps of a training."""
     rows = rows_per_step(batch_size, trainer)
     micro_steps = steps_per_epoch(mixture.rows_per_epoch, rows) * trainer.accumulate_grad_batches
     limited = limited_batches(micro_steps, trainer.limit_train_batches)

@@ -80,14 +80,7 @@ class ProbeDataset(Dataset[ProbeBatch]):
 
 
 class EpochOrder(Sampler[list[int]]):
-    """Batches of all questions in an order that depends on the seed and the epoch, from where the trainer stands.
-
-    Args:
-        size: Questions.
-        batch_size: Questions of a batch; the last one of an epoch may have fewer.
-        seed: Of the order.
-        trainer: The trainer; None begins at the start of the first epoch.
-    """
+    """Batches of all questions in an order that depends on the seed and the epoch, from where the trainer stands."""
 
     def __init__(self, size: int, batch_size: int, *, seed: int, trainer: Trainer | None) -> None:
         self.size, self.batch_size, self.seed, self.trainer = size, batch_size, seed, trainer
@@ -346,13 +339,7 @@ class ProbeDataModule(LightningDataModule):
 
 
 def set_aside(questions: Sequence[Question], share: float, *, seed: int) -> np.ndarray:
-    """Return which questions are set aside for validation, a mask [Q]: one at least, all of one content together.
-
-    Example:
-        >>> questions = [Question(str(number), "t", ()) for number in range(20)]
-        >>> int(set_aside(questions, 0.25, seed=0).sum())
-        5
-    """
+    """Return which questions are set aside for validation, a mask [Q]: one at least, all of one content together."""
     leaders = leading_ids(questions)
     order = sorted(set(leaders.values()), key=lambda name: question_hash(f"{seed}/{name}"))
     chosen = set(order[: max(1, round(share * len(order)))])

@@ -57,16 +57,7 @@ class QuestionSource:
 
 
 def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prompt | None = None) -> list[Question]:
-    """Load the questions of all ``sources``, in their order.
-
-    Args:
-        sources: Where the questions come from.
-        role: "train", "validation" or "test", for messages.
-        prompt: How they are put to the model; None is their tasks' own way.
-
-    Raises:
-        ValueError: A source is empty, or an id occurs twice.
-    """
+    """Load the questions of all ``sources``, in their order."""
     questions: list[Question] = []
     for source in sources:
         try:
@@ -85,17 +76,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prom
 def check_disjoint(
     questions: Sequence[Question], others: Sequence[Question], *, roles: tuple[str, str] = ("train", "validation")
 ) -> None:
-    """Hold the questions of two splits apart: split by question, never by response.
-
-    Args:
-        questions: Questions of the first split.
-        others: Questions of the second split.
-        roles: Names of the two splits, for messages.
-
-    Raises:
-        ValueError: A question is in both, by its id or by its content: one file read as two splits gives its lines two
-            ids. Equal wording with another reference is only warned about.
-    """
+    """Hold the questions of two splits apart: split by question, never by response."""
     splits.check_disjoint(questions, others, names=(f"`{roles[0]}`", f"`{roles[1]}`"), way_out=WAY_OUT)
     wordings = {question.messages for question in questions}
     same = [question.id for question in others if question.messages in wordings]
@@ -107,17 +88,7 @@ def check_disjoint(
 
 
 def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
-    """Return the share of every task, in the order of first mention.
-
-    Raises:
-        ValueError: Some sources state a share and others do not, or the shares add up to more than 1.
-
-    Example:
-        >>> task_shares([QuestionSource("gsm8k"), QuestionSource("svamp")])
-        {'gsm8k': 0.5, 'svamp': 0.5}
-        >>> task_shares([QuestionSource("gsm8k", share=0.15), QuestionSource("svamp", share=0.05)])
-        {'gsm8k': 0.15, 'svamp': 0.05}
-    """
+    """Return the share of every task, in the order of first mention."""
     stated = [source for source in sources if source.share is not None]
     tasks = list(dict.fromkeys(source.task for source in sources))
     if not stated:
@@ -137,15 +108,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def outlive_signals(worker_id: int) -> None:
-    """Let this worker of a data loader outlive a signal that a launcher sends to the whole process group.
-
-    torchrun sends SIGTERM to a rank's whole group. A worker that dies of it would end its trainer with an error, before
-    the trainer has written its checkpoint. The parent's own SIGTERM, by which a loader ends a worker that hangs, still
-    ends it, and so does the parent's end.
-
-    Args:
-        worker_id: Number of the worker, unused.
-    """
+    """Let this worker of a data loader outlive a signal that a launcher sends to the whole process group."""
     # Blocked in this thread, and so in all that it starts, the signals wait for the one that asks who sent them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = os.getppid()

@@ -62,12 +62,7 @@ from selfcal_lightning.rewards.writing import RewardWriter, WrittenResponse
 
 
 def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray, np.ndarray]:
-    """Return (target of every row or nan, the reason where there is none), both [R].
-
-    Args:
-        index: Columns of the store.
-        target: Its name.
-    """
+    """Return (target of every row or nan, the reason where there is none), both [R]."""
     values = np.full(len(index), np.nan)
     if target == OF_PREFIXES:
         values = index.confidences.get(OF_PREFIXES, values)
@@ -94,14 +89,7 @@ UNWRITTEN = "no steps, or a special token of the reward model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place of a row.
-
-    Attributes:
-        length: Tokens of the response that stand before it; 0 is the end of the prompt.
-        kind: Index in ``POSITIONS``.
-        target: What is learnt there; nan where unknown.
-        rate: Observed share of right answers from there on, and of how many; nan where unknown.
-    """
+    """A place of a row."""
 
     length: int
     kind: int
@@ -120,16 +108,7 @@ class LayoutOptions(TypedDict):
 
 
 class RewardRows(RowLayout, ABC):
-    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query.
-
-    Args:
-        steps: Where steps end.
-        target: What is learnt.
-        pad_id: Id to pad with.
-        max_length: Longest sequence in tokens. Steps that do not fit are left out.
-        pad_to_multiple_of: Sequences are padded on the right to a multiple of it.
-        shared_prefix: Whether rows are packed.
-    """
+    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query."""
 
     chat: ChatFormat | None = None
     empty = False
@@ -162,11 +141,6 @@ class RewardRows(RowLayout, ABC):
         """Return the places of a row, those that are cut off too.
 
         Of a prefix that was rolled out elsewhere, only its end is known.
-
-        Args:
-            row: The row.
-            target: What its response learns as a whole.
-            correct: 1 right, 0 wrong, nan unknown.
         """
 
     @abstractmethod
@@ -222,15 +196,7 @@ class RewardRows(RowLayout, ABC):
         rate_of: Callable[[int], Rate | None],
         taught_by: Callable[[int], Rate | None],
     ) -> list[Place]:
-        """Return the places at the ends of steps.
-
-        Args:
-            ends: Tokens of the response up to each, rising.
-            target: What the response learns as a whole.
-            correct: 1 right, 0 wrong, nan unknown.
-            rate_of: How the rollouts ended that go on from a step, by its number from 0; None where there are none.
-            taught_by: What these teach, likewise.
-        """
+        """Return the places at the ends of steps."""
         if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
             return [Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1))] if ends else []
         places = []
@@ -251,14 +217,7 @@ class RewardRows(RowLayout, ABC):
 
 
 class RewardCollator(RewardRows):
-    """Rows for a reward model on its policy's own tokens, read where the prompt ends and where every step ends.
-
-    Args:
-        chat: Rendering of prompts.
-        rates: How rollouts ended, by ``prefix_id``.
-        taught: What they teach, likewise.
-        layout: See ``RewardRows``.
-    """
+    """Rows for a reward model on its policy's own tokens, read where the prompt ends and where every step ends."""
 
     def __init__(
         self,
@@ -274,11 +233,7 @@ class RewardCollator(RewardRows):
         self.rates, self.taught = rates, taught
 
     def encode(self, row: StoredRow) -> EncodedRow:
-        """Return the sequence of ``row``.
-
-        Raises:
-            InputError: The prompt leaves no room for a single response token.
-        """
+        """Return the sequence of ``row``."""
         prompt, response = self._prompt(row), self._response(row)
         room = self.room_for_response(len(prompt))
         if room < 1:
@@ -316,15 +271,7 @@ class RewardCollator(RewardRows):
 
 
 class WrittenCollator(RewardRows):
-    """Rows for a public reward model, whose texts are written as it was trained; read at its places.
-
-    Args:
-        writer: Writes for it.
-        pad_id: Id to pad with.
-        rates: How rollouts ended, by question and text; see ``rewards.rates.by_text``.
-        taught: What they teach, likewise.
-        layout: See ``RewardRows``.
-    """
+    """Rows for a public reward model, whose texts are written as it was trained; read at its places."""
 
     def __init__(
         self,

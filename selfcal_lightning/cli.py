@@ -221,13 +221,7 @@ def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
-    """Run ``work`` and return its exit status; whatever it raises is explained, and nothing falls out as a traceback.
-
-    Args:
-        work: The verb.
-        command: The command line, for messages.
-        kept: What the verb leaves behind when it is stopped.
-    """
+    """Run ``work`` and return its exit status; whatever it raises is explained."""
     try:
         work()
         sys.stdout.flush()
@@ -315,13 +309,7 @@ def with_plain_types(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def fill_flags(function: Callable[..., object], arguments: Sequence[str]) -> list[str]:
-    """Return ``arguments`` with "true" after each option that is a flag of ``function`` and stands alone.
-
-    Example:
-        >>> def answer(model: str, json: bool = False): ...
-        >>> fill_flags(answer, ["--json", "--model", "m"]), fill_flags(answer, ["--json", "false"])
-        (['--json', 'true', '--model', 'm'], ['--json', 'false'])
-    """
+    """Return ``arguments`` with "true" after each option that is a flag of ``function`` and stands alone."""
     parameters = inspect.signature(function, eval_str=False).parameters.values()
     flags = {f"--{parameter.name}" for parameter in parameters if parameter.annotation in (bool, "bool")}
     filled: list[str] = []

@@ -23,14 +23,7 @@ from selfcal_lightning.training.batches import SSCBatch
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """One sequence: prompt + response + confidence query.
-
-    Attributes:
-        ids: Token ids.
-        response_start: Index of the first token of the response.
-        response_end: Index after the last token that the generation loss asks for.
-        was_cut: Whether the end of the response was left out to fit ``max_length``.
-    """
+    """One sequence: prompt + response + confidence query."""
 
     ids: tuple[int, ...]
     response_start: int
@@ -39,15 +32,7 @@ class EncodedRow:
 
 
 class RowLayout:
-    """Lays rows side by side.
-
-    Args:
-        pad_id: Id to pad with.
-        max_length: Longest sequence in tokens.
-        pad_to_multiple_of: Sequences are padded on the right to a multiple of it; those of single rows at most to
-            ``max_length``.
-        shared_prefix: Whether rows are packed.
-    """
+    """Lays rows side by side."""
 
     def __init__(
         self, *, pad_id: int, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
@@ -60,12 +45,7 @@ class RowLayout:
         self.shared_prefix = shared_prefix
 
     def lay(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
-        """Return the fields of a batch; without rows too.
-
-        Args:
-            encoded: The rows, those of a question beside each other.
-            question_index: Number of each row's question.
-        """
+        """Return the fields of a batch; without rows too."""
         return self._pack(encoded, question_index) if self.shared_prefix and encoded else self._pad(encoded)
 
     def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:
@@ -157,29 +137,7 @@ class TupleRows:
 
 
 class SSCCollator(RowLayout):
-    """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt.
-
-    A row is ``prompt ids + response ids + suffix ids``, taken from the store where it has them; texts that were made
-    elsewhere are encoded here. What does not fit ``max_length`` is cut from the *end of the response*, never from the
-    prompt or from the confidence query: the row then looks like a response that its token limit cut, which is a
-    prefix that the model did produce, and gets no end-of-turn label. (Cutting the middle would keep the final answer,
-    but at the price of a seam that no model ever wrote.) Rows whose prompt and query alone do not fit are dropped
-    before, with a count (``datamodules.tuples``).
-
-    The suffix begins with end-of-turn. Where the model ended its turn by itself (``finish == "stop"``) that token is
-    one of the labels, so that the generation loss also teaches to stop.
-
-    With ``shared_prefix``, neighbouring rows of one question become the branches of one tree, which holds their prompt
-    once, and all trees of a batch lie in one sequence.
-
-    Args:
-        chat: Rendering of prompts and of the confidence query.
-        max_length: Longest sequence in tokens.
-        pad_to_multiple_of: Sequences are padded on the right to a multiple of it; those of single rows at most to
-            ``max_length``.
-        shared_prefix: Whether rows are packed.
-        empty: Whether the query stands behind the prompt itself, as before there is a response; nothing is generated.
-    """
+    """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt."""
 
     def __init__(
         self,
@@ -209,11 +167,7 @@ class SSCCollator(RowLayout):
         return self.max_length - num_prompt_tokens - len(self.chat.query.suffix_ids)
 
     def encode(self, row: StoredRow) -> EncodedRow:
-        """Return the sequence of ``row``.
-
-        Raises:
-            ValueError: Prompt and query leave no room for a single response token.
-        """
+        """Return the sequence of ``row``."""
         prompt = row.prompt_ids if row.prompt_ids is not None else self.chat.prompt_ids(row.question.messages)
         sample = row.sample
         response = sample.token_ids if sample.token_ids is not None else self.chat.response_ids(sample.text)
@@ -257,16 +211,7 @@ class SSCCollator(RowLayout):
 
 
 def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = None) -> bool:
-    """Return whether rows are packed for this model.
-
-    Args:
-        packing: "shared_prefix", "auto" (where the model can) or "off".
-        base_model: Folder or hub name of the model, of which only the configuration is read.
-        revision: Revision of the model on the hub.
-
-    Raises:
-        ValueError: There is no such model, or with "shared_prefix" one that cannot run packed rows, with the reason.
-    """
+    """Return whether rows are packed for this model."""
     if packing == "off":
         return False
     config = load_config(base_model, revision=revision)

@@ -19,12 +19,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TaskPools:
-    """Rows of one task that training may draw.
-
-    Attributes:
-        generation: Confident rows: readable, with a target greater than eta.
-        buckets: All rows with a target, by bucket; bucket i holds targets in [i/20, (i+1)/20), the last one 1.0 too.
-    """
+    """Rows of one task that training may draw."""
 
     generation: IntArray
     buckets: tuple[IntArray, ...]
@@ -68,18 +63,7 @@ class EpochDraw:
 def reference_counts(
     total_tuples: int, generation_ratio: float, share: float, *, num_buckets: int = NUM_BUCKETS
 ) -> tuple[int, int]:
-    """Return (rows per bucket, generation rows) that a task asks for, rounded as the reference system rounds.
-
-    ``int(total * (1 - ratio) * share // num_buckets)`` and ``int(total * ratio * share)``. The reference counts 21
-    buckets, of which the last stays empty because 1.0 falls into the one before; here there are 20 and 1.0 is in the
-    last, so no part of the budget is lost.
-
-    Example:
-        >>> reference_counts(100_000, 0.7, 0.15)
-        (225, 10500)
-        >>> reference_counts(100_000, 0.7, 0.15, num_buckets=21)
-        (214, 10500)
-    """
+    """Return (rows per bucket, generation rows) that a task asks for, rounded as the reference system rounds."""
     generation = int(total_tuples * generation_ratio * share)
     return int(total_tuples * (1.0 - generation_ratio) * share // num_buckets), generation
 
@@ -92,15 +76,7 @@ def build_pools(
     tasks: Iterable[str] | None = None,
     num_buckets: int = NUM_BUCKETS,
 ) -> dict[str, TaskPools]:
-    """Sort the rows that have a target into pools by task.
-
-    Args:
-        target: Target of every row in [0, 1], nan where it has none, [R].
-        task: Task of every row, R names.
-        confident: Rows that may serve as generation samples, [R].
-        tasks: The tasks to make pools for, some perhaps empty; by default those that occur, in that order.
-        num_buckets: Buckets of equal width that [0, 1] is cut into.
-    """
+    """Sort the rows that have a target into pools by task."""
     known = ~np.isnan(target)
     bucket = np.full(len(target), -1, dtype=np.int64)
     values, place = np.unique(target[known], return_inverse=True)
@@ -118,22 +94,7 @@ def build_pools(
 
 
 def allocate(total: int, weights: FloatArray, capacity: IntArray, rng: np.random.Generator) -> IntArray:
-    """Share out ``total`` in proportion to ``weights``; what one part cannot take goes to the others.
-
-    Args:
-        total: How many to give out, at most the sum of ``capacity``.
-        weights: Non-negative, [K]; parts of weight 0 are served only when all others are full.
-        capacity: The most that each part takes, [K].
-        rng: Decides who gets the remainders of rounding.
-
-    Returns:
-        Counts, [K], that add up to ``total``.
-
-    Example:
-        >>> rng = np.random.default_rng(0)
-        >>> allocate(10, np.ones(3), np.array([1, 20, 20]), rng).sum(), allocate(4, np.ones(2), np.array([1, 9]), rng)
-        (np.int64(10), array([1, 3]))
-    """
+    """Share out ``total`` in proportion to ``weights``; what one part cannot take goes to the others."""
     if total > int(capacity.sum()):
         raise InputError(f"Expected `total` to be at most the capacity {int(capacity.sum())}, but got {total}.")
     given = np.zeros(len(weights))
@@ -158,31 +119,7 @@ def allocate(total: int, weights: FloatArray, capacity: IntArray, rng: np.random
 
 @dataclass(frozen=True)
 class Mixture:
-    """The recipe of an epoch.
-
-    An epoch holds a number of tuples that follows from these settings alone, so that the learning-rate schedule is
-    known before a single response exists:
-
-    - ``fill=True`` (default): exactly ``total_tuples`` rows. ``generation_ratio`` of them are generation samples, the
-      rest is spread evenly over the 20 buckets of each task. Shares count relative to their sum. A pool or bucket
-      that is too small is drawn again, every row once before any row twice, up to ``max_repeats`` times; what it then
-      still lacks goes to the other buckets of its task, or the other tasks of its kind, that have room. Empty buckets
-      are skipped. Only when all of them are full are they repeated more often. Without a single confident row
-      the whole epoch is calibration.
-    - ``fill=False``: the arithmetic of the reference. Each pool and bucket gives min(its size, what is asked for),
-      with shares taken of ``total_tuples``; nothing is repeated, and optimiser steps carry rows of zero weight for
-      what is missing.
-
-    Attributes:
-        total_tuples: Tuples in an epoch.
-        generation_ratio: Part of them that are generation samples, in [0, 1].
-        shares: Part of each task.
-        exact: Whether tuples of the calibration pool carry no generation loss, as in the paper.
-        fill: See above.
-        max_repeats: See above.
-        num_buckets: Buckets of the target that calibration tuples are spread over; 1 leaves the targets as frequent
-            as they are.
-    """
+    """The recipe of an epoch."""
 
     total_tuples: int
     generation_ratio: float
@@ -201,14 +138,7 @@ class Mixture:
         return sum(self.num_buckets * per_bucket + generation for per_bucket, generation in counts)
 
     def draw(self, pools: Mapping[str, TaskPools], confident: BoolArray, *, seed: int, epoch: int) -> EpochDraw:
-        """Draw the rows of an epoch; equal arguments give equal rows, in equal order.
-
-        Args:
-            pools: Pools of every task that has a share.
-            confident: Rows that carry the generation loss, [R].
-            seed: Seed of the run.
-            epoch: Epoch, from 0.
-        """
+        """Draw the rows of an epoch; equal arguments give equal rows, in equal order."""
         rng = np.random.default_rng([seed, epoch])
         wanted = self._fill_counts(pools, rng) if self.fill else self._reference_counts()
         generation: list[IntArray] = []

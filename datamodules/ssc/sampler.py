@@ -59,11 +59,7 @@ class DealByLength:
     token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table.
-
-        Raises:
-            ValueError: One of them exceeds the budget.
-        """
+        """Return the micro-batches of ``rows``, row numbers of the table."""
         longest = int(self.lengths[rows].max())
         _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
         order = np.argsort(-self.lengths[rows], kind="stable")
@@ -76,11 +72,6 @@ class DealByLength:
 @dataclass(frozen=True)
 class DealByPrompt:
     """Micro-batches of like numbers of tokens, in which the responses to a question stand together.
-
-    The responses to one question form a tree, its prompt counted once. A tree that would fill several even parts of
-    the step's tokens is cut into as many pieces, and into more where the budget asks it; then each piece, the heaviest
-    first, goes to the micro-batch that has the fewest tokens. One that gets none holds the step's shortest row as a
-    filler.
 
     Attributes:
         question: Number of each row's question, [R].
@@ -95,11 +86,7 @@ class DealByPrompt:
     token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table.
-
-        Raises:
-            ValueError: One of them exceeds the budget.
-        """
+        """Return the micro-batches of ``rows``, row numbers of the table."""
         trees = self._trees(rows)
         even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
         pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
@@ -143,33 +130,14 @@ class DealByPrompt:
 
 
 def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, token_budget: int | None) -> Dealer:
-    """Return what deals the rows of ``table``.
-
-    Args:
-        table: The rows that can be drawn.
-        batch_size: Rows of a micro-batch, on average where responses share their prompt.
-        shared_prefix: Whether the responses to a question share their prompt.
-        token_budget: Most tokens of a micro-batch, without the padding to a multiple; None sets no limit.
-    """
+    """Return what deals the rows of ``table``."""
     if shared_prefix:
         return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
     return DealByLength(table.length, batch_size, token_budget)
 
 
 def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
-    """Return the draw in an order in which up to ``group_size`` responses to a question stand side by side.
-
-    The rows of a question are cut into groups of like size, a row that was drawn again going to another group where
-    there is one. The groups are shuffled, and interleaved so that calibration tuples and generation samples stay
-    evenly spread.
-
-    Args:
-        draw: Rows of an epoch.
-        question: Number of each row's question, by row of the table, [R].
-        group_size: Most rows of a group; 1 leaves the order as it is.
-        seed: Seed of the draw.
-        epoch: Epoch, from 0.
-    """
+    """Return the draw in an order in which up to ``group_size`` responses to a question stand side by side."""
     if group_size == 1 or not len(draw.rows):
         return draw
     rng = np.random.default_rng([seed, epoch, 1])
@@ -187,15 +155,7 @@ def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, s
 
 
 class PackedTokens(NamedTuple):
-    """What the micro-batches of an epoch hold.
-
-    Attributes:
-        rows: Responses.
-        prompts: Prompts, each counted once in every micro-batch that it is in.
-        tokens: Tokens.
-        separate_tokens: Tokens that the responses would take in sequences of their own.
-        largest: Tokens of the largest micro-batch.
-    """
+    """What the micro-batches of an epoch hold."""
 
     rows: int
     prompts: int
@@ -217,13 +177,7 @@ class PackedTokens(NamedTuple):
 def count_packed(
     micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
 ) -> PackedTokens:
-    """Count what the micro-batches of an epoch hold.
-
-    Args:
-        micro_batches: The micro-batches of every step.
-        steps: The rows of every step.
-        dealer: What dealt them.
-    """
+    """Count what the micro-batches of an epoch hold."""
     packed, separate, prompts, rows, largest = 0, 0, 0, 0, 0
     for step, micro in zip(steps, micro_batches, strict=True):
         for dealt in micro:
@@ -308,16 +262,7 @@ class MicroBatch:
 
 
 def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
-    """Return (epoch, batches of it that have been consumed) of the place where training goes on.
-
-    To be asked when the first batch is fetched, not before: with a schedule that asks for
-    ``Trainer.estimated_stepping_batches`` Lightning 2.6.6 builds loader and iterator in ``configure_optimizers``, and
-    only then restores its counters from the checkpoint. At the first batch ``batch_progress.current.ready`` is the
-    index of that batch in its epoch, also after a checkpoint written by ``on_train_batch_end`` (which has not yet
-    counted its own batch as completed) or between epochs. The epoch is counted in batches too, since a run with
-    ``max_steps`` that resumes from the end of an epoch first goes through an epoch without batches, which Lightning
-    counts; where earlier epochs had another length, Lightning's count of epochs is taken.
-    """
+    """Return (epoch, batches of it that have been consumed) of the place where training goes on."""
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     consumed = batches.current.ready
@@ -364,22 +309,7 @@ class OneByOne:
 
 
 class OptimizerStepSampler:
-    """Batch sampler over whole optimiser steps.
-
-    The rows of an epoch are dealt evenly to ``num_steps`` steps; within a step, ``deal`` makes the micro-batches of all
-    processes, and those that run side by side have like loads. The rows of a step depend on the number of steps alone,
-    so one process with twice the accumulation takes the same steps as two processes, packed or not.
-
-    Args:
-        draw: Gives the rows of an epoch.
-        deal: Deals the rows of a step to its micro-batches.
-        num_steps: Optimiser steps in an epoch, constant.
-        accumulate: Micro-steps in an optimiser step.
-        world_size: Number of processes.
-        rank: This process.
-        limit: Batches of an epoch that are run, at most ``num_steps * accumulate``.
-        position: Asked for (epoch, batches already consumed in it) when the first batch is.
-    """
+    """Batch sampler over whole optimiser steps."""
 
     def __init__(
         self,
@@ -463,21 +393,7 @@ def validation_batches(
     world_size: int,
     by_question: bool = False,
 ) -> list[MicroBatch]:
-    """Deal whole questions to the processes and return the batches of one, longest rows first.
-
-    Nothing is repeated. Every process gets as many batches as the one with the most rows, at its end batches of no
-    rows: Lightning skips the whole evaluation, hooks included, on a process without batches, and under FSDP2 every
-    forward is a collective; the others would wait for ever.
-
-    Args:
-        question_index: Number of each row's question, the same on every process, [R].
-        lengths: Tokens of every row, [R].
-        weights: Calibration and generation weights of every row, [R] each; totals are those of the batch.
-        batch_size: Rows of a batch.
-        rank: This process.
-        world_size: Number of processes.
-        by_question: Whether the rows of a question stay side by side, so that they can share its prompt.
-    """
+    """Deal whole questions to the processes and return the batches of one, longest rows first."""
     place = np.unique(question_index, return_inverse=True)[1]
     rows = np.flatnonzero(place % world_size == rank)
     if by_question:

@@ -49,18 +49,7 @@ def read_index(
     questions: Sequence[Question] | None,
     confidences: Sequence[str] = (),
 ) -> SampleIndex:
-    """Return the rows of a split.
-
-    Args:
-        store: The store.
-        split: "train", "validation" or "test".
-        round: Generation round.
-        questions: The questions whose rows are wanted; None takes all that the store holds for the split.
-        confidences: Annotations to merge in.
-
-    Raises:
-        ValueError: The round or some of the questions are missing, or were sampled from another wording.
-    """
+    """Return the rows of a split."""
     sampled = f"`selfcal generate --store_split {split}`"
     way_out = f"Add the `SSCGeneration` callback to the trainer, or run {sampled} on this store."
     if questions is None:
@@ -94,16 +83,7 @@ def read_index(
 def check_stored_splits(
     store: SampleStore, rounds: Mapping[str, int], *, known: Mapping[str, Sequence[Question]]
 ) -> None:
-    """Hold splits apart of which some are whatever the store holds for them.
-
-    Args:
-        store: The store.
-        rounds: The round that each of these is read from, by split.
-        known: The questions of the other splits.
-
-    Raises:
-        ValueError: A question is in two splits, by its content.
-    """
+    """Hold splits apart of which some are whatever the store holds for them."""
     stored = {number: store.stored_questions(round=number) for number in set(rounds.values())}
     contents = {split: {question_digest(q): q.id for q in questions} for split, questions in known.items()}
     for split, number in rounds.items():
@@ -119,17 +99,7 @@ def check_stored_splits(
 
 
 def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_counts: bool = True) -> None:
-    """Hold the chat format against the one that a round was sampled with.
-
-    Args:
-        store: The store.
-        chat: The chat format.
-        round: The round.
-        query_counts: Whether the confidence query must be the same: not where no confidence of the store is read.
-
-    Raises:
-        ValueError: The template, the confidence query or its tokens differ.
-    """
+    """Hold the chat format against the one that a round was sampled with."""
     stored = store.round_manifest(round).fingerprint.prompt.as_json()
     prompts = stated_prompt(stored), chat.prompt
     if "template_sha256" in stored and not same_prompt(*prompts):
@@ -154,16 +124,7 @@ def _shown(prompt: Prompt | None) -> str:
 
 
 def keep_targets(table: TupleTable, reasons: np.ndarray, *, target: TargetName) -> TupleTable:
-    """Drop the rows without a target, with counts.
-
-    Args:
-        table: Rows of the training split.
-        reasons: Why each row has no target, "" where it has one, [R].
-        target: Name of the target, for messages.
-
-    Raises:
-        ValueError: No row has a target, or every question has a single response, which always agrees with itself.
-    """
+    """Drop the rows without a target, with counts."""
     kept = table.select(reasons == "", reasons)
     if not len(kept):
         found = set(reasons)
@@ -198,12 +159,7 @@ RoundRule = Literal["replace", "mix"]
 
 
 def round_of_epoch(epoch: int, every: int | None) -> int:
-    """Return the newest round that ``epoch`` trains on, with a new round every ``every`` epochs; None has round 0 only.
-
-    Example:
-        >>> [round_of_epoch(epoch, 2) for epoch in range(5)]
-        [0, 0, 1, 1, 2]
-    """
+    """Return the newest round that ``epoch`` trains on, with a new round every ``every`` epochs."""
     return 0 if every is None else epoch // every
 
 
@@ -221,12 +177,7 @@ def epoch_to_read(trainer: Trainer | None) -> int:
 
 
 def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:
-    """Return the rounds whose rows are trained on when ``newest`` is the newest.
-
-    Example:
-        >>> rounds_to_read(2, "replace"), rounds_to_read(2, "mix")
-        ((2,), (0, 1, 2))
-    """
+    """Return the rounds whose rows are trained on when ``newest`` is the newest."""
     return (newest,) if rule == "replace" else tuple(range(newest + 1))
 
 
@@ -271,18 +222,6 @@ def read_rounds(
 
     Targets are computed over all rows of a question, so that with several rounds a response is held against the
     answers of every round, each weighted by the confidence of the model that gave it.
-
-    Args:
-        store: The store.
-        split: "train", "validation" or "test".
-        rounds: Generation rounds.
-        questions: The questions whose rows are wanted; None takes all that the store holds for the split.
-        chat: The chat format that the rounds must have been sampled with; None where another model reads them.
-        query_counts: Whether their confidence query must be the same too.
-        confidences: Annotations to merge in.
-
-    Raises:
-        ValueError: A round or some of the questions are missing, or were sampled from another wording or format.
     """
     wanted = {"split": split, "questions": questions, "confidences": confidences}
     indexes = [read_index(store, round=round, **wanted) for round in rounds]
@@ -399,11 +338,7 @@ class StoredRows(LightningDataModule):
         self._questions: dict[Split, list[Question]] = {}
 
     def questions(self, split: Split) -> list[Question]:
-        """Return the questions of a split, loaded once.
-
-        Raises:
-            InputError: A source is empty, ids repeat, or two splits share a question.
-        """
+        """Return the questions of a split, loaded once."""
         if not self._questions:
             loaded: dict[Split, list[Question]] = {
                 role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
@@ -418,29 +353,19 @@ class StoredRows(LightningDataModule):
 
         All responses are in it, the unreadable ones as wrong and without target. Without validation sources and
         without validation samples in the store there is nothing to validate on: an empty list.
-
-        Raises:
-            InputError: The store lacks questions of the split.
         """
         if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
             return []
         return self._pool_loader("validation")
 
     def test_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``.
-
-        Raises:
-            InputError: The store lacks questions of the split.
-        """
+        """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``."""
         return self._pool_loader("test")
 
     def predict_dataloader(self) -> OneByOne:
         """Open the store and return the loader of this process's part of all responses of ``predict_split``.
 
         From then on ``predict_index`` says which response stands behind a batch's ``row``.
-
-        Raises:
-            InputError: The store lacks questions of the split.
         """
         loader = self._pool_loader(self.predict_split)
         self.predict_index = loader.dataset.table.index

@@ -56,13 +56,7 @@ OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # what its rows bring; other con
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """How the target of a response is made: ``(1 - share) * target + share * teacher``.
-
-    Attributes:
-        target: Name of what is computed from the answers and confidences to a question (``tuples.compute_targets``).
-        teacher: A fused confidence of the response; None where there is none.
-        share: Share of the teacher, in [0, 1]; 0 without one.
-    """
+    """How the target of a response is made: ``(1 - share) * target + share * teacher``."""
 
     target: str
     teacher: Fusion | None = None
@@ -76,11 +70,7 @@ class TargetRecipe:
 
 
 def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
-    """Return the recipe of these settings; the file of the teacher is read.
-
-    Raises:
-        InputError: A share without a teacher, or a teacher without a share.
-    """
+    """Return the recipe of these settings; the file of the teacher is read."""
     check_teacher(teacher, teacher_share)
     return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
@@ -102,13 +92,7 @@ def check_teacher(teacher: str | None, teacher_share: float) -> None:
 
 
 def mix_in_teacher(target: FloatArray, index: SampleIndex, recipe: TargetRecipe) -> FloatArray:
-    """Return the target of every row mixed with what the recipe's teacher says of it, nan where either is, [R].
-
-    Args:
-        target: Target of every row, nan where unknown, [R].
-        index: The rows, R of them.
-        recipe: The recipe.
-    """
+    """Return the target of every row mixed with what the recipe's teacher says of it, nan where either is, [R]."""
     if recipe.teacher is None:
         return target
     taught = recipe.teacher.transform(_feature_columns(index, recipe.teacher.features))
@@ -215,22 +199,7 @@ def question_slices(index: SampleIndex) -> Iterator[slice]:
 def compute_targets(
     index: SampleIndex, *, target: TargetName, p_true: PTrueName, drop_none: bool
 ) -> tuple[FloatArray, np.ndarray]:
-    """Return (target of every row or nan, the reason where there is none), both [R].
-
-    Targets are never stored; they are computed here from answers and Yes/No masses:
-
-    - ``"ssc"``: soft self-consistency of the question's responses;
-    - ``"consistency"``: their vote share;
-    - ``"leave_one_out"``: the share of the *other* readable responses that give the same answer;
-    - ``"leave_one_out_ssc"``: likewise, the others weighted by their confidences: "ssc" without one's own vote;
-    - ``"p_true"``: the response's own confidence, not pooled (an ablation);
-    - ``"label"``: whether the response is right (needs references);
-    - ``"agreeing_pairs"``, ``"top_share"``, ``"expected_accuracy"`` (needs references): of the question, learnt before
-      there is a response, by the first row of the question alone.
-
-    A response without a confidence counts as unreadable for "ssc", "leave_one_out_ssc" and "p_true". Questions imported
-    without masses use the confidence named "p_true" in their place, or the finished value that has the target's name.
-    """
+    """Return (target of every row or nan, the reason where there is none), both [R]."""
     masses = index.yes_mass if p_true == "raw" else index.p_true
     values = np.full(len(index), np.nan)
     reasons = np.full(len(index), "", dtype=object)
@@ -273,13 +242,7 @@ def _of_question(target: TargetName, answers: Sequence[str | None], labels: Floa
 
 
 def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
-    """Return why each response to a question has no target, if it has none, [n].
-
-    Args:
-        target: Name of the target.
-        readable: Which responses have an answer, [n].
-        made_of: The labels or confidences that the target is made of, nan where there is none, [n].
-    """
+    """Return why each response to a question has no target, if it has none, [n]."""
     if target in BEFORE_ANSWERING:
         first = "no label" if target == "expected_accuracy" else NO_OTHER
         return np.where(np.arange(len(readable)) > 0, NOT_THE_FIRST, first)
@@ -301,18 +264,7 @@ def build_table(
     drop_none: bool,
     beside: Sequence[TargetRecipe] = (),
 ) -> tuple[TupleTable, np.ndarray]:
-    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one).
-
-    Args:
-        store: The store.
-        index: Columns of the rows, with the annotations that a teacher reads.
-        collator: What will encode the rows.
-        recipe: How targets are made.
-        p_true: Confidence that they are made of.
-        drop_none: Whether unreadable responses have none.
-        beside: Recipes of the adapters that are trained beside the first one; a row that lacks one of these targets
-            has none.
-    """
+    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
     made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in (recipe, *beside)]
     return make_table(store, index, collator, made)
 
@@ -324,16 +276,7 @@ def make_table(
     made: Sequence[tuple[FloatArray, np.ndarray]],
     lengths: tuple[IntArray, IntArray] | None = None,
 ) -> tuple[TupleTable, np.ndarray]:
-    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one).
-
-    Args:
-        store: The store.
-        index: Columns of the rows.
-        collator: What will encode the rows.
-        made: Targets of the rows, nan where there is none, and the reasons why, [R] each: first those that are taught,
-            then those of the adapters beside.
-        lengths: Tokens of every row's prompt and response, [R] each; None counts them.
-    """
+    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
     prompt, response = known_lengths(store, index, collator) if lengths is None else lengths
     response = np.zeros_like(response) if collator.empty else response
     room = collator.room_for_response(prompt)
@@ -362,12 +305,7 @@ def _follow(
 
 
 def known_lengths(store: SampleStore, index: SampleIndex, collator: SSCCollator) -> tuple[IntArray, IntArray]:
-    """Return the tokens of every row's prompt and response, [R] each.
-
-    Rows made elsewhere carry no token ids: their texts are encoded here, since it must be known whether they fit the
-    longest sequence and the token budget, and what they state may be counted by another tokenizer. It takes half a
-    millisecond a response of 360 tokens.
-    """
+    """Return the tokens of every row's prompt and response, [R] each."""
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
     encoded: dict[str, int] = {}
@@ -456,21 +394,7 @@ class TrainingOrder:
         check_epoch: Callable[[int], None],
         trainer: Trainer | None,
     ) -> OptimizerStepSampler:
-        """Return the sampler of this process.
-
-        Args:
-            mixture: The recipe of an epoch.
-            pools: Pools of every task.
-            table: The rows that can be drawn.
-            deal: Deals the rows of a step to its micro-batches.
-            group_size: Most responses to a question that stand side by side in the order.
-            confident: Rows that may carry the generation loss, [R].
-            eta: Threshold that they exceed.
-            seed: Seed of the draw.
-            batch_size: Rows of a process in a micro-step.
-            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
-            trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
-        """
+        """Return the sampler of this process."""
 
         def rows(epoch: int) -> EpochDraw:
             return mixture.draw(pools, confident, seed=seed, epoch=epoch)
@@ -502,20 +426,7 @@ class TrainingOrder:
         check_epoch: Callable[[int], None],
         trainer: Trainer | None,
     ) -> OptimizerStepSampler:
-        """Return the sampler of this process over any draw.
-
-        Args:
-            rows: Gives the rows of an epoch.
-            table: The rows that can be drawn.
-            deal: Deals the rows of a step to its micro-batches.
-            rows_per_epoch: Rows that the number of optimiser steps follows from, whatever is drawn.
-            settings: What else the draw depends on.
-            group_size: Most responses to a question that stand side by side in the order.
-            seed: Seed of the draw.
-            batch_size: Rows of a process in a micro-step.
-            check_epoch: Asked before an epoch is drawn; raises where the rows are not those of this epoch.
-            trainer: The trainer; None is one process that takes a micro-step for an optimiser step.
-        """
+        """Return the sampler of this process over any draw."""
         accumulate = trainer.accumulate_grad_batches if trainer else 1
         per_step = rows_per_step(batch_size, trainer)
         num_steps = steps_per_epoch(rows_per_epoch, per_step)
@@ -577,14 +488,7 @@ def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
 
 
 def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
-    """Return what an epoch draws, and what it saves where responses share their prompt; warn where that is nothing.
-
-    Args:
-        table: The rows that can be drawn, with the counts of those that cannot.
-        pools: The pools of every task.
-        sampler: What draws and deals the rows.
-        epoch: The epoch, from 0.
-    """
+    """Return what an epoch draws, and what it saves where responses share their prompt; warn where that is nothing."""
     draw = sampler.draw(epoch)
     text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
     if isinstance(sampler.deal, DealByPrompt):
@@ -596,13 +500,7 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
 
 
 def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:
-    """Return the counts of an epoch's draw: pools, tuples drawn, repeated and missing, and rows dropped by reason.
-
-    Args:
-        table: The rows that can be drawn, with the counts of those that cannot.
-        pools: The pools of every task.
-        draw: The draw of an epoch.
-    """
+    """Return the counts of an epoch's draw: pools, tuples drawn, repeated and missing, and rows dropped by reason."""
     header = f"{'task':<20} {'pool':<12} {'rows':>8} {'drawn':>8} {'repeated':>8} {'missing':>8}"
     lines = [f"{len(draw.rows):,} tuples in an epoch, from {len(table):,} rows with a target:", header]
     for task, counts in draw.counts.items():

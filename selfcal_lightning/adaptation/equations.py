@@ -25,16 +25,7 @@ _MOST_TOKENS, _LONGEST_NUMBER = 60, 40
 
 @dataclass(frozen=True)
 class Equation:
-    """One equation of a response.
-
-    Attributes:
-        left: What stands before the sign of equality.
-        right: What stands behind it.
-        holds: Whether both have the same value.
-        value: The value of the right side.
-        start: Where the equation begins in the text.
-        end: Where it ends.
-    """
+    """One equation of a response."""
 
     left: str
     right: str
@@ -64,39 +55,12 @@ def find_equations(text: str) -> list[Equation]:
 
     A right side that is written with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side
     has to compute something: ``half of 20 = 10`` is no equation between 20 and 10.
-
-    Args:
-        text: A response.
-
-    Example:
-        >>> [(e.left, e.right, e.holds) for e in find_equations("So 34+75=109. Then 3 * (2 + 1) = 9 = 10.")]
-        [('34+75', '109', True), ('3 * (2 + 1)', '9', True), ('9', '10', False)]
-        >>> find_equations("x + 3 = 7, and 2y = 4")
-        []
     """
     return [equation for run in _RUN.finditer(text) if "=" in run.group() for equation in _of_run(text, run)]
 
 
 def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] | None = None) -> list[float | None]:
-    """Return 1 for responses whose every equation holds (and whose answer is the last result), 0 for others.
-
-    Args:
-        texts: The N responses.
-        answers: Their answers as numbers; None for an unreadable or non-numeric one, which is not the last result.
-            Without answers only the equations count.
-
-    Returns:
-        Rewards; None of a response without an equation that can be checked: report how many have one.
-
-    Raises:
-        ValueError: If the lengths differ.
-
-    Example:
-        >>> equation_validity(["1+1=2.", "1+1=3.", "Two."])
-        [1.0, 0.0, None]
-        >>> equation_validity(["1+1=2.", "1+1=2."], [Fraction(2), Fraction(3)])
-        [1.0, 0.0]
-    """
+    """Return 1 for responses whose every equation holds (and whose answer is the last result), 0 for others."""
     rewards: list[float | None] = []
     for text, answer in zip(texts, [None] * len(texts) if answers is None else answers, strict=True):
         found = find_equations(text)
@@ -106,23 +70,13 @@ def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] |
 
 
 def equation_share(texts: Sequence[str]) -> list[float | None]:
-    """Return the share of equations that hold in each response; None without any that can be checked.
-
-    Example:
-        >>> equation_share(["1+1=2 and 2+2=5", "Two."])
-        [0.5, None]
-    """
+    """Return the share of equations that hold in each response; None without any that can be checked."""
     found = [find_equations(text) for text in texts]
     return [sum(e.holds for e in equations) / len(equations) if equations else None for equations in found]
 
 
 def arithmetic_value(expression: str) -> Fraction | None:
-    """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs; None where it has none.
-
-    Example:
-        >>> arithmetic_value("1,000 × (2 − 0.5)"), arithmetic_value("1/0"), arithmetic_value("2 y")
-        (Fraction(1500, 1), None, None)
-    """
+    """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs."""
     tokens = _TOKEN.findall(expression)
     # What is neither a token nor white space or a currency sign makes it something else.
     return None if re.sub(r"[\s$]", "", _TOKEN.sub("", expression)) else _value(tokens)
@@ -258,12 +212,7 @@ _DIGITS = frozenset("0123456789")
 
 
 def canonical_step(text: str) -> tuple[Token, ...]:
-    r"""Return the tokens of a step in one spelling.
-
-    Example:
-        >>> canonical_step("3 × 5 = 15.0"), canonical_step(r"\frac{1,000}{4}")
-        (('3', '*', '5', '=', '15'), ('1000', '/', '4'))
-    """
+    r"""Return the tokens of a step in one spelling."""
     found: list[Token] = []
     for token in _STEP_TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
         if token in _LEFT_OUT:
@@ -284,22 +233,12 @@ def is_number(token: Token) -> bool:
 
 
 def step_numbers(text: str) -> frozenset[str]:
-    """Return the numbers of a text in one spelling.
-
-    Example:
-        >>> sorted(step_numbers("1,000 and 2.50"))
-        ['1000', '5/2']
-    """
+    """Return the numbers of a text in one spelling."""
     return frozenset(_number(token) for token in re.findall(_NUMBER, text))
 
 
 def step_key(text: str) -> tuple[Token, ...]:
-    """Return what is equal for steps that say the same: the canonical tokens, operands of one sign in order.
-
-    Example:
-        >>> step_key("5 * 3 = 15") == step_key("3 times 5 = 15"), step_key("5 - 3 = 2") == step_key("3 - 5 = 2")
-        (True, False)
-    """
+    """Return what is equal for steps that say the same: the canonical tokens, operands of one sign in order."""
     tokens = canonical_step(text)
     sides: list[list[Token]] = [[]]
     for token in tokens:
@@ -314,22 +253,6 @@ def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool 
     """Return the share of key steps of which a response contains a form; a reward for trainers in Python.
 
     The reward.py of `selfcal export-rl` looks at the answer alone; its rows carry the key steps.
-
-    Args:
-        text: A response.
-        key_steps: Key steps, each as forms that say the same.
-        in_order: Whether only the longest run of steps in their order counts.
-
-    Returns:
-        The share, in [0, 1]; None without key steps.
-
-    Example:
-        >>> steps = [["3*5=15", "15"], ["15+1=16"]]
-        >>> step_match("First 5 × 3 = 15.", steps), step_match("13*5=151", steps), step_match("", [])
-        (0.5, 0.0, None)
-
-    Reference:
-        Zhang et al., R1-VL, arXiv 2503.12937 (soft key-step matching).
     """
     if not key_steps:
         return None

@@ -28,11 +28,7 @@ from selfcal_lightning.records import Question, QuestionSamples
 
 @dataclass(frozen=True)
 class SampledSet:
-    """Q questions with their responses, in the order of their ids.
-
-    Attributes:
-        entries: The questions; all have labels, and an unreadable response is a wrong one.
-    """
+    """Q questions with their responses, in the order of their ids."""
 
     entries: tuple[QuestionSamples, ...]
 
@@ -90,11 +86,7 @@ class SampledSet:
 
 
 def read_set(store_dir: str | Path) -> SampledSet:
-    """Read the questions of a store.
-
-    Raises:
-        InputError: It holds none, or questions without a gold answer.
-    """
+    """Read the questions of a store."""
     store = SampleStore(store_dir)
     entries = tuple(sorted(counted_samples(store, store.index()), key=lambda entry: entry.question.id))
     if not entries:
@@ -146,15 +138,7 @@ class Change:
 
 @dataclass(frozen=True)
 class SetComparison:
-    """One set of questions.
-
-    Attributes:
-        name: "transductive", "inductive" or "out_of_domain".
-        num_questions: Q.
-        rows: Numbers of every model and way of sampling, by its name and theirs; None where there is none.
-        changes: What adaptation changed, by the name of the number.
-        verdict: What that comes to, in words.
-    """
+    """One set of questions."""
 
     name: str
     num_questions: int
@@ -183,21 +167,7 @@ def compare_set(
     equal_tokens: SampledSet | None = None,
     seed: int = 0,
 ) -> SetComparison:
-    """Compare an adapted model with its base.
-
-    Args:
-        name: The set.
-        base: Responses of the base model, sampled as the adapted one is.
-        adapted: Of the adapted model.
-        base_greedy: The likeliest response of the base model.
-        adapted_greedy: Likewise of the adapted one.
-        others: The base model sampled in other ways, by how.
-        equal_tokens: The base model with as many responses more as the adaptation cost.
-        seed: Of the resamples.
-
-    Raises:
-        InputError: The sets are not of the same questions.
-    """
+    """Compare an adapted model with its base."""
     for other in (adapted, base_greedy, adapted_greedy, *others.values()):
         if other.names != base.names:
             raise InputError(f"Expected the same questions in all samples of the set {name!r}, but got others.")
@@ -280,18 +250,7 @@ def _calibration_changes(base: SampledSet, adapted: SampledSet, *, seed: int) ->
 
 
 def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
-    """Return, by round, what gold answers say of the responses and of their majority.
-
-    - ``pass@1``: share of right responses;
-    - ``label_accuracy``: share of questions whose majority is right;
-    - ``reward_accuracy``: share of responses that give the majority's answer exactly where they are right: high where
-      wrong answers scatter, even if the majority is wrong;
-    - ``tokens``: of all responses.
-
-    Args:
-        store_dir: The store of the rounds; what it holds of other questions does not count.
-        questions: The questions with their gold answers; without one they are left out of all but the tokens.
-    """
+    """Return, by round, what gold answers say of the responses and of their majority."""
     store = SampleStore(store_dir)
     found = {}
     for round in sorted(store.manifest.rounds):
@@ -318,13 +277,7 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
 def cost_in_samples(
     store_dir: str | Path, questions: Sequence[Question], rounds: Mapping[str, Mapping[str, Any]]
 ) -> int:
-    """Return how many responses to each question the base model gives for the tokens of all rounds.
-
-    Args:
-        store_dir: The store of the rounds.
-        questions: The questions.
-        rounds: What :func:`round_labels` says of them.
-    """
+    """Return how many responses to each question the base model gives for the tokens of all rounds."""
     store = SampleStore(store_dir)
     lengths = rows_of(store, questions, round=0).num_tokens.clip(min=1)
     return (
@@ -339,13 +292,7 @@ def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) ->
 
 
 def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
-    """Return the share of right responses to each question in a round, [Q], in the order of their ids.
-
-    Args:
-        store_dir: The store of the rounds.
-        questions: The questions with their gold answers; without one they are left out.
-        round: The round.
-    """
+    """Return the share of right responses to each question in a round, [Q], in the order of their ids."""
     store = SampleStore(store_dir)
     entries = sorted(
         counted_samples(store, store.index(split="train", round=round), round=round), key=lambda one: one.question.id

@@ -30,28 +30,7 @@ def check_reward(name: str) -> None:
 def group_rewards(
     name: GroupReward, entries: Sequence[QuestionSamples], *, fusion: Fusion | None = None
 ) -> list[Rewards]:
-    """Return one reward per response, [question][sample]; higher is better.
-
-    - ``"majority"``: 1 for the majority's answer, else 0 (TTRL);
-    - ``"vote_share"``: the share of the responses with the same answer (EMPO);
-    - ``"ssc"``: the same, weighted by P(True);
-    - ``"self_certainty"`` (INTUITOR) and ``"entropy"``, minus the mean entropy (RENT): of the tokens, in nats;
-    - ``"equations"``: 1 where all equations of the response hold and its answer is the last result, else 0;
-    - ``"fused"``: the chance that ``fusion`` gives a response;
-    - ``"reference"``: 1 where it is right, else 0: the only one that looks at gold answers.
-
-    An unreadable response has the reward 0, of the rewards that are made of answers. Where nobody can judge (no
-    response can be read, no equation can be checked, nothing is known of the tokens) it is None.
-
-    Args:
-        name: The reward, other than "none".
-        entries: Questions with their responses; with texts for "equations".
-        fusion: Of "fused".
-
-    Raises:
-        MissingConfidenceError: Statistics of the tokens were not computed.
-        InputError: There is no such reward, or none of the responses has one.
-    """
+    """Return one reward per response, [question][sample]; higher is better."""
     check_reward(name)
     seen = entries if name == REFERENCE else [without_references(entry) for entry in entries]
     if name in ANNOTATIONS:

@@ -30,13 +30,7 @@ MOST_STEPS, MOST_FORMS, LONGEST_FORM = 32, 8, 200
 
 @dataclass(frozen=True, slots=True)
 class KeyStep:
-    """One step that leads to the answer.
-
-    Attributes:
-        forms: Ways of writing it that say the same, at least one.
-        span: Its characters in the response; None where it was put in other words.
-        checked: Whether its arithmetic is true; None where there is none to be checked.
-    """
+    """One step that leads to the answer."""
 
     forms: tuple[str, ...]
     span: tuple[int, int] | None
@@ -50,19 +44,7 @@ class KeyStep:
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """What was found in one response.
-
-    Attributes:
-        question_id: The question.
-        round: Generation round of the response.
-        index: The response.
-        steps: Its key steps; None where there are none to be had, which is never an empty text.
-        reason: Why there are none: empty, no_json, schema, nothing_left, refused (by the
-            engine) or no_room (in its context); None where there are some.
-        repaired: Whether a second request was needed.
-        ungrounded: Forms that were left out since the response lacks one of their numbers.
-        leaking: Forms that were left out since they are the answer itself.
-    """
+    """What was found in one response."""
 
     question_id: str
     round: int
@@ -87,11 +69,7 @@ class StepExtractor(Protocol):
         ...
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield what was found in each response, in any order, as it is there.
-
-        Raises:
-            RunError: The service did not answer for some of them; these are not yielded.
-        """
+        """Yield what was found in each response, in any order, as it is there."""
         ...
 
 
@@ -99,13 +77,7 @@ _COMPUTING = frozenset("+-*/^")
 
 
 def checked_steps(example: Example, found: Sequence[Sequence[str]], *, repaired: bool = False) -> Extracted:
-    """Return the key steps that are left of what was found in a response.
-
-    Args:
-        example: The response.
-        found: Steps, each as forms that say the same.
-        repaired: Whether a second request was needed.
-    """
+    """Return the key steps that are left of what was found in a response."""
     text, answer = example.sample.text, example.row.answer or ""
     numbers, leak = step_numbers(text), _forms_of_answer(answer)
     steps: list[KeyStep] = []
@@ -191,14 +163,7 @@ class Reply:
 
 
 def read_reply(text: str) -> Reply:
-    r"""Read a reply. One fence is taken off, and of what is left the outermost object is read; nothing else is mended.
-
-    Example:
-        >>> read_reply('Sure:\n```json\n{"key_steps": [["3*5", "15"]]}\n```')
-        Reply(steps=(('3*5', '15'),), reason=None)
-        >>> [read_reply(text).reason for text in ("", "I cannot.", '{"key_steps": "3*5"}')]
-        ['empty', 'no_json', 'schema']
-    """
+    r"""Read a reply. One fence is taken off, and of what is left the outermost object is read."""
     reply = (final_part(text) or "").strip()
     if not reply:
         return Reply(None, EMPTY)
@@ -279,14 +244,7 @@ class _Job:
 
 
 class EngineExtractor:
-    """Asks a model for the key steps of each response, greedily; a reply that cannot be read is asked for once more.
-
-    Args:
-        engine: Who is asked.
-        chat: Chat format of its tokenizer.
-        max_new_tokens: Longest reply.
-        max_failures: Requests that may fail in a row; then the run stops.
-    """
+    """Asks a model for the key steps of each response, greedily; a reply that cannot be read is asked for once more."""
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, *, max_new_tokens: int = 1024, max_failures: int = MAX_FAILURES
@@ -309,12 +267,7 @@ class EngineExtractor:
         }
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield what was found in each response as its reply is there.
-
-        Raises:
-            RequestsFailedError: The engine did not answer for some of them, when all others were.
-            EngineStoppedError: It cannot go on, or ``max_failures`` requests failed in a row.
-        """
+        """Yield what was found in each response as its reply is there."""
         jobs = {f"steps/{number}": _Job(example) for number, example in enumerate(chosen)}
         room = self._room()
         too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
@@ -373,12 +326,7 @@ class EngineExtractor:
 
 
 def question_about(text: str) -> str:
-    """Return the request about a response, between marks that it cannot hold: they are made of its own hash.
-
-    Example:
-        >>> question_about("1+1=2").splitlines()[-3:]
-        ['<solution c802899b46>', '1+1=2', '</solution c802899b46>']
-    """
+    """Return the request about a response, between marks that it cannot hold: they are made of its own hash."""
     mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:10]
     return f"{INSTRUCTIONS}\n\n<solution {mark}>\n{text}\n</solution {mark}>"
 
@@ -400,13 +348,7 @@ FILE = "key_steps.json"
 
 @dataclass(frozen=True)
 class KeySteps:
-    """The key steps of a selection.
-
-    Attributes:
-        extractor: What found them.
-        selection_sha256: Digest of the selection's rows.
-        found: What was found, one a response.
-    """
+    """The key steps of a selection."""
 
     extractor: Mapping[str, Any]
     selection_sha256: str
@@ -443,11 +385,7 @@ class KeySteps:
 
 
 def read_key_steps(selection: Selection) -> KeySteps | None:
-    """Return the key steps of a selection; None where none were extracted.
-
-    Raises:
-        InputError: They belong to another selection.
-    """
+    """Return the key steps of a selection; None where none were extracted."""
     file = selection.path / FILE
     if not file.exists():
         return None
@@ -461,11 +399,7 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
 
 
 def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overwrite: bool) -> list[Extracted]:
-    """Return what the same extractor found before.
-
-    Raises:
-        InputError: Another one did, and it may not be replaced.
-    """
+    """Return what the same extractor found before."""
     if overwrite:
         return []
     known = read_key_steps(selection)

@@ -48,11 +48,6 @@ if TYPE_CHECKING:
 class PolicyBatch(SSCBatch):
     """An ``SSCBatch`` whose rows carry an advantage. Immutable.
 
-    ``generation_weight`` is the weight of a row in what is learnt of its tokens (policy gradient, KL and entropy, or
-    the likelihood of a selection): its number of tokens where tokens weigh alike, 1 where responses do, and 0 where it
-    teaches nothing. ``calibration_weight`` is 1 where P(True) has a target. What nobody may know while training is not
-    here: ``correct`` is nan unless the reward is made of references.
-
     Attributes:
         advantage: Reward of each row over those of its group, float32, [B]; 0 where it has none.
     """
@@ -90,15 +85,6 @@ def policy_parts(
 
     Each is the mean over the tokens of a response, weighted over the responses of the step by ``generation_weight``:
     with numbers of tokens as weights, every token of the step weighs alike.
-
-    Args:
-        batch: The rows, with advantages and weights.
-        logprob: log p of the labels under the model that is trained [N], with gradient.
-        behaviour: Likewise under the model that sampled them; None where it is the same one.
-        reference: Likewise under the model of round 0; None adds no KL.
-        logits: Logits at the labels [N, V]; None measures no entropy.
-        ratio: "token" clips the ratio of every token (GRPO), "sequence" that of the whole response (GSPO).
-        clip: How far below and above 1 a ratio still counts.
     """
     row, rows = batch.label_row, batch.batch_size
     ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, ratio)
@@ -154,13 +140,7 @@ class PolicyStepLog:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, weights: dict[str, float], lr: float) -> dict[str, float]:
-        """Return what the step is logged as, by its key, and begin the next. One small collective.
-
-        Args:
-            strategy: What adds up over processes.
-            weights: Of the parts in the loss, by their name in the log.
-            lr: Learning rate.
-        """
+        """Return what the step is logged as, by its key, and begin the next. One small collective."""
         if self._sums is None:
             return {}
         names = ("PolicyGradient", "KL", "Entropy", "Clipped", "Likelihood", "Calibration")

@@ -15,19 +15,7 @@ Answers = Sequence[str | None]
 
 @dataclass(frozen=True)
 class RoundMonitors:
-    """A round of responses beside round 0, the same questions in the same order; None where there is nothing to judge.
-
-    Attributes:
-        agreement: Chance that a response gives the answer of a response of round 0 to the same question; in round 0
-            itself, of another response of it. It rises while a policy sharpens what it said before, and falls when it
-            says other things.
-        majority_agreement: Share of the questions whose majority is that of round 0.
-        vote_share: Mean share of the majority among the responses. It rises in good and in bad runs.
-        unreadable: Share of the responses that cannot be read.
-        length: Mean tokens of a response.
-        confidence_gap: Mean P(True) minus mean vote share of the response's own answer.
-        logprob_fall: How much less likely a token of the responses of round 0 has become, in nats.
-    """
+    """A round of responses beside round 0, the same questions in the same order."""
 
     agreement: float | None
     majority_agreement: float | None
@@ -78,24 +66,7 @@ def round_monitors(
     is_first: bool,
     logprob_fall: float | None = None,
 ) -> RoundMonitors:
-    """Compare a round with round 0.
-
-    Args:
-        answers: Of the responses of each question.
-        earlier: Likewise in round 0.
-        confidences: P(True) of the responses.
-        lengths: Their tokens.
-        is_first: Whether this is round 0, so that a response is not held against itself.
-        logprob_fall: See ``RoundMonitors``.
-
-    Raises:
-        ValueError: If the numbers of questions differ, or there are none.
-
-    Example:
-        >>> now = round_monitors([["7", "7"]], [["7", "8"]], confidences=[[0.5, 0.5]], lengths=[[3, 5]], is_first=False)
-        >>> now.agreement, now.majority_agreement, now.vote_share, now.length, now.confidence_gap
-        (0.5, 1.0, 1.0, 4.0, -0.5)
-    """
+    """Compare a round with round 0."""
     if not answers:
         raise InputError("Expected `answers` to hold at least one question, but got none.")
     pairs = list(zip(answers, earlier, strict=True))
@@ -120,21 +91,7 @@ def round_monitors(
 def collapse(
     now: RoundMonitors, first: RoundMonitors, *, agreement: float, unreadable: float, logprob_fall: float
 ) -> list[str]:
-    """Return in words what speaks for a collapse; empty where nothing does.
-
-    Args:
-        now: A round.
-        first: Round 0.
-        agreement: Most that the agreement with round 0 may fall below that of round 0 with itself.
-        unreadable: Most unreadable responses beyond those of round 0, as a share.
-        logprob_fall: Most that a token of round 0 may lose, in nats.
-
-    Example:
-        >>> one = round_monitors([["7", "7"]], [["7", "7"]], confidences=[[]], lengths=[[]], is_first=True)
-        >>> two = round_monitors([["8", "7"]], [["7", "7"]], confidences=[[]], lengths=[[]], is_first=False)
-        >>> collapse(two, one, agreement=0.1, unreadable=0.02, logprob_fall=0.05)
-        ['agreement with round 0 is 0.500, and 1.000 of round 0 with itself']
-    """
+    """Return in words what speaks for a collapse; empty where nothing does."""
     found = []
     if now.agreement is not None and first.agreement is not None and now.agreement < first.agreement - agreement:
         found.append(f"agreement with round 0 is {now.agreement:.3f}, and {first.agreement:.3f} of round 0 with itself")

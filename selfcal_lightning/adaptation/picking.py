@@ -32,13 +32,7 @@ _LEAST_SPREAD = 1e-9
 
 @dataclass(frozen=True)
 class Selective:
-    """What is left when the questions with the lowest scores are not asked.
-
-    Attributes:
-        coverage: Share of the questions that are asked.
-        accuracy: Mean capability of these; None where none is asked.
-        lost: Share of all right answers that the others would have given; None where there is none at all.
-    """
+    """What is left when the questions with the lowest scores are not asked."""
 
     coverage: float
     accuracy: float | None
@@ -46,19 +40,7 @@ class Selective:
 
 
 def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | None = None) -> int | None:
-    """Return the position of the response with the highest score, the first one on ties; None where there is none.
-
-    Args:
-        scores: Of the N responses; None or NaN where unknown.
-        answers: Their answers; unreadable ones (None or empty) are not chosen. Without answers all may be.
-
-    Raises:
-        ValueError: If the lengths differ.
-
-    Example:
-        >>> select_best([0.5, None, 0.9, 0.9]), select_best([0.5, 0.9], ["7", None]), select_best([None])
-        (2, 0, None)
-    """
+    """Return the position of the response with the highest score, the first one on ties; None where there is none."""
     readable = [True] * len(scores) if answers is None else [bool(answer) for answer in answers]
     known = [
         at
@@ -69,44 +51,14 @@ def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | 
 
 
 def threshold_for_count(scores: Sequence[float | None], count: int) -> float | None:
-    """Return the highest threshold that keeps at least ``count`` of the known scores: more where some are equal.
-
-    Args:
-        scores: Of the N questions or responses; None where unknown.
-        count: How many to keep, at least 1.
-
-    Returns:
-        The threshold; None where fewer are known.
-
-    Raises:
-        ValueError: If the count is not positive.
-
-    Example:
-        >>> threshold_for_count([0.2, None, 0.9, 0.5], 2), threshold_for_count([0.2], 2)
-        (0.5, None)
-    """
+    """Return the highest threshold that keeps at least ``count`` of the known scores: more where some are equal."""
     check_positive(count, "count")
     known = sorted((score for score in scores if score is not None), reverse=True)
     return known[count - 1] if count <= len(known) else None
 
 
 def threshold_for_share(scores: Sequence[float | None], share: float) -> float | None:
-    """Return the highest threshold that keeps at least a share of all, unknown ones counted among these.
-
-    Args:
-        scores: Of the N questions or responses; None where unknown.
-        share: Of N, in (0, 1].
-
-    Returns:
-        The threshold; None where too few are known.
-
-    Raises:
-        ValueError: If the share is out of its range.
-
-    Example:
-        >>> threshold_for_share([0.2, None, 0.9, 0.5], 0.5)
-        0.5
-    """
+    """Return the highest threshold that keeps at least a share of all, unknown ones counted among these."""
     if not 0.0 < share <= 1.0:
         raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
     # .35 of 20 are 7, in spite of floats.
@@ -114,23 +66,7 @@ def threshold_for_share(scores: Sequence[float | None], share: float) -> float |
 
 
 def threshold_for_accuracy(scores: Array, correct: Array, accuracy: float) -> float | None:
-    """Return the lowest threshold at which those kept are right often enough. Choose it on other data than it serves.
-
-    Args:
-        scores: Of N labelled questions or responses.
-        correct: Their labels [N].
-        accuracy: Wanted share of right ones among those kept, in [0, 1].
-
-    Returns:
-        The threshold with the largest coverage; None where no threshold reaches it.
-
-    Raises:
-        ValueError: If a score or label is unknown, the lengths differ, or the accuracy is out of its range.
-
-    Example:
-        >>> threshold_for_accuracy([0.9, 0.8, 0.5, 0.1], [True, False, True, False], 0.66)
-        0.5
-    """
+    """Return the lowest threshold at which those kept are right often enough. Choose it on other data than it."""
     if not 0.0 <= accuracy <= 1.0:
         raise InputError(f"Expected `accuracy` to lie in [0, 1], but got {accuracy}.")
     curve = risk_coverage(scores, correct)
@@ -139,12 +75,7 @@ def threshold_for_accuracy(scores: Array, correct: Array, accuracy: float) -> fl
 
 
 def kept(scores: Sequence[float | None], threshold: float) -> list[bool]:
-    """Return which scores reach a threshold; unknown ones do not.
-
-    Example:
-        >>> kept([0.2, None, 0.5], 0.5)
-        [False, False, True]
-    """
+    """Return which scores reach a threshold; unknown ones do not."""
     return [score is not None and score >= threshold for score in scores]
 
 
@@ -152,18 +83,6 @@ def selective(scores: Array, capability: Array, *, left_out: float) -> Selective
     """Say what it costs not to ask the questions with the lowest scores.
 
     Among equal scores at the edge each question is as likely to be asked as the others, so that their order is nothing.
-
-    Args:
-        scores: Of the Q questions; higher is asked first.
-        capability: Share of right answers of each question [Q], in [0, 1].
-        left_out: Share of the questions that are not asked, in [0, 1].
-
-    Raises:
-        ValueError: If a value is unknown or out of its range, or the lengths differ.
-
-    Example:
-        >>> selective([0.9, 0.1, 0.5, 0.8], [1.0, 0.0, 0.5, 0.5], left_out=0.5)
-        Selective(coverage=0.5, accuracy=0.75, lost=0.25)
     """
     values, right = as_scores(scores, "scores"), as_rates(capability, "capability")
     check_same_length(scores=values, capability=right)
@@ -187,19 +106,6 @@ def relative_weights(*columns: Array) -> Floats:
 
     ``exp(-sum_j z_j)`` with ``z = (x - mean) / std`` over the candidates: the lower a column, the more weight. Give the
     negative of a column of which more is better.
-
-    Args:
-        columns: One or more statistics of each candidate [N], such as the spread of its entropy.
-
-    Returns:
-        Weights [N]; 1 in a column without differences.
-
-    Raises:
-        ValueError: If there is no column, a value is unknown, or the lengths differ.
-
-    Example:
-        >>> relative_weights([1.0, 1.0]).tolist(), relative_weights([0.0, 2.0]).round(3).tolist()  # e and 1/e
-        ([1.0, 1.0], [2.718, 0.368])
     """
     if not columns:
         raise InputError("Expected at least one column, but got none.")
@@ -213,19 +119,7 @@ def relative_weights(*columns: Array) -> Floats:
 
 
 def below_percentile(values: Array, percentile: float) -> NDArray[np.bool_]:
-    """Return which candidates of a question have a value at or below a percentile of all of them [N].
-
-    Args:
-        values: A statistic of each candidate [N], such as the spread of its entropy.
-        percentile: In [0, 100].
-
-    Raises:
-        ValueError: If a value is unknown or the percentile out of its range.
-
-    Example:
-        >>> below_percentile([0.1, 0.2, 0.3, 0.9], 75).tolist()
-        [True, True, True, False]
-    """
+    """Return which candidates of a question have a value at or below a percentile of all of them [N]."""
     column = as_scores(values, "values")
     if not 0.0 <= percentile <= 100.0:
         raise InputError(f"Expected `percentile` to lie in [0, 100], but got {percentile}.")
@@ -233,19 +127,7 @@ def below_percentile(values: Array, percentile: float) -> NDArray[np.bool_]:
 
 
 def difficulty_level(capability: Array, edges: Sequence[float]) -> NDArray[np.int64]:
-    """Return the level of difficulty of questions: 1 for the easiest, one more than there are edges for the hardest.
-
-    Args:
-        capability: Of each question [Q].
-        edges: Rising capabilities between the levels, such as the quintiles of a data set; an edge is of the easier.
-
-    Raises:
-        ValueError: If a capability is unknown or the edges do not rise.
-
-    Example:
-        >>> difficulty_level([0.0, 0.2, 0.6, 1.0], [0.2, 0.4, 0.6, 0.8]).tolist()
-        [5, 4, 2, 1]
-    """
+    """Return the level of difficulty of questions: 1 for the easiest, one more than there are edges for the hardest."""
     if any(low > high for low, high in pairwise(edges)):
         raise InputError(f"Expected `edges` to rise, but got {list(edges)}.")
     below = np.searchsorted(np.asarray(edges, dtype=np.float64), as_scores(capability, "capability"), side="right")
@@ -340,15 +222,7 @@ NOT_FIRST = "not among the first"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The label of a question.
-
-    Attributes:
-        kind: Where it comes from.
-        text: The answer; None where nothing can be said.
-        share: Share of all responses to the question that give it, unreadable ones counted; None without a label.
-        confidence: Share of the confidence P(True) that lies on it; None where responses have none.
-        margin: ``share`` less that of the most frequent other answer.
-    """
+    """The label of a question."""
 
     kind: LabelKind
     text: str | None
@@ -359,25 +233,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class SelectedRow:
-    """One question of a selection.
-
-    Attributes:
-        question_id: The question.
-        round: Generation round of its responses.
-        task: Its task.
-        split: Its split.
-        index: The chosen response; None where none could be chosen.
-        answer: The chosen response's answer.
-        label: The question's label.
-        pick_score: The score that chose it.
-        keep_score: The score that keeps it.
-        num_samples: Responses to the question.
-        num_unreadable: Those without an answer.
-        kept: Whether it is part of the training data.
-        reason: Why not; None where it is.
-        shard: Hash that names the file in which the responses were written first.
-        scores: Every score of the chosen response that was asked for; None where it has none.
-    """
+    """One question of a selection."""
 
     question_id: str
     round: int
@@ -397,13 +253,7 @@ class SelectedRow:
 
 
 def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> Label:
-    """Return the label of a question.
-
-    Args:
-        entry: The question with its responses; unreadable ones vote for nothing and count among all.
-        kind: Where the label comes from.
-        picked: Answer of the chosen response.
-    """
+    """Return the label of a question."""
     answers = [sample.answer for sample in entry.samples]
     text = {
         "majority": majority_answer(answers),
@@ -459,13 +309,7 @@ def _votes_for_reference(samples: Sequence[Sample]) -> int:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a selection came to.
-
-    Attributes:
-        rows: One a question, in their order.
-        threshold: The score of the last question that is kept, in the order of the settings.
-        fusion: The fusion that was fitted; None where another score picks.
-    """
+    """What a selection came to."""
 
     rows: tuple[SelectedRow, ...]
     threshold: float
@@ -473,16 +317,7 @@ class Selected:
 
 
 def select_rows(entries: Sequence[QuestionSamples], settings: SelectionSettings) -> Selected:
-    """Choose a response to each question, and the questions that are kept.
-
-    Args:
-        entries: Questions with their responses. Gold answers are looked at only where the settings allow it.
-        settings: The settings.
-
-    Raises:
-        MissingConfidenceError: A score was not computed; names the estimator to run.
-        InputError: Nothing is kept, or no score has such a name.
-    """
+    """Choose a response to each question, and the questions that are kept."""
     if not entries:
         raise InputError("Expected questions to select from, but got none.")
     seen = entries if settings.references else [without_references(entry) for entry in entries]
@@ -502,12 +337,7 @@ def without_references(entry: QuestionSamples) -> QuestionSamples:
 
 
 def _check_scored(entries: Sequence[QuestionSamples], name: str, settings: SelectionSettings) -> None:
-    """Raise where no readable response has a confidence; one that lacks it is counted later.
-
-    Raises:
-        MissingConfidenceError: It was not computed.
-        InputError: Nothing computes one of that name.
-    """
+    """Raise where no readable response has a confidence; one that lacks it is counted later."""
     if any(confidence_of(sample, name) is not None for entry in entries for sample in entry.samples):
         return
     known = (*STORED, *ESTIMATORS)
@@ -520,17 +350,7 @@ def _check_scored(entries: Sequence[QuestionSamples], name: str, settings: Selec
 
 
 def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None) -> Fusion:
-    """Fit a fusion of confidences to the vote share of each response's answer: no gold answer is read.
-
-    Args:
-        entries: The questions.
-        features: What it reads; None takes those of ``FUSED_FEATURES`` that responses have. Questions of which no
-            readable response has one of them take no part.
-
-    Raises:
-        MissingConfidenceError: No response has a feature that was named.
-        InputError: The responses have none of the features, or all vote alike.
-    """
+    """Fit a fusion of confidences to the vote share of each response's answer: no gold answer is read."""
     readable = [sample for entry in entries for sample in entry.samples if sample.answer]
     chosen = features or [n for n in FUSED_FEATURES if any(feature_value(sample, n) is not None for sample in readable)]
     if not (readable and chosen):
@@ -580,14 +400,7 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
 
 
 def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion | None) -> float | None:
-    """Return a score of a readable response; None where it has none.
-
-    Args:
-        entry: The question with all its responses, which votes are counted in.
-        sample: One of them.
-        name: "share", "ssc", "fused", or the name of a confidence.
-        fusion: The fusion behind "fused".
-    """
+    """Return a score of a readable response; None where it has none."""
     if not sample.answer:
         return None
     if name == SHARE:

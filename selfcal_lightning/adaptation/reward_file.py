@@ -28,10 +28,6 @@ def borrow(wanted: Iterable[Place], *, replaced: Collection[str]) -> str:
     """Return source that defines functions of this package, and whatever of it they use.
 
     Every name gets its module's in front (:func:`borrowed_name`): two modules may use one name for two things.
-
-    Args:
-        wanted: The functions, each as (module, name).
-        replaced: Names that whoever takes the source defines; they keep their names and are not followed.
     """
     found: dict[Place, str] = {}
     imports: dict[str, None] = {}
@@ -231,14 +227,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def reward_source(tasks: Iterable[Task]) -> str:
-    """Return the source of a reward file for the questions of some tasks.
-
-    Args:
-        tasks: The tasks.
-
-    Raises:
-        InputError: A task reads answers in a way of its own, which cannot be written down.
-    """
+    """Return the source of a reward file for the questions of some tasks."""
     kinds = {task.name: _kind(task) for task in tasks}
     wanted = {name for kind in kinds.values() if kind is not None for name in _READERS[type(kind)]}
     places = [(f"{_ANSWERS}.{_HOMES[name]}", name) for name in sorted(wanted)]

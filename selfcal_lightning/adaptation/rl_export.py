@@ -39,18 +39,7 @@ _ABILITIES = {"number": "math", "expression": "math", "option letter": "choice",
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A kept question, ready to be written.
-
-    Attributes:
-        number: Its place among the rows, from 0.
-        question: The bare question.
-        messages: The chat that asks it. It is not rendered: a trainer applies its model's template.
-        ability: What it asks for, by the type of its answers: math, choice or qa.
-        label: Its label.
-        response: The chosen response.
-        key_steps: Key steps of the chosen response, each as its forms; none where none were extracted.
-        row: What the selection says of it.
-    """
+    """A kept question, ready to be written."""
 
     number: int
     question: str
@@ -70,16 +59,7 @@ class TrainingRow:
 def training_rows(
     chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
 ) -> list[TrainingRow]:
-    """Return the rows of kept questions.
-
-    Args:
-        chosen: The kept questions with their responses.
-        steps: Their key steps, where they were extracted.
-        label: What to label with; None takes the selection's label.
-
-    Raises:
-        InputError: A question is known as rendered text only.
-    """
+    """Return the rows of kept questions."""
     known = {} if steps is None else steps.by_response
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
@@ -294,12 +274,7 @@ MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"
 
 @dataclass(frozen=True)
 class RLExport:
-    """What an export wrote.
-
-    Attributes:
-        path: Its folder.
-        manifest: The content of ``export.json``.
-    """
+    """What an export wrote."""
 
     path: Path
     manifest: dict[str, Any]
@@ -326,19 +301,7 @@ def export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    """Write the kept questions of a selection for a trainer.
-
-    Args:
-        selection: The selection.
-        output: Folder of the export.
-        format: The trainer.
-        label: What to label with; None takes the selection's label.
-        reward_file: Whether to write the reward file; the reference system has none.
-        store_dir: Folder of the store, where it was moved.
-
-    Raises:
-        InputError: The store is another one, or a task's reader cannot be written down.
-    """
+    """Write the kept questions of a selection for a trainer."""
     check_export_target(output, selection)
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
     files = _rows_files(rows, format, selection)

@@ -31,17 +31,7 @@ TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_do
 
 @dataclass(frozen=True)
 class QuestionSlice:
-    """Questions of one task.
-
-    Attributes:
-        task: Name of the task.
-        split: Split of the task's data set.
-        path: Local file of a `local_...` task, or with the columns of the task's hub data set; None reads the hub.
-        part: "train", "validation" or "calibration": a part of the questions by a hash of their texts; None takes all.
-        limit: Take the first so many questions; None takes all.
-        offset: Skip so many questions before that.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-    """
+    """Questions of one task."""
 
     task: str
     split: str = "test"
@@ -56,11 +46,7 @@ class QuestionSlice:
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
-    """Return the questions of all sets.
-
-    Raises:
-        InputError: Two sets share a question.
-    """
+    """Return the questions of all sets."""
     found = {name: load_source(place, place.task) for name, place in slices.items()}
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
@@ -133,18 +119,7 @@ class Adaptation:
 def fit_settings(
     one: Adaptation, folder: Path, *, engine: EngineSettings, guard: Mapping[str, float], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of `selfcal fit`.
-
-    Args:
-        one: What is learnt.
-        folder: Where all of it goes.
-        engine: What samples.
-        guard: Limits of the guard that are not its own.
-        options: What overrides these settings, nested or dotted.
-
-    Raises:
-        InputError: They override what has an option of its own, and is told of in the results.
-    """
+    """Return the settings of `selfcal fit`."""
     store = one.store_dir or str(folder / SAMPLES)
     place = asdict(one.questions)
     learnt = {"reward": one.reward, "target": one.target}
@@ -194,17 +169,7 @@ def fit_settings(
 def check_learnt(
     selection: str, store_dir: str, sets: Mapping[str, Sequence[Question]], *, learns_confidence: bool
 ) -> None:
-    """Hold a selection against its store and against the sets of an adaptation.
-
-    Args:
-        selection: Folder of the selection.
-        store_dir: Its store.
-        sets: The questions adapted on and the others.
-        learns_confidence: Whether P(True) is learnt as well, of all training questions of the store.
-
-    Raises:
-        InputError: The store is another one, or a question that would be learnt is not one of those adapted on.
-    """
+    """Hold a selection against its store and against the sets of an adaptation."""
     chosen = read_selection(selection)
     kept = [example.question for example in examples(chosen, store_dir=store_dir)]
     _check_among(kept, sets, what=f"the {len(kept):,} questions that {selection} keeps")

@@ -66,11 +66,7 @@ class Source:
 def read_source(
     store_dir: str, settings: SelectionSettings, *, split: str | None, task: str | None, round: int
 ) -> Source:
-    """Read what a selection needs of a store.
-
-    Raises:
-        InputError: It holds no such questions.
-    """
+    """Read what a selection needs of a store."""
     store = SampleStore(store_dir)
     record = store.round_manifest(round)
     names = _annotations(store_dir, settings)
@@ -99,12 +95,7 @@ def read_source(
 
 
 def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
-    """Return the annotations that are read: of those that are there, what is named or may enter the fusion.
-
-    Raises:
-        InputError: One of the fusion's features depends on the other responses: it would learn the votes from votes. Or
-            questions are kept by a score that compares the responses to one.
-    """
+    """Return the annotations that are read: of those that are there, what is named or may enter the fusion."""
     features = () if settings.pick != FUSED else FUSED_FEATURES if settings.features is None else settings.features
     required = required_confidences(features)
     there = annotation_names(store_dir)
@@ -167,13 +158,7 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection that was read from disk.
-
-    Attributes:
-        path: Its folder.
-        rows: One a question, kept or not.
-        manifest: What was read and how it was chosen.
-    """
+    """A selection that was read from disk."""
 
     path: Path
     rows: tuple[SelectedRow, ...]
@@ -259,11 +244,7 @@ def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
 
 
 def read_selection(path: str | Path) -> Selection:
-    """Read a selection.
-
-    Raises:
-        InputError: There is none, or its rows are not those that its manifest knows.
-    """
+    """Read a selection."""
     folder = Path(path)
     if not is_selection(folder):
         raise InputError(f"Expected {path} to be the folder of a selection, but got none. `selfcal select` makes one.")
@@ -318,14 +299,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A kept question with its chosen response: a row of training data.
-
-    Attributes:
-        row: What the selection says of it.
-        question: The question; its gold answer is there only where the selection may read it.
-        sample: The chosen response, with its text and token ids; whether it is right likewise.
-        prompt_ids: Tokens that it was drawn from; None where unknown.
-    """
+    """A kept question with its chosen response: a row of training data."""
 
     row: SelectedRow
     question: Question
@@ -334,15 +308,7 @@ class Example:
 
 
 def examples(selection: Selection, *, store_dir: str | Path | None = None) -> Iterator[Example]:
-    """Yield the kept questions of a selection with their chosen responses, in its order.
-
-    Args:
-        selection: The selection.
-        store_dir: Folder of the store, where it was moved; None takes the one that the selection names.
-
-    Raises:
-        InputError: The store is another one, a question was sampled anew, or its answers were read anew.
-    """
+    """Yield the kept questions of a selection with their chosen responses, in its order."""
     facts: dict[str, Any] = dict(selection.manifest["store"])
     place = Path(facts["path"] if store_dir is None else store_dir)
     store = SampleStore(place)

@@ -45,24 +45,7 @@ class SequentialOutcome:
 
 
 def greedy_allocation(p: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
-    """Share samples where each is right with a known chance: the gain of sample k + 1 is ``p (1 - p)^k``.
-
-    Args:
-        p: Chance of each question [Q], in [0, 1]; taken as at least 1e-6 and at most 1 - 1e-6.
-        total: Samples to share. Less is spent where every question has ``maximum``.
-        minimum: Samples that every question gets.
-        maximum: Samples that a question gets at most.
-
-    Returns:
-        Samples of each question [Q]. On equal gains the first question comes first.
-
-    Raises:
-        ValueError: If a value is out of its range, or ``total`` is too small for the minimum.
-
-    Example:
-        >>> greedy_allocation([0.9, 0.5, 0.1], 6, maximum=100).tolist()  # .9 .5 .25 .125 .1 .09
-        [1, 3, 2]
-    """
+    """Share samples where each is right with a known chance: the gain of sample k + 1 is ``p (1 - p)^k``."""
     chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P).tolist()
     return _shared(lambda i, k: chances[i] * (1.0 - chances[i]) ** k, len(chances), total, minimum, maximum)
 
@@ -72,23 +55,6 @@ def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0,
 
     The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. Against ``p (1 - p)^k`` it falls
     faster at first, for a failure is also a sign that the question is harder than was thought, and ever more slowly.
-
-    Args:
-        right: a of each question [Q], above 0: concentration times predicted capability, plus right samples seen.
-        wrong: b of each question [Q], above 0.
-        total: Samples to share. Less is spent where every question has ``maximum``.
-        minimum: Samples that every question gets.
-        maximum: Samples that a question gets at most.
-
-    Returns:
-        Samples of each question [Q]. On equal gains the first question comes first.
-
-    Raises:
-        ValueError: If a value is out of its range, or ``total`` is too small for the minimum.
-
-    Example:
-        >>> beta_allocation([1.0, 3.0], [1.0, 1.0], 4, maximum=100).tolist()  # 3/4; 1/2, 1/6 (twice 3/20); 1/12
-        [2, 2]
     """
     a, b = as_scores(right, "right"), as_scores(wrong, "wrong")
     check_same_length(right=a, wrong=b)
@@ -100,23 +66,7 @@ def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0,
 
 
 def interpolated_allocation(first: Array, second: Array, weight: float) -> Integers:
-    """Mix two allocations of the same total: ``weight * first + (1 - weight) * second`` in whole samples.
-
-    Args:
-        first: Samples of each question [Q].
-        second: Likewise [Q], with the same sum.
-        weight: Share of the first, in [0, 1].
-
-    Returns:
-        Samples of each question [Q], with the same sum, between those of the two.
-
-    Raises:
-        ValueError: If lengths or sums differ, or a value is out of its range.
-
-    Example:
-        >>> interpolated_allocation([4, 4, 4], [2, 4, 6], 0.25).tolist()  # 2.5, 4, 5.5
-        [3, 4, 5]
-    """
+    """Mix two allocations of the same total: ``weight * first + (1 - weight) * second`` in whole samples."""
     one, two = as_counts(first, "first"), as_counts(second, "second")
     check_same_length(first=one, second=two)
     if one.sum() != two.sum():
@@ -127,22 +77,7 @@ def interpolated_allocation(first: Array, second: Array, weight: float) -> Integ
 
 
 def round_to_total(values: Array, total: int) -> Integers:
-    """Round shares to whole numbers that add up to a total: down, and up again where most was cut off.
-
-    Args:
-        values: Shares [Q], at least 0.
-        total: What the result adds up to.
-
-    Returns:
-        Whole numbers [Q], each within 1 of its share. On equal remainders the first is rounded up.
-
-    Raises:
-        ValueError: If no such rounding has that sum.
-
-    Example:
-        >>> round_to_total([1.5, 2.5, 2.0], 6).tolist(), round_to_total([2.0, 2.0, 2.0], 6).tolist()
-        ([2, 2, 2], [2, 2, 2])
-    """
+    """Round shares to whole numbers that add up to a total: down, and up again where most was cut off."""
     shares = as_scores(values, "values")
     # A share a billionth below a whole number is one, in spite of floats.
     whole = np.floor(shares + 1e-9)
@@ -160,21 +95,6 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
 
     ``1 - C(n - c, b) / C(n, b)`` for b samples, drawn without replacement from n recorded ones with c right ones.
     It is exact where a simulation has noise. The mean is the expected share of questions solved.
-
-    Args:
-        allocation: b, samples of each question [Q].
-        num_samples: n, recorded samples of each question [Q] or one number; at least b.
-        num_correct: c, right ones among them [Q].
-
-    Returns:
-        Chances [Q].
-
-    Raises:
-        ValueError: If a value is out of its range, or a question would get more samples than were recorded.
-
-    Example:
-        >>> expected_solved([2, 0, 1], 4, [1, 4, 4]).round(6).tolist()
-        [0.5, 0.0, 1.0]
     """
     drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
     if (drawn > recorded).any():
@@ -192,23 +112,6 @@ def sequential_allocation(
     """Draw recorded samples one at a time with a verifier beside: the next goes to the likeliest open question.
 
     The chance of an open question is its posterior mean ``a / (a + b + failures)``; the first right sample closes it.
-
-    Args:
-        outcomes: Whether each recorded sample of each question is right, in the order of drawing: Q rows.
-        total: Samples to spend. Less is spent where every question is solved or out of samples.
-        right: a of the prior Beta(a, b), above 0; a number or [Q].
-        wrong: b, above 0; a number or [Q].
-
-    Returns:
-        What was drawn and solved. On equal chances the first question comes first.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> drawn = sequential_allocation([[True, True], [False, True], [False, False]], 5)
-        >>> drawn.allocation.tolist(), drawn.solved.tolist()
-        ([1, 2, 2], [True, True, False])
     """
     rows = [as_labels(row, "outcomes") for row in outcomes]
     a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))

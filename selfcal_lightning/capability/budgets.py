@@ -73,16 +73,6 @@ def pass_at_k_curves(
 
     By Jensen's inequality the first is too high for k > 1 unless p is known; the others need labelled calibration
     questions, and hold on questions like these.
-
-    Args:
-        test: Questions with estimates.
-        calibration: Labelled questions that the others are fitted on; None fits none.
-        ks: Numbers of samples; None takes the powers of two up to what every question has.
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
-
-    Raises:
-        InputError: A k is above the number of responses that a question is judged by.
     """
     most = int(test.truth.num_samples.min())
     if calibration is not None:
@@ -156,24 +146,7 @@ def compare_budgets(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[BudgetRow]:
-    """Return what each estimate solves when samples are shared by it: before any is drawn, and one at a time.
-
-    One at a time a verifier sees each sample: a right one closes its question, and the next sample goes to the question
-    that is likeliest to be right then, by a Beta distribution around the estimate. What is solved before any is drawn
-    is exact for samples drawn without replacement from the recorded ones, of which no question gets more
-    than it has. The intervals resample questions and keep what each was given.
-
-    Args:
-        test: Questions with estimates.
-        calibration: Labelled questions that the concentration of a Beta distribution is fitted on; None leaves that
-            gain out.
-        budgets: Mean samples a question; None takes the powers of two up to half of what every question has.
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
-
-    Raises:
-        InputError: A budget is above the number of responses that a question is judged by.
-    """
+    """Return what each estimate solves when samples are shared by it: before any is drawn, and one at a time."""
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     chosen, columns = solved_columns(test, calibration, weights, budgets=budgets, seed=seed)
     even = columns[UNIFORM]
@@ -196,18 +169,7 @@ def solved_columns(
     budgets: Sequence[int] | None = None,
     seed: int = 0,
 ) -> tuple[tuple[int, ...], dict[str, Floats]]:
-    """Return the budgets, and what each way to share them solves on the resamples of ``weights`` [B, 1 + R].
-
-    Args:
-        test: Questions with estimates.
-        calibration: As in :func:`compare_budgets`.
-        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
-        budgets: As in :func:`compare_budgets`.
-        seed: Of the orders in which samples are drawn one at a time.
-
-    Raises:
-        InputError: A budget is above the number of responses that a question is judged by.
-    """
+    """Return the budgets, and what each way to share them solves on the resamples of ``weights`` [B, 1 + R]."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
     if not chosen or min(chosen) < 1 or max(chosen) > most:
@@ -265,13 +227,7 @@ def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
 def sharing_ways(
     test: TestQuestions, calibration: TestQuestions | None, most: int
 ) -> Mapping[str, Callable[[int], Integers]]:
-    """Return how a total of samples is shared, by name.
-
-    Args:
-        test: Questions with estimates; those that are no probabilities share nothing.
-        calibration: Labelled questions for the Beta gain; None leaves it out.
-        most: Samples that a question gets at most.
-    """
+    """Return how a total of samples is shared, by name."""
     ways: dict[str, Callable[[int], Integers]] = {}
     for name, values in test.estimates.items():
         if ((values < 0.0) | (values > 1.0)).any():
@@ -331,19 +287,7 @@ def compare_mixing(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[MixingRow]:
-    """Return what plans solve as more and more of an even share is mixed in, ``a * even + (1 - a) * plan``.
-
-    Args:
-        test: Questions with estimates.
-        calibration: As in ``compare_budgets``.
-        budget: Mean samples a question; None takes the largest power of two up to half of what every question has.
-        even_shares: Values of a, in [0, 1].
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
-
-    Raises:
-        InputError: The budget is above the number of responses that a question is judged by.
-    """
+    """Return what plans solve as more and more of an even share is mixed in, ``a * even + (1 - a) * plan``."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
     if not 1 <= chosen <= most:

@@ -29,10 +29,6 @@ class InflatedBeta:
 
     ``theta`` is 1 with chance ``w p``, 0 with chance ``w (1 - p)``, and else drawn from ``Beta(s p, s (1 - p))``. With
     ``w = 0`` it is the Beta distribution.
-
-    Attributes:
-        inflation: w, the chance of an atom, in [0, 1].
-        concentration: s, above 0.
     """
 
     inflation: float
@@ -45,16 +41,7 @@ class InflatedBeta:
             raise InputError(f"Expected `concentration` to be above 0, but got {self.concentration}.")
 
     def pass_at_k(self, p: Array, k: Array | int) -> Floats:
-        """Compute the expected chance that one of k samples is right, of the shape that p and k broadcast to.
-
-        Args:
-            p: Predicted capabilities [...].
-            k: Number of samples, at least 0; a number or [...].
-
-        Example:
-            >>> InflatedBeta(1.0, 1.0).pass_at_k([0.25], 8).tolist()  # either always or never right
-            [0.25]
-        """
+        """Compute the expected chance that one of k samples is right, of the shape that p and k broadcast to."""
         atoms = np.where(as_counts(k, "k") > 0, as_rates(p, "p"), 0.0)
         return np.asarray(
             self.inflation * atoms + (1.0 - self.inflation) * beta_pass_at_k(p, k, concentration=self.concentration)
@@ -62,28 +49,7 @@ class InflatedBeta:
 
 
 def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) -> Floats:
-    """Compute the expected chance that one of k samples is right where the capability is Beta distributed around p.
-
-    ``1 - E (1 - theta)^k = 1 - B(a, b + k) / B(a, b)`` with ``a = s p`` and ``b = s (1 - p)``.
-
-    After c right ones among n samples the posterior has the mean ``(s p + c) / (s + n)`` and the concentration
-    ``s + n``: pass these to predict what further samples find.
-
-    Args:
-        p: Predicted capabilities [...].
-        k: Number of samples, at least 0; a number or [...].
-        concentration: s, above 0; a number or [...]. Infinity gives ``simulated_pass_at_k``.
-
-    Returns:
-        Chances, of the shape that the three broadcast to.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> beta_pass_at_k([0.5, 0.5], [1, 2], concentration=2.0).round(6).tolist()  # Beta(1, 1): 1 - 1 / (k + 1)
-        [0.5, 0.666667]
-    """
+    """Compute the expected chance that one of k samples is right where the capability is Beta distributed around p."""
     chances, draws, strength = np.broadcast_arrays(
         as_rates(p, "p"), as_counts(k, "k"), np.asarray(concentration, dtype=np.float64)
     )
@@ -97,23 +63,7 @@ def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) ->
 
 
 def fit_concentration(predicted: Array, num_correct: Array, num_samples: Array) -> float:
-    """Find the concentration s under which the counts are likeliest: ``c ~ BetaBinomial(n, s p, s (1 - p))``.
-
-    Args:
-        predicted: p, the predicted capability of each question [Q], in [0, 1].
-        num_correct: c, right samples of each question [Q].
-        num_samples: n, the samples of each question [Q] or one number. With one sample each, s is not identified.
-
-    Returns:
-        s within [0.01, 10000].
-
-    Raises:
-        ValueError: If a value is out of its range or no question has two samples.
-
-    Example:
-        >>> fit_concentration([0.5] * 4, 32, 64)  # no more spread than one coin has
-        10000.0
-    """
+    """Find the concentration s under which the counts are likeliest: ``c ~ BetaBinomial(n, s p, s (1 - p))``."""
     p, correct, samples = _counts(predicted, num_correct, num_samples)
     return _least(lambda s: -float(_log_likelihood(p, correct, samples, s).sum()))
 
@@ -123,19 +73,6 @@ def fit_inflated_beta(predicted: Array, num_correct: Array, num_samples: Array) 
 
     ``P(c) = w ((1 - p) [c = 0] + p [c = n]) + (1 - w) BetaBinomial(c; n, s p, s (1 - p))``. For each s the best w
     is the root of a falling slope; s is searched within [0.01, 10000].
-
-    Args:
-        predicted: p, the predicted capability of each question [Q], in [0, 1].
-        num_correct: c, right samples of each question [Q].
-        num_samples: n, the samples of each question [Q] or one number.
-
-    Raises:
-        ValueError: If a value is out of its range or no question has two samples.
-
-    Example:
-        >>> fitted = fit_inflated_beta([0.5] * 8, [0, 8, 0, 8, 4, 4, 4, 4], 8)
-        >>> round(fitted.inflation, 3), fitted.concentration
-        (0.496, 10000.0)
     """
     p, correct, samples = _counts(predicted, num_correct, num_samples)
     atoms = (1.0 - p) * (correct == 0) + p * (correct == samples)
@@ -219,25 +156,7 @@ class PassAtKMaps:
 
 
 def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fit the rising function of least squared error; outside its knots it is meant to be constant.
-
-    Args:
-        scores: Scores [N]; any real numbers.
-        targets: What they should become [N], in [0, 1].
-
-    Returns:
-        Its knots in rising order and its values in [0, 1] there. Equal scores share one knot.
-
-    Raises:
-        ValueError: If the lengths differ, there is nothing to fit, or a value is unknown or out of its range.
-
-    Example:
-        >>> isotonic_knots([0.1, 0.4, 0.6], [0.0, 1.0, 0.5])
-        ((0.1, 0.4, 0.6), (0.0, 0.75, 0.75))
-
-    Reference:
-        Zadrozny and Elkan, Transforming Classifier Scores into Accurate Multiclass Probability Estimates, 2002.
-    """
+    """Fit the rising function of least squared error; outside its knots it is meant to be constant."""
     from sklearn.isotonic import IsotonicRegression
 
     values, wanted = as_scores(scores, "scores"), as_rates(targets, "targets")
@@ -249,22 +168,7 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
 
 
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
-    """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k.
-
-    Args:
-        scores: A score of each question [Q], such as its predicted capability.
-        num_correct: Right samples of each question [Q].
-        num_samples: n of each question [Q] or one number; at least the largest k.
-        ks: The numbers of samples that maps are wanted for.
-
-    Raises:
-        ValueError: If lengths differ, a value is out of its range, a k is above n, or there is no k.
-
-    Example:
-        >>> maps = fit_pass_at_k_maps([0.2, 0.8], [1, 3], 4, ks=[1, 2])
-        >>> maps.transform([0.0, 0.5, 1.0]).round(6).tolist()  # pass@1 is 1/4 and 3/4, pass@2 is 1/2 and 1
-        [[0.25, 0.5, 0.75], [0.5, 0.75, 1.0]]
-    """
+    """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k."""
     if not len(ks):
         raise InputError("Expected `ks` to hold at least one number of samples, but got none.")
     ordered = tuple(sorted(set(ks)))
@@ -276,22 +180,6 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
     """Give scores the distribution of known values: the share of scores below one becomes the quantile that it gets.
 
     ``quantile(distribution, (rank - 1) / (N - 1))`` with ranks from 1 to N; a lone score gets the median.
-
-    Args:
-        scores: Scores of the questions at hand [N]; only their order counts.
-        distribution: Values whose distribution is wanted [M], such as c* of calibration questions.
-        ties: "mean" gives equal scores the mean of their ranks, whatever their order. "first" ranks the earlier one
-            lower, as the published evaluation does.
-
-    Returns:
-        The values [N].
-
-    Raises:
-        ValueError: If a value is None or NaN, or there is no value to draw quantiles from.
-
-    Example:
-        >>> quantile_mapping([0.1, 0.9, 0.5], [0.0, 0.0, 0.2, 0.9, 1.0]).tolist()
-        [0.0, 1.0, 0.2]
     """
     values, wanted = as_scores(scores, "scores"), as_scores(distribution, "distribution")
     if ties not in ("mean", "first"):

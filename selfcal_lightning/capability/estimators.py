@@ -60,12 +60,7 @@ RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
 
 
 def random_values(question_ids: Sequence[str]) -> Floats:
-    """Return a number in [0, 1) for each question [Q], uniform and always the same: what knowing nothing costs.
-
-    Example:
-        >>> random_values(["a", "b", "a"]).round(2).tolist()
-        [0.79, 0.24, 0.79]
-    """
+    """Return a number in [0, 1) for each question [Q], uniform and always the same: what knowing nothing costs."""
     return np.array([question_hash(name) / 2**63 for name in question_ids], dtype=np.float64)
 
 
@@ -74,14 +69,6 @@ def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question
 
     The query follows an empty response, so that it stands where the confidence query stands after a response: every
     engine answers it, and a training on empty responses teaches it.
-
-    Args:
-        engine: What answers.
-        chat: Its chat format, with the query to put.
-        questions: The questions.
-
-    Returns:
-        One value a question; None where the engine refused the prompt, or gave Yes and No no mass.
     """
     query = chat.query
     yes = len(query.yes_ids)
@@ -103,15 +90,6 @@ def verbalized_before(
 
     The query follows an empty response, as that of :func:`p_true_before` does. A reply that cannot be read is asked for
     again, drawn at temperature 1, and never replaced by .5.
-
-    Args:
-        engine: What answers.
-        chat: Its chat format, with the query to put.
-        questions: The questions.
-        scale: How replies are read.
-
-    Returns:
-        One value a question; None where no reply states one, or the prompt has no room.
     """
     asked = [chat.prompt_ids(question.messages) + chat.query.suffix_ids for question in questions]
     seeds = {
@@ -149,14 +127,6 @@ def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int)
     """Return the mean of a confidence over the first ``stop`` responses of each question [Q]; nan where none has it.
 
     A response without that confidence is left out of the mean: it has not been asked, or gave none.
-
-    Args:
-        entries: The questions.
-        name: "p_true" is what was asked as the responses were drawn, unless a confidence of that name is beside them.
-        stop: Responses that count.
-
-    Raises:
-        InputError: No response has it.
     """
     means = np.array([_mean([_value(sample, name) for sample in entry.samples[:stop]]) for entry in entries])
     if np.isnan(means).all():

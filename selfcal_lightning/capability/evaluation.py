@@ -54,14 +54,6 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
 
     Where an estimate reads responses, it gets the first ``estimate_samples`` of each question, and all estimates are
     judged by the others.
-
-    Args:
-        read: The pool.
-        names: Estimates: values that `selfcal score-questions` put on a store, or ``RESPONSE_ESTIMATORS``.
-        estimate_samples: Responses for estimates that read some.
-
-    Raises:
-        InputError: There is no such estimate, a question has too few responses, or verdicts are missing.
     """
     check_names(read, names, estimate_samples=estimate_samples)
     means = _means(read, names)
@@ -142,18 +134,7 @@ MAPPED = "isotonic"
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """An estimate of capability and how good it is.
-
-    Attributes:
-        name: What it is; one mapped on calibration questions says so.
-        samples: Responses that it takes of a question.
-        needs_labels: Whether it looks at verdicts on the question itself, or was mapped on such of others.
-        mse: Squared error, without the noise of the responses; None for a score that is no probability.
-        difference: Its squared error less that of the first row, on the same resamples; None for the first.
-        skill: Share of the variance of capability that it explains.
-        spearman: Rank correlation with the share of right responses.
-        ece: Calibration error against that share.
-    """
+    """An estimate of capability and how good it is."""
 
     name: str
     samples: int
@@ -167,17 +148,7 @@ class EstimatorRow:
 
 @dataclass(frozen=True)
 class CapabilityComparison:
-    """Estimates on the same questions.
-
-    Attributes:
-        rows: One an estimate.
-        num_questions: Questions.
-        num_samples: Fewest responses that a question is judged by.
-        mean: Mean share of right responses.
-        constant: Squared error of the best constant: the variance of capability.
-        random: Squared error of a number drawn at random.
-        single: Squared error of the verdict on one response, taken as the capability.
-    """
+    """Estimates on the same questions."""
 
     rows: tuple[EstimatorRow, ...]
     num_questions: int
@@ -191,14 +162,7 @@ class CapabilityComparison:
 def compare_estimators(
     test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
 ) -> CapabilityComparison:
-    """Judge estimates, and the same ones mapped by isotonic regression on calibration questions.
-
-    Args:
-        test: Questions with estimates; at least 2 responses each to judge by.
-        calibration: Other questions, to map every estimate on; None maps none.
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
-    """
+    """Judge estimates, and the same ones mapped by isotonic regression on calibration questions."""
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
     shares = truth.expected_accuracy
@@ -253,13 +217,7 @@ def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[t
 
 
 def capability_spread(correct: Floats, samples: np.ndarray, weights: Floats) -> Floats:
-    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise.
-
-    Args:
-        correct: Right responses of each question [Q].
-        samples: Responses of each [Q].
-        weights: Those of the questions [Q, 1 + R]. NaN where capabilities do not differ beyond the noise.
-    """
+    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise."""
     shares = correct / samples
     noise = shares * (1.0 - shares) / np.maximum(samples - 1, 1)
     variance = (shares**2) @ weights - (shares @ weights) ** 2 - noise @ weights
@@ -269,14 +227,7 @@ def capability_spread(correct: Floats, samples: np.ndarray, weights: Floats) -> 
 def resampled_column(
     measure: Callable[[Floats, Floats], float | None], values: Floats, shares: Floats, weights: Floats
 ) -> Floats:
-    """Return a measure on the questions, then on their resamples [1 + R]; NaN where it is not defined.
-
-    Args:
-        measure: Of values and shares.
-        values: Estimates [Q].
-        shares: Shares of right responses [Q].
-        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
-    """
+    """Return a measure on the questions, then on their resamples [1 + R]; NaN where it is not defined."""
     found = [measure(values, shares)]
     for counts in np.rint(weights.T[1:] * len(values)).astype(np.int64):
         found.append(measure(np.repeat(values, counts), np.repeat(shares, counts)))
@@ -284,18 +235,7 @@ def resampled_column(
 
 
 def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_bins: int = 10) -> ErrorBounds:
-    """Return the calibration error of estimates against shares of right responses, with bounds of what chance adds.
-
-    Args:
-        values: Estimates [Q], in [0, 1].
-        shares: Shares of right responses [Q].
-        weights: Those of the questions [Q, 1 + R] (``question_means.resample_weights``).
-        num_bins: Bins of equal width.
-
-    Example:
-        >>> share_error_bounds(np.array([0.5, 0.5]), np.array([0.75, 0.5]), np.full((2, 1), 0.5)).value
-        0.125
-    """
+    """Return the calibration error of estimates against shares of right responses, with bounds of what chance adds."""
     bins = np.eye(num_bins)[bin_index(values, uniform_edges(num_bins))]
     return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
 
@@ -335,14 +275,7 @@ _JITTER = 0.08
 
 @dataclass(frozen=True)
 class DecompositionRow:
-    """The squared error of an estimate against single responses, and its two parts.
-
-    Attributes:
-        name: The estimate.
-        response: Against the verdicts on single responses: what response calibration measures.
-        capability: Against capability: what a better estimate could remove.
-        spread: The rest, mean c* (1 - c*): what nobody can know before the response.
-    """
+    """The squared error of an estimate against single responses, and its two parts."""
 
     name: str
     response: Estimate
@@ -352,14 +285,7 @@ class DecompositionRow:
 
 @dataclass(frozen=True)
 class DefinitionGap:
-    """How far the two targets are from one another: verdicts on one response a question, and capabilities.
-
-    Attributes:
-        mae: Mean absolute difference.
-        spearman: Rank correlation; None where capabilities do not differ.
-        kendall: Kendall's tau-b; likewise.
-        draws: Draws of one response a question that these are means over.
-    """
+    """How far the two targets are from one another: verdicts on one response a question, and capabilities."""
 
     mae: float
     spearman: float | None
@@ -374,12 +300,6 @@ def decompose_errors(
 
     ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part estimated without bias; the equation holds for the
     estimates to the last digit.
-
-    Args:
-        test: Questions with estimates; at least 2 responses each to judge by.
-        calibration: Other questions, to map every estimate on; None maps none.
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
     """
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
@@ -472,15 +392,6 @@ def compare_asking(
 
     Any score does, a probability or not: the order alone decides. The intervals resample questions and keep which ones
     were left out.
-
-    Args:
-        test: Questions with estimates.
-        left_out: Shares of the questions to leave out.
-        num_resamples: Resamples of the questions.
-        seed: Of the resamples.
-
-    Raises:
-        InputError: A share lies outside [0, 1).
     """
     if not left_out or min(left_out) < 0.0 or max(left_out) >= 1.0:
         raise InputError(f"Expected `left_out` to lie in [0, 1), but got {list(left_out)}.")
@@ -515,13 +426,7 @@ def asked_questions(values: Floats, left_out: float) -> np.ndarray:
 
 
 def lost_column(shares: Floats, asked: np.ndarray, weights: Floats) -> Floats:
-    """Return the share of right responses lost on the questions and their resamples [1 + R]; NaN without right ones.
-
-    Args:
-        shares: Share of right responses of each question [Q].
-        asked: Which are asked [Q].
-        weights: Those of the questions [Q, 1 + R].
-    """
+    """Return the share of right responses lost on the questions and their resamples [1 + R]; NaN without right ones."""
     return _divided((shares * ~asked) @ weights, shares @ weights)
 
 

@@ -43,22 +43,14 @@ Key = tuple[str, str]  # id of a question, digest of its prompt
 
 
 class FeatureFolder:
-    """The vectors of prompts in a folder. Opening it reads and writes nothing.
-
-    Attributes:
-        path: The folder.
-    """
+    """The vectors of prompts in a folder. Opening it reads and writes nothing."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """What made the vectors; None where nothing is recorded yet.
-
-        Raises:
-            InputError: The folder holds something else.
-        """
+        """What made the vectors; None where nothing is recorded yet."""
         if not self.path.exists():
             return None
         file = self.path / RECORD
@@ -73,11 +65,7 @@ class FeatureFolder:
         return dict(record["origin"])
 
     def open(self, origin: Mapping[str, Any]) -> None:
-        """Make the folder ready for vectors of ``origin``.
-
-        Raises:
-            InputError: It holds vectors of another origin, naming each field that differs, or something else.
-        """
+        """Make the folder ready for vectors of ``origin``."""
         found = self.origin
         if found is None:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -103,11 +91,7 @@ class FeatureFolder:
         return {key for _, keys in self._files() for key in keys}
 
     def read(self, keys: Sequence[Key]) -> PromptStates:
-        """Return the vectors of questions, in their order.
-
-        Raises:
-            RunError: One is not there, or a file is damaged.
-        """
+        """Return the vectors of questions, in their order."""
         places = {key: row for row, key in enumerate(keys)}
         kept: dict[str, NDArray[np.float32]] = {}
         found = np.zeros(len(keys), dtype=bool)
@@ -177,15 +161,6 @@ class PromptModel:
     """A model that is given questions, and nothing else. Nothing is loaded before it is needed.
 
     An activated adapter sleeps over a prompt, so it takes no part: the capability is the base model's.
-
-    Args:
-        settings: Which model, and how it is run; its name may be None where a store names it.
-        fingerprint: What the responses are whose questions are read; None without any.
-        own_adapter: Whether the adapter must be the one that gave the responses: not where it was trained to be asked
-            about them.
-
-    Raises:
-        InputError: The model is not there, or it is another one than that which gave the responses.
     """
 
     def __init__(
@@ -274,16 +249,6 @@ def read_features(
     """Return the hidden states of questions in their order; those that are not in ``folder`` are read into it.
 
     A run that was killed goes on: what one pass over ``CHUNK_QUESTIONS`` questions gave is on disk at once.
-
-    Args:
-        model: The model; it is loaded only where states are missing. Its engine must give hidden states
-            (``engines.hidden_states.check_gives_hidden_states``).
-        questions: The questions.
-        folder: Where the states lie.
-        settings: Which levels.
-
-    Raises:
-        InputError: The folder holds states of another model, template or level.
     """
     folder.open(feature_origin(model, settings))
     prompts = [model.chat.prompt_ids(question.messages) for question in questions]

@@ -56,18 +56,7 @@ class CalibrationQuestions:
 def calibration_questions(
     store_dir: str, *, split: str | None, name: str, asked: Sequence[QuestionScore] = ()
 ) -> CalibrationQuestions:
-    """Read the questions of a split that have a value of the name.
-
-    Args:
-        store_dir: Folder of a store.
-        split: Split; None takes all.
-        name: Name of the values, of `selfcal score-questions`.
-        asked: Questions that something is to be predicted for: scored likewise, and none of them among these.
-
-    Raises:
-        InputError: There is no such value, it was computed in another way or fitted on these questions, responses were
-            not judged, or a question is to be predicted.
-    """
+    """Read the questions of a split that have a value of the name."""
     read = load_capability_pool(store_dir, split=split, task=None)
     keys = [(question.id, question_digest(question)) for question in read.questions]
     values = question_values(store_dir, name, keys)
@@ -113,16 +102,7 @@ FORMAT, VERSION = "selfcal_lightning.capability_maps", 1
 
 @dataclass(frozen=True)
 class CapabilityMaps:
-    """Maps of a predicted capability p, fitted on labelled questions.
-
-    Attributes:
-        knots: p at the knots of the isotonic map, rising.
-        heights: The share of right responses there.
-        distribution: The shares of right responses of the questions, rising: what "quantile" gives to scores.
-        concentration: Of the Beta distribution of capability around p.
-        inflated: The same with atoms at 0 and 1.
-        per_k: An isotonic map of p to pass@k, for each k up to the fewest responses of a question.
-    """
+    """Maps of a predicted capability p, fitted on labelled questions."""
 
     knots: tuple[float, ...]
     heights: tuple[float, ...]
@@ -132,21 +112,7 @@ class CapabilityMaps:
     per_k: PassAtKMaps
 
     def apply(self, name: MapName, p: Floats) -> Floats:
-        """Return mapped capabilities [Q].
-
-        Args:
-            name: "isotonic", the rising function of least squared error, one question at a time; "quantile", which
-                gives the questions at hand the distribution of the calibration questions by their order alone.
-            p: Predicted capabilities [Q].
-
-        Raises:
-            InputError: There is no such map.
-
-        Example:
-            >>> maps = fit_capability_maps([0.2, 0.8], [1, 3], [4, 4], ks=[1])
-            >>> maps.apply("isotonic", np.array([0.5])).tolist(), maps.apply("quantile", np.array([0.1, 0.2])).tolist()
-            ([0.5], [0.25, 0.75])
-        """
+        """Return mapped capabilities [Q]."""
         if name == "isotonic":
             return np.interp(p, self.knots, self.heights)
         if name == "quantile":
@@ -183,14 +149,7 @@ class CapabilityMaps:
 
 @dataclass(frozen=True)
 class KeptMaps:
-    """Maps with whose values they are, as they lie in a file.
-
-    Attributes:
-        maps: The maps.
-        estimator: Name of the values that they were fitted to.
-        scored_by: Digest of what computed these; None where nobody knows.
-        fitted_on: The questions of the fit.
-    """
+    """Maps with whose values they are, as they lie in a file."""
 
     maps: CapabilityMaps
     estimator: str
@@ -224,12 +183,7 @@ class KeptMaps:
 
 
 def load_maps(path: str | Path) -> KeptMaps:
-    """Read what :meth:`KeptMaps.save` wrote.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It is something else, or of another version.
-    """
+    """Read what :meth:`KeptMaps.save` wrote."""
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"Expected `maps` to be a file of maps, but there is none at {path}. `selfcal fit-capability-maps` "
@@ -263,18 +217,7 @@ def fit_capability_maps(
     *,
     ks: Sequence[int] | None = None,
 ) -> CapabilityMaps:
-    """Fit all maps to labelled questions.
-
-    Args:
-        predicted: p, the predicted capability of each question [Q].
-        num_correct: Right responses to each question [Q].
-        num_samples: Responses to each question [Q].
-        ks: Numbers of samples that maps to pass@k are wanted for; those above the fewest responses of a question are
-            left out, since nothing is known of them. None takes every k up to that.
-
-    Raises:
-        InputError: A value is out of its range, or no question has two responses.
-    """
+    """Fit all maps to labelled questions."""
     p, samples = np.asarray(predicted, dtype=np.float64), np.asarray(num_samples)
     most = int(samples.min(initial=np.iinfo(np.int64).max)) if len(samples) else 0
     wanted = range(1, most + 1) if ks is None else [k for k in ks if k <= most]

@@ -20,13 +20,7 @@ from selfcal_lightning.records import IMPORTED, Question
 
 @dataclass(frozen=True)
 class CapabilityPool:
-    """Questions with recorded responses.
-
-    Attributes:
-        path: File of JSON lines, or folder of a store.
-        pool: The questions and what is counted of their responses.
-        fingerprint: What the responses of a store are; None of a file.
-    """
+    """Questions with recorded responses."""
 
     path: Path
     pool: RecordedPool
@@ -48,14 +42,7 @@ class CapabilityPool:
 def load_capability_pool(
     path: str, *, split: str | None, task: str | None, confidences: Sequence[str] = ()
 ) -> CapabilityPool:
-    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind.
-
-    Args:
-        path: File of JSON lines, or folder of a store.
-        split: Split to read; None reads all.
-        task: Task to read.
-        confidences: Confidences beside the rows of a store that the responses get.
-    """
+    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind."""
     pool = load_recorded_pool(path, split=split, task=task, texts=False, confidences=confidences)
     place = Path(path)
     return CapabilityPool(place, pool, SampleStore(place).round_manifest().fingerprint if place.is_dir() else None)
@@ -64,18 +51,7 @@ def load_capability_pool(
 def feature_folder(
     model: PromptModel, settings: LevelSettings, *, store: Path | None, given: str | None, beside: Path | None = None
 ) -> FeatureFolder:
-    """Return where the states of a model lie: the folder named, else one of their own beside the rows of the store.
-
-    Args:
-        model: Whose states.
-        settings: Which levels.
-        store: Folder of a store; None without one.
-        given: The user's folder, or None.
-        beside: Where else they may lie, where there is no store.
-
-    Raises:
-        InputError: None is given, and there is neither a store nor another place.
-    """
+    """Return where the states of a model lie: the folder named, else one of their own beside the rows of the store."""
     if given is not None:
         return FeatureFolder(given)
     place = store / "features" if store is not None else beside

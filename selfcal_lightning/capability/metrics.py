@@ -138,32 +138,7 @@ RESPONSE_SPREAD = "capability/ResponseSpread"
 
 
 class CapabilityErrorParts(QuestionRows):
-    """Response- against capability-calibration: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``.
-
-    The keys of ``compute``:
-
-    - ``capability/ResponseError``: squared error against verdicts on single responses;
-    - ``capability/CapabilityError``: the part against capability, which a better prediction could remove; it is the
-      debiased ``capability/MSE`` of ``CapabilityMetrics``, and may come out below 0 by chance;
-    - ``capability/ResponseSpread``: the rest, which nothing that is known before the response can remove.
-
-    As input to ``update``:
-        predicted: Predicted capability of each question [B], in [0, 1].
-        num_correct: Right samples of each question [B].
-        num_samples: Samples of each question [B], at least 2.
-
-    As output of ``compute``: floats by key; NaN without questions.
-
-    Args:
-        kwargs: Of ``torchmetrics.Metric``.
-
-    Example:
-        >>> import torch
-        >>> metric = CapabilityErrorParts()
-        >>> metric.update(torch.tensor([0.5]), torch.tensor([1]), torch.tensor([2]))
-        >>> metric.compute()
-        {'capability/ResponseError': 0.25, 'capability/CapabilityError': -0.25, 'capability/ResponseSpread': 0.5}
-    """
+    """Response- against capability-calibration: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``."""
 
     higher_is_better = False
 

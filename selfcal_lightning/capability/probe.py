@@ -33,14 +33,7 @@ LINEAR_VERSION = 1  # of before there were other heads than a linear one, cut to
 
 @dataclass(frozen=True, eq=False)
 class ProbeHead:
-    """What follows the standardised features: linear layers with an activation between each two, and a link.
-
-    Attributes:
-        weights: Weight of each layer [out, in].
-        biases: Bias of each layer [out].
-        link: How the last outputs become a share (``functional.probe_heads.linked``).
-        activation: Between two layers; of no effect with one.
-    """
+    """What follows the standardised features: linear layers with an activation between each two, and a link."""
 
     weights: tuple[Floats, ...]
     biases: tuple[Floats, ...]
@@ -53,12 +46,7 @@ class ProbeHead:
         return int(self.weights[0].shape[1])
 
     def describe(self) -> str:
-        """Return what it is, for people.
-
-        Example:
-            >>> ProbeHead((np.zeros((8, 3)), np.zeros((1, 8))), (np.zeros(8), np.zeros(1)), "sigmoid").describe()
-            'layers 3 -> 8 -> 1, relu, sigmoid'
-        """
+        """Return what it is, for people."""
         sizes = [self.num_features, *(len(bias) for bias in self.biases)]
         between = f"{self.activation}, " if len(self.weights) > 1 else ""
         return f"layers {' -> '.join(map(str, sizes))}, {between}{self.link}"
@@ -115,13 +103,7 @@ class ProbeBasis:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapabilityProbe(ProbeBasis):
-    """``link(head((x - centre) / scale))`` of the features x of a prompt; a head of one layer makes it linear.
-
-    Attributes:
-        head: What follows the standardised features.
-        penalty: Penalty of a closed-form fit; None of a trained probe.
-        error: Mean squared leave-one-out error of a closed-form fit against the target; None of a trained probe.
-    """
+    """``link(head((x - centre) / scale))`` of the features x of a prompt; a head of one layer makes it linear."""
 
     head: ProbeHead
     penalty: float | None = None
@@ -148,11 +130,7 @@ class CapabilityProbe(ProbeBasis):
         return found.hexdigest()[:16]
 
     def predict(self, states: PromptStates) -> Floats:
-        """Return the predicted capability of the prompts [N], in [0, 1].
-
-        Raises:
-            InputError: The states are of another width.
-        """
+        """Return the predicted capability of the prompts [N], in [0, 1]."""
         x = design(states, self.pooling)
         if x.shape[1] != self.head.num_features:
             raise InputError(
@@ -183,11 +161,7 @@ class CapabilityProbe(ProbeBasis):
             )
 
     def save(self, folder: str | Path) -> None:
-        """Write the probe; a folder that is there must hold an earlier probe or nothing.
-
-        Raises:
-            InputError: The folder holds something else.
-        """
+        """Write the probe; a folder that is there must hold an earlier probe or nothing."""
         path = Path(folder)
         check_probe_target(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -205,12 +179,7 @@ class CapabilityProbe(ProbeBasis):
 
 
 def load_probe(folder: str | Path) -> CapabilityProbe:
-    """Read a probe that :meth:`CapabilityProbe.save` wrote, now or when there were linear ones alone.
-
-    Raises:
-        FileNotFoundError: There is none.
-        InputError: Its files are damaged or of another version.
-    """
+    """Read a probe that :meth:`CapabilityProbe.save` wrote, now or when there were linear ones alone."""
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / WEIGHTS).is_file():
         raise FileNotFoundError(
@@ -265,11 +234,7 @@ def check_probe_target(folder: str | Path, *, option: str = "output") -> None:
 
 
 def design(states: PromptStates, pooling: Pooling) -> Floats:
-    """Return the features of prompts [N, D] in float64, the levels side by side.
-
-    Raises:
-        InputError: There is no such pooling.
-    """
+    """Return the features of prompts [N, D] in float64, the levels side by side."""
     if pooling not in get_args(Pooling):
         raise unknown_name("features", pooling, get_args(Pooling))
     parts = {"last_token": [states.last_token], "token_mean": [states.token_mean]}
@@ -291,21 +256,7 @@ def fit_probe(
     draws: int | None = None,
     seed: int = 0,
 ) -> CapabilityProbe:
-    """Fit a linear probe of hidden states to what responses say about their questions, in closed form.
-
-    Args:
-        states: Hidden states of the questions' prompts, in the order of ``entries``.
-        entries: The questions with their responses.
-        target: What is predicted; "agreeing_pairs" and "top_share" need no labels.
-        pooling: Which vectors are the features.
-        origin: What the states depend on.
-        sampling: How the responses were drawn; None where nobody knows.
-        draws: Verdicts or pairs that each target is redrawn from; see ``QuestionTable.targets``.
-        seed: Of these.
-
-    Raises:
-        InputError: There are too few questions, the responses do not give the target, or it is the same for all.
-    """
+    """Fit a linear probe of hidden states to what responses say about their questions, in closed form."""
     wanted = checked_targets(question_table(entries), target, draws=draws, seed=seed)
     features = design(states, pooling)
     basis = probe_basis(
@@ -325,17 +276,7 @@ def probe_basis(
     sampling: Mapping[str, Any] | None,
     draws: int | None = None,
 ) -> ProbeBasis:
-    """Return all of a probe but its head.
-
-    Args:
-        features: Features of the questions of the fit [N, D]; they are standardised by their mean and spread.
-        entries: These questions with their responses.
-        target: What is predicted.
-        pooling: Which vectors the features are.
-        origin: What the features depend on.
-        sampling: How the responses were drawn; None where nobody knows.
-        draws: Verdicts or pairs that each target was redrawn from.
-    """
+    """Return all of a probe but its head."""
     centre, scale = standardisation(features)
     questions = (entry.question for entry in entries)
     fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
@@ -343,11 +284,7 @@ def probe_basis(
 
 
 def checked_targets(table: QuestionTable, target: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
-    """Return the targets of a fit [Q].
-
-    Raises:
-        InputError: There are too few questions, the responses do not give the target, or it is the same for all.
-    """
+    """Return the targets of a fit [Q]."""
     if len(table) < LEAST_QUESTIONS:
         raise InputError(f"Expected at least {LEAST_QUESTIONS} questions to fit a probe on, but got {len(table)}.")
     wanted = table.targets(target, draws=draws, seed=seed)
@@ -378,23 +315,7 @@ def label_free_confidences(
     pooling: Pooling = "both",
     name: str = LABEL_FREE_PROBE,
 ) -> tuple[QuestionSamples, ...]:
-    """Fit a probe on training questions and put its confidence on every response to other questions.
-
-    Args:
-        train_states: Hidden states of the training prompts, in the order of ``train``; ``prompt_features`` reads them.
-        train: Training questions with two or more responses each; nothing else is looked at than whether these agree.
-        test_states: Hidden states of the test prompts, of the same model.
-        test: Test questions with their responses.
-        target: What the probe is fitted to; "label" is another baseline, which needs labels.
-        pooling: Which vectors are the features.
-        name: Name of the confidence on the responses.
-
-    Returns:
-        The test questions; each response has the confidence ``name``, the same for all responses to a question.
-
-    Raises:
-        InputError: A test question was trained on, states and questions do not fit, or the target cannot be.
-    """
+    """Fit a probe on training questions and put its confidence on every response to other questions."""
     check_disjoint(
         (entry.question for entry in train), (entry.question for entry in test), names=("`train`", "`test`"),
         way_out="Split the questions.",
@@ -406,11 +327,7 @@ def label_free_confidences(
 def with_question_confidence(
     entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
 ) -> tuple[QuestionSamples, ...]:
-    """Put the value of each question on all of its responses, as the confidence ``name``.
-
-    Raises:
-        InputError: There are more or fewer values than questions.
-    """
+    """Put the value of each question on all of its responses, as the confidence ``name``."""
     if len(values) != len(entries):
         raise InputError(f"Expected a value for each of {len(entries):,} questions, but got {len(values):,}.")
     return tuple(

@@ -101,9 +101,6 @@ Schedule = Literal["cosine", "linear", "constant"]
 def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
     """Return the loss, where none is given the usual one of a head.
 
-    Raises:
-        InputError: There is no such head or loss, or they do not go together.
-
     Example:
         >>> chosen_loss("mlp", None), chosen_loss("classifier", None)
         ('bce', 'cross_entropy')
@@ -124,9 +121,6 @@ def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
 
 def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
     """Return how outputs become shares.
-
-    Raises:
-        InputError: The link does not go with the loss.
 
     Example:
         >>> chosen_link("bce", None), chosen_link("mse", "clip"), chosen_link("cross_entropy", None)

@@ -60,17 +60,7 @@ class QuestionTable:
         return QuestionTable(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def targets(self, name: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
-        """Return what a probe learns to predict [Q], in [0, 1].
-
-        Args:
-            name: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right responses.
-            draws: Noise as that of so few responses: the share becomes ``Binomial(draws, share) / draws``, with 1 the
-                verdict on a single response drawn at random. None takes what all responses show.
-            seed: Of the noise, which depends on a question and not on its place.
-
-        Raises:
-            InputError: There is no such target, or the responses do not give it for every question.
-        """
+        """Return what a probe learns to predict [Q], in [0, 1]."""
         if name not in get_args(Target):
             raise unknown_name("target", name, get_args(Target))
         if draws is not None and draws < 1:
@@ -105,23 +95,6 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
 
     An estimate and what it is held against must not come from the same responses: count the first k for the one, and
     the others for the other.
-
-    Args:
-        entries: The questions with their responses.
-        start: First response of each question that counts.
-        stop: The one before which counting ends; None counts all that are left.
-
-    Raises:
-        InputError: There is no question, or one has no response between ``start`` and ``stop``.
-
-    Example:
-        >>> from selfcal_lightning.records import Question
-        >>> def sample(index, answer):
-        ...     return Sample("q", index, 0, "", None, None, answer, answer == "7")
-        >>> entry = QuestionSamples(Question("q", "t", ()), tuple(map(sample, range(4), ["7", "7", "8", None])), "test")
-        >>> table = question_table([entry])
-        >>> table.expected_accuracy.tolist(), table.agreeing_pairs.round(3).tolist(), table.num_unreadable.tolist()
-        ([0.5], [0.167], [1])
     """
     if not entries:
         raise InputError("Expected at least one question with responses, but got none.")
@@ -147,12 +120,6 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
 
 def redrawn(shares: Floats, question_ids: Sequence[str], *, draws: int, seed: int) -> Floats:
     """Return shares as a few draws of each question would show them: ``Binomial(draws, share) / draws``.
-
-    Args:
-        shares: Shares [Q], in [0, 1].
-        question_ids: The questions [Q]; the draws of one depend on its id and the seed alone.
-        draws: How many.
-        seed: Another one draws others.
 
     Example:
         >>> redrawn(np.array([0.0, 1.0]), ["a", "b"], draws=3, seed=0).tolist()

@@ -42,23 +42,6 @@ def fit_ridge_leaving_one_out(features: Array, targets: Array, *, penalties: Seq
 
     With the hat matrix ``H = 1/N + Z (Z'Z + penalty N I)^-1 Z'`` of the centred features Z, the prediction of question
     i from all others is ``y_i - (y_i - (H y)_i) / (1 - H_ii)``, without N fits.
-
-    Args:
-        features: X [N, D], of about unit scale.
-        targets: y [N], any real numbers.
-        penalties: Penalties to choose from, each above 0; on equal errors the largest wins.
-
-    Raises:
-        ValueError: If the shapes do not fit, there are fewer than 3 questions, a value is not finite, or a penalty is
-            not above 0.
-
-    Example:
-        >>> fit = fit_ridge_leaving_one_out([[0.0], [1.0], [2.0], [3.0]], [1.0, 3.0, 5.0, 7.0], penalties=[1e-9, 1.0])
-        >>> fit.weights.round(6).tolist(), round(fit.intercept, 6), fit.penalty, fit.left_out.round(6).tolist()
-        ([2.0], 1.0, 1e-09, [1.0, 3.0, 5.0, 7.0])
-
-    Reference:
-        Allen, The Relationship between Variable Selection and Data Augmentation, 1974 (PRESS).
     """
     x, y = _checked(features, targets, penalties)
     size = len(y)

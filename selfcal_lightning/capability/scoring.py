@@ -44,15 +44,7 @@ FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
 
 @dataclass(frozen=True, slots=True)
 class QuestionScore:
-    """The capability of a question.
-
-    Attributes:
-        id: The question.
-        task: Its task.
-        text: What it says.
-        capability: The chance that the model answers it correctly, in [0, 1]; None where the model could not be asked.
-        scored_by: Digest of what computed it (:func:`origin_digest`); None where nobody knows.
-    """
+    """The capability of a question."""
 
     id: str
     task: str
@@ -71,12 +63,7 @@ def write_scores(path: str | Path, scores: Sequence[QuestionScore]) -> None:
 
 
 def read_scores(path: str | Path) -> list[QuestionScore]:
-    """Read what :func:`write_scores` wrote.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line is not as described, an id occurs twice, or there is no question with a capability.
-    """
+    """Read what :func:`write_scores` wrote."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
@@ -150,17 +137,7 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class QuestionScoring:
-    """What estimates capability, and with which model.
-
-    Attributes:
-        estimator: One of ``PROMPT_ESTIMATORS``.
-        probe: Folder of the probe, where the estimator is one.
-        model: Folder or hub name; None takes the one that sampled the store.
-        query: What is asked by an estimator that asks; None is that of the adapter for p_true_before, else
-            ``BEFORE_QUERY``, or that of the verbal scale.
-        engine: What answers, or reads hidden states.
-        features_dir: Where hidden states are kept; None is a folder in the store.
-    """
+    """What estimates capability, and with which model."""
 
     estimator: str
     probe: str | None
@@ -187,11 +164,7 @@ class QuestionScoring:
 def score_questions(
     run: QuestionScoring, questions: Sequence[Question], fingerprint: StoreFingerprint | None, store: Path | None
 ) -> tuple[list[float | None], dict[str, Any]]:
-    """Return the capability that the estimator gives each question, and what these values depend on.
-
-    Raises:
-        InputError: The probe was fitted on another model, adapter, template or sampling, or settings cannot be.
-    """
+    """Return the capability that the estimator gives each question, and what these values depend on."""
     scale = VERBAL_ESTIMATORS.get(run.estimator)
     trained = trained_with(run.engine.adapter) if run.estimator == P_TRUE_BEFORE else {}
     asked_for = trained.get("query") or BEFORE_QUERY if scale is None else scale.before

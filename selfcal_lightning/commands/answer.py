@@ -167,18 +167,7 @@ class AnswerSettings:
 def answer_questions(
     model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[Answer], None]
 ) -> list[Answer]:
-    """Answer questions, each with as few samples as its confidence allows.
-
-    Args:
-        model: Folder or hub name of the model, or "bundled".
-        asked: The questions.
-        settings: How they are answered.
-        on_answer: Called with each answer, in the order of the questions, as soon as those before it are there.
-
-    Raises:
-        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
-        InputError: If settings contradict one another, or a question or a file cannot be used.
-    """
+    """Answer questions, each with as few samples as its confidence allows."""
     options = settings.engine
     prompt, note = choose_prompt(model, options.adapter, settings.prompt)
     if note is not None:

@@ -179,12 +179,7 @@ def run_fit_probe(
 
 
 def describe_probe(probe: CapabilityProbe, *, spread: float) -> str:
-    """Return in words what was fitted and how well it predicts questions that it was not fitted on.
-
-    Args:
-        probe: The probe.
-        spread: Variance of its targets, the squared error of a constant.
-    """
+    """Return in words what was fitted and how well it predicts questions that it was not fitted on."""
     return (
         f"Fitted on {probe.fitted_on.num_questions:,} questions with {probe.fitted_on.num_responses:,} responses: "
         f"{probe.head.num_features:,} features ({probe.pooling}), target {probe.target}, penalty {probe.penalty:.3g}. "

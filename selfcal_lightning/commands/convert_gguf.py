@@ -44,14 +44,7 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
 
 
 def find_gguf(name: str) -> Path:
-    """Return the path of a GGUF file.
-
-    Args:
-        name: Its path, or ``package:file`` for a file in an installed package, whose code is not run.
-
-    Raises:
-        InputError: There is none.
-    """
+    """Return the path of a GGUF file."""
     path = Path(name)
     package, colon, inside = name.partition(":")
     if colon and package.isidentifier() and not path.exists():

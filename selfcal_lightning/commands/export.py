@@ -165,11 +165,7 @@ def _check_can_merge(adapter: str) -> None:
 def _from_adapter(
     adapter: str, base_model: str | None, dtype: str, target: Path
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
-    """Return the merged model, the base model's name and revision, and the manifest.
-
-    Raises:
-        InputError: The adapter is damaged or of another base model, or ``target`` does not lie apart from both.
-    """
+    """Return the merged model, the base model's name and revision, and the manifest."""
     from selfcal_lightning.models.causal_lm import load_causal_lm
     from selfcal_lightning.models.folders import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
@@ -226,12 +222,7 @@ def _module_of(
 
 
 def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
-    """Return the class of the module that wrote a checkpoint; None for what is no file.
-
-    Raises:
-        InputError: The checkpoint is of another class than SelfCalibrationModule and none is named, or that class is
-            not to be had.
-    """
+    """Return the class of the module that wrote a checkpoint; None for what is no file."""
     if not Path(adapter).is_file():
         return None
     from selfcal_lightning.training.calibrated_model import CLASS_KEY

@@ -32,18 +32,7 @@ from selfcal_lightning.records import QuestionSamples, Sample, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class JudgeReport:
-    """What a judge did.
-
-    Attributes:
-        answers: Different answers to questions that have a judge and a reference.
-        asked: Those that the model was asked about now; the others had been judged before.
-        right: Those that it calls right.
-        wrong: Likewise wrong.
-        not_attempted: Likewise not attempted, which is not right.
-        unreadable: Those on which its reply could not be read, or that it refused: the task's own verdict stands.
-        responses: Responses of the store.
-        verdicts_changed: Those that have another verdict now.
-    """
+    """What a judge did."""
 
     answers: int
     asked: int

@@ -47,19 +47,7 @@ def plan_training_run(
     ckpt_path: str | None,
     adapter: str | None = None,
 ) -> Plan:
-    """Check what a run of the Trainer needs, and return what it will do. Nothing is sampled, loaded or written.
-
-    Args:
-        verb: "fit", "validate", "test" or "predict".
-        trainer: The trainer.
-        module: The module, its model not yet loaded.
-        data: The data module.
-        ckpt_path: The checkpoint, as the user gave it.
-        adapter: The exported adapter in its place, of ``predict``.
-
-    Raises:
-        UserError: Something would fail later; the message says what, and the way out.
-    """
+    """Check what a run of the Trainer needs, and return what it will do. Nothing is sampled, loaded or written."""
     if adapter is not None and ckpt_path is not None:
         raise InputError(f"Expected either `ckpt_path` or `adapter`, but got {ckpt_path!r} and {adapter!r}.")
     if adapter is not None:

@@ -38,11 +38,6 @@ _WORDS = {
 def explain_parsing(message: str, known: Iterable[str], fields_of: Callable[[str], Iterable[str]]) -> str:
     """Return the message of a parser as a sentence that says what was expected, what was found, and what was meant.
 
-    Args:
-        message: Of jsonargparse.
-        known: Options of the verb, without the leading dashes.
-        fields_of: Returns the settings of a class by its path; asked for settings that a class does not have.
-
     Example:
         >>> explain_parsing("unrecognized arguments: --modle bundled", ["model", "seed"], lambda path: [])
         'Expected options of this verb, but got `--modle`. Did you mean `--model`?'

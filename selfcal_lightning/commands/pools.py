@@ -140,14 +140,6 @@ def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_tas
 
     Texts, tokens and confidences stay as they are, and so do annotations, but for those that compare answers: they are
     removed where an answer changed.
-
-    Args:
-        store: The store; nothing else may write it, nor read it for a training, meanwhile.
-        tasks: Returns the task of a name.
-
-    Raises:
-        ValueError: It holds responses made elsewhere, whose answers may have been given with them.
-        RuntimeError: A writer is at work.
     """
     manifest = store.join()
     if any(record.fingerprint.model.model == IMPORTED for record in manifest.rounds.values()):

@@ -36,19 +36,7 @@ ENGINES = ("transformers", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class CommonCase:
-    """What the common case is told.
-
-    Attributes:
-        model: Folder or hub name of the model, or "bundled".
-        questions: File of questions in the one format.
-        task: Task of the questions that name none; None is word_problems for the bundled model, else local_number.
-        preset: "activated", "small", "joint", or a training YAML of one's own; None is "small" for the bundled model,
-            else "activated".
-        output_dir: Where samples, adapter, checkpoints and logs go; None is ``runs/`` and the model's name.
-        engine: What samples, "transformers" or "vllm"; None is the preset's.
-        max_new_tokens: Longest response; None is the preset's.
-        prompt: How questions are put to the model; None is their tasks' own way.
-    """
+    """What the common case is told."""
 
     model: str
     questions: str
@@ -77,13 +65,7 @@ class CommonCase:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCase:
-    """The common case, ready to run.
-
-    Attributes:
-        case: What it was made of.
-        configuration: The settings of the Trainer's verb, plain JSON types.
-        counts: Questions of each part.
-    """
+    """The common case, ready to run."""
 
     case: CommonCase
     configuration: Mapping[str, Any]
@@ -101,12 +83,7 @@ class PreparedCase:
 
 
 def prepare(case: CommonCase) -> PreparedCase:
-    """Read the questions and return the configuration. Nothing is written.
-
-    Raises:
-        FileNotFoundError: There is no such file of questions.
-        InputError: A question cannot be used, there are too few for the three parts, or the preset is unknown.
-    """
+    """Read the questions and return the configuration. Nothing is written."""
     resolve_model(case.model)
     preset = read_preset(case.preset_name)
     questions = by_task(case)
@@ -165,11 +142,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def by_task(case: CommonCase) -> dict[str, list[Question]]:
-    """Return the questions of the file by task, each read and checked.
-
-    Raises:
-        InputError: One cannot be used, or some name a task while others are left to another one.
-    """
+    """Return the questions of the file by task, each read and checked."""
     rows = read_question_file(case.questions)
     found: dict[str, list[Question]] = {}
     for row in rows:
@@ -253,15 +226,7 @@ OF_THE_CASE = tuple(name for name in OPTIONS if name != "model")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of the common case, and the other arguments in their order.
-
-    Raises:
-        InputError: One has no value, or stands there twice.
-
-    Example:
-        >>> split_arguments(["--model", "bundled", "--data.num_samples", "4", "--questions=q.jsonl"])
-        ({'model': 'bundled', 'questions': 'q.jsonl'}, ['--data.num_samples', '4'])
-    """
+    """Return the options of the common case, and the other arguments in their order."""
     given: dict[str, str] = {}
     rest: list[str] = []
     place = 0
@@ -283,11 +248,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
 
 
 def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | None:
-    """Return the case that a command line states and what else stands in it, or None where it states none.
-
-    Raises:
-        InputError: A part of it is missing, or cannot be used.
-    """
+    """Return the case that a command line states and what else stands in it, or None where it states none."""
     names = {argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")}
     if not names & {*OF_THE_CASE}:
         _check_model_class(arguments)

@@ -250,11 +250,7 @@ def _as_file(questions: Questions, place: Path, *, task: str) -> Path:
 
 
 def _as_row(question: Question, number: int) -> dict[str, Any]:
-    """Return a question as a line of a file.
-
-    Raises:
-        InputError: It is put to the model otherwise than its task does, which a line cannot say.
-    """
+    """Return a question as a line of a file."""
     task, origin = own_task(question.task), f"questions[{number}]"
     row = QuestionRow(question.text, question.reference, question.id, task, origin, number)
     if put_question(row, task=task, question_id=question.id).messages != question.messages:

@@ -29,14 +29,7 @@ from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rates, success_r
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What there is after a run.
-
-    Attributes:
-        prefixes: Distinct prefixes.
-        rolled_out: Those whose rollouts are there.
-        rollouts: Their rollouts.
-        success: Mean of their success rates; None without any.
-    """
+    """What there is after a run."""
 
     prefixes: int
     rolled_out: int

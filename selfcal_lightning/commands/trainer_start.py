@@ -90,14 +90,7 @@ def wants_full_help(arguments: Sequence[str]) -> bool:
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as the parser takes them: what is left out where there is one sensible choice is put in.
-
-    Example:
-        >>> complete_arguments(["--check", "--model.help"])[:3]
-        ['--check', 'true', '--model.help']
-        >>> complete_arguments(["--help=full"])
-        ['--help']
-    """
+    """Return the arguments as the parser takes them: what is left out where there is one sensible choice is put in."""
     if wants_full_help(arguments):
         return ["--help"]
     completed: list[str] = []
@@ -134,11 +127,7 @@ def is_first_process() -> bool:
 
 
 def look_first(verb: str, arguments: Sequence[str]) -> None:
-    """Refuse what needs no library to be refused, and say what begins.
-
-    Raises:
-        InputError: No settings are given, a file cannot be read, or the accelerator is not there.
-    """
+    """Refuse what needs no library to be refused, and say what begins."""
     if wants_full_help(arguments) or any(argument.partition("=")[0].endswith(".help") for argument in arguments):
         return
     settings = given_settings(arguments)
@@ -157,11 +146,7 @@ def look_first(verb: str, arguments: Sequence[str]) -> None:
 
 
 def check_accelerator(settings: Mapping[str, Any]) -> None:
-    """Raise InputError where a GPU is asked for and PyTorch sees none, or fewer than are asked for.
-
-    Args:
-        settings: By dotted names, such as "trainer.accelerator".
-    """
+    """Raise InputError where a GPU is asked for and PyTorch sees none, or fewer than are asked for."""
     accelerator, devices = settings.get("trainer.accelerator"), str(settings.get("trainer.devices", "auto"))
     if accelerator not in ACCELERATORS_OF_TORCH:
         return

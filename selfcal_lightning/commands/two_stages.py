@@ -122,11 +122,7 @@ def check_begun(path: Path, settings: Settings) -> None:
 
 
 def check_stages(stages: Mapping[str, Settings]) -> None:
-    """Let `selfcal fit --check` look at both stages; nothing is left behind.
-
-    Raises:
-        RunError: One of them was refused.
-    """
+    """Let `selfcal fit --check` look at both stages; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="selfcal-stages-") as place:
         for name, settings in stages.items():
             path = Path(place) / f"{name}.yaml"

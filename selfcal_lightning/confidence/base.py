@@ -64,13 +64,7 @@ class SampleScorer(Protocol):
 
 
 def confidence_of(sample: Sample, name: str) -> float | None:
-    """Return the confidence ``name`` of a sample, or None where it has none.
-
-    ``p_true`` is the normalised P(True), ``sequence_logprob`` the sum and ``mean_logprob`` the mean of the
-    log-probabilities of the tokens that were drawn, in nats; every other name is looked up among the sample's further
-    confidences. A sample's own further confidence of one of these names (from a pool made elsewhere) is used where the
-    column is empty.
-    """
+    """Return the confidence ``name`` of a sample, or None where it has none."""
     stored: float | None = None
     if name == P_TRUE:
         stored = sample.p_true
@@ -87,9 +81,6 @@ def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
 
     A few responses without it are taken like unreadable ones; a whole question without it means that the estimator was
     not run there.
-
-    Raises:
-        MissingConfidenceError: Names the estimator to run.
     """
     for entry in pool:
         readable = [sample for sample in entry.samples if sample.answer is not None]
@@ -119,10 +110,5 @@ def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
 
 
 def split_hash(question_ids: Iterable[str]) -> str:
-    """Return a sha256 that names a set of questions, whatever their order.
-
-    Example:
-        >>> split_hash(["b", "a"]) == split_hash(["a", "b"])
-        True
-    """
+    """Return a sha256 that names a set of questions, whatever their order."""
     return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

@@ -124,9 +124,6 @@ def p_true_of(
     """Return P(True) behind each of different sequences that end with the query.
 
     None stands for a sequence without mass, and for one that the engine refuses.
-
-    Raises:
-        RequestsFailedError: The engine did not answer for another reason.
     """
     wanted = [*query.yes_ids, *query.no_ids]
     masses = engine.next_token_probabilities(list(sequences), wanted) if sequences else []
@@ -142,11 +139,7 @@ def p_true_of(
 
 
 class _TokenStatistic(ABC):
-    """What the statistics have in common; a member adds its name and how it is read.
-
-    Args:
-        tokens: Reads the tokens' statistics.
-    """
+    """What the statistics have in common; a member adds its name and how it is read."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -271,17 +264,6 @@ class LowestGroupConfidence:
 
     The confidence of a token is the mean negative log-probability of the 20 likeliest ones at its place; that of a
     stretch is the mean over its tokens. A response that is shorter than ``window`` is one stretch.
-
-    Args:
-        tokens: Reads the tokens' statistics.
-        window: Tokens of a stretch.
-        lowest: Mean of which share of the stretches, the least sure ones, in [0, 1]; at least one is taken.
-
-    Raises:
-        ValueError: If a setting is out of its range.
-
-    Reference:
-        Fu et al., Deep Think with Confidence, arXiv 2508.15260.
     """
 
     name: ClassVar[str] = "lowest_group_confidence"
@@ -311,11 +293,7 @@ Read = Callable[["ResponseStatistics"], float]
 
 
 class _Standardised(ABC):
-    """What the weights have in common; a member adds its name and the scores that are standardised.
-
-    Args:
-        tokens: Reads the tokens' statistics.
-    """
+    """What the weights have in common; a member adds its name and the scores that are standardised."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -356,12 +334,7 @@ class LikelyTokens(_Standardised):
 
 
 class SteadySteps(_Standardised):
-    """``exp(-z - z')`` of the deviations of the entropies of tokens, and of the mean entropies of steps.
-
-    Args:
-        tokens: Reads the tokens' statistics.
-        steps: Where steps end; "auto" takes the coarsest rule that finds some.
-    """
+    """``exp(-z - z')`` of the deviations of the entropies of tokens, and of the mean entropies of steps."""
 
     name = "sasc_double"
 

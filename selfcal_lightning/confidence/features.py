@@ -51,12 +51,7 @@ class ResponseTable:
 
     @classmethod
     def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
-        """Read ``features`` off every sample of ``pool``.
-
-        Raises:
-            MissingConfidenceError: No response of a question with readable answers has a feature.
-            ValueError: The pool is empty, or a feature ``logit:NAME`` meets a number outside [0, 1].
-        """
+        """Read ``features`` off every sample of ``pool``."""
         samples = [sample for entry in pool for sample in entry.samples]
         if not samples:
             raise InputError("Expected `pool` to hold at least one response, but got none.")
@@ -71,11 +66,7 @@ class ResponseTable:
 
 
 def feature_value(sample: Sample, name: str) -> float | None:
-    """Return one feature of a response, or None where it has none.
-
-    Raises:
-        ValueError: ``logit:NAME`` of a confidence outside [0, 1].
-    """
+    """Return one feature of a response, or None where it has none."""
     if name == NUM_TOKENS:
         return None if sample.num_tokens is None else float(sample.num_tokens)
     value = confidence_of(sample, confidence_behind(name))
@@ -105,11 +96,7 @@ def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> None:
-    """Raise unless every question with a readable answer has each feature on at least one response.
-
-    Raises:
-        MissingConfidenceError: Names the estimator to run.
-    """
+    """Raise unless every question with a readable answer has each feature on at least one response."""
     for name in required_confidences(features):
         check_confidence(pool, name)
     if NUM_TOKENS not in features:
@@ -124,9 +111,6 @@ def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> 
 
 def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
     """Compute ``log(p / (1 - p))``, p kept a millionth away from 0 and 1.
-
-    Raises:
-        ValueError: A value lies outside [0, 1]. NaN passes through.
 
     Example:
         >>> log_odds(np.array([0.5, 1.0])).round(3).tolist()
@@ -162,19 +146,7 @@ def _or_nan(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class ConfidenceScores:
-    """How a confidence relates to correctness on some responses; None where a value is not defined.
-
-    Attributes:
-        name: The confidence.
-        auroc: Over all responses; also rewards knowing which questions are hard.
-        within_question_auroc: Mean over the questions with right and wrong responses: does it know which *response* is
-            right?
-        ece: Expected calibration error in ten bins, as measured; None where the score is no probability.
-        num_mixed_questions: Questions behind ``within_question_auroc``.
-        num_responses: Responses scored; unreadable ones are wrong.
-        num_left_out: Responses without the confidence, or whose correctness nobody knows.
-        ece_debiased: The calibration error less what chance adds to it (``functional.calibration_bias``).
-    """
+    """How a confidence relates to correctness on some responses; None where a value is not defined."""
 
     name: str
     auroc: float | None
@@ -197,12 +169,6 @@ class ConfidenceScores:
 
 def score_confidence(name: str, confidence: Floats, correct: Floats, question: Integers) -> ConfidenceScores:
     """Compute the scores of one confidence.
-
-    Args:
-        name: What it is called.
-        confidence: Values [N], higher is better; nan where there is none.
-        correct: 1 right, 0 wrong, nan unknown [N].
-        question: The question of each response [N].
 
     Example:
         >>> scores = score_confidence("c", np.array([0.9, 0.1, 0.5]), np.array([1.0, 0.0, 1.0]), np.array([0, 0, 1]))

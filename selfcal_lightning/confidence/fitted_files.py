@@ -36,11 +36,7 @@ def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") 
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Write ``content`` of ``kind`` to ``path``, which appears when it is complete; folders are made.
-
-    Raises:
-        ValueError: A number in it is infinite or nan, or another kind of file lies there.
-    """
+    """Write ``content`` of ``kind`` to ``path``, which appears when it is complete; folders are made."""
     path = Path(path)
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +45,7 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return kind and content of a file that :func:`save_fitted` wrote.
-
-    Args:
-        path: The file.
-        kinds: Kinds that the caller can read.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It is no such JSON file, of a version that cannot be read, or of another kind.
-    """
+    """Return kind and content of a file that :func:`save_fitted` wrote."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a fitted confidence or threshold in {path}, but got no such file.")
@@ -82,17 +69,7 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
 def load_confidence(
     path: str | Path, kinds: Sequence[str], *, known: Sequence[KnownConfidence] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """Return kind and content of the file of a fitted confidence, as this version writes it.
-
-    Args:
-        path: The file.
-        kinds: Kinds that the caller can read.
-        known: Scorers that add what it may read.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It is no such file, or one of version 1 that reads what only its author can judge.
-    """
+    """Return kind and content of the file of a fitted confidence, as this version writes it."""
     kind, content = load_fitted(path, kinds)
     if content["version"] != 1:
         return kind, content

@@ -172,12 +172,7 @@ class Fusion:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Fusion:
-        """Read what :meth:`as_json` wrote.
-
-        Raises:
-            KeyError: A field is missing.
-            ValueError: The numbers do not fit together.
-        """
+        """Read what :meth:`as_json` wrote."""
         lists = {name: tuple(float(x) for x in content[name]) for name in ("weights", "means", "stds")}
         scores, held_out = (
             tuple(ConfidenceScores.from_json(row) for row in content[name]) for name in ("scores", "held_out_scores")
@@ -219,29 +214,7 @@ def fit_fusion(
     allow_pool_features: bool = False,
     known: Iterable[KnownConfidence] = (),
 ) -> Fusion:
-    """Fit the fusion on a calibration split.
-
-    The features are standardised; ``fit_logistic`` has the objective. To "label" an unreadable response is a wrong one.
-    The label-free targets give each response the share of its answer among the responses to its question, weighted by a
-    confidence ("ssc") or not ("vote_share"); unreadable responses have none and are left out, as are responses that
-    lack a feature. All that is left out is counted.
-
-    Args:
-        pool: The questions; put what other scorers add on them first (``confidence.base.add_scores``).
-        features: Names of confidences, ``logit:NAME`` for the log-odds of a probability, ``num_tokens``.
-        target: "label" needs references; "ssc" and "vote_share" need none.
-        target_confidence: The confidence that weights "ssc".
-        name: Name of the fused confidence.
-        l2: Strength of the regularisation of the standardised weights.
-        held_out: Other questions, to score parts and fusion on.
-        allow_pool_features: Allow features that depend on the other responses, which a live run cannot have.
-        known: Where the features may come from; see ``confidence.dependence.pool_dependent``.
-
-    Raises:
-        MissingConfidenceError: A feature is absent from a question; names the estimator to run.
-        ValueError: An argument is not as described, or ``held_out`` shares questions with ``pool``.
-        RuntimeError: The optimiser did not arrive.
-    """
+    """Fit the fusion on a calibration split."""
     features = tuple(features)
     check_new_name(name, required_confidences(features))
     if target not in TARGETS:
@@ -309,16 +282,7 @@ FittedScorer = Scaler | Fusion
 
 
 def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> FittedScorer:
-    """Read a scaler or a fusion from the JSON file that its ``save`` wrote, or that of the version before did.
-
-    Args:
-        path: The file.
-        known: Scorers that add what it may read; only of a file of the version before these are asked.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It is no such file, of another version or kind, or damaged.
-    """
+    """Read a scaler or a fusion from the JSON file that its ``save`` wrote, or that of the version before did."""
     kind, content = load_confidence(path, (*SCALER_KINDS, KIND), known=known)
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
@@ -328,11 +292,7 @@ def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> F
 
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
-    """Read several; each may read what the ones before it add, so that the order is that of the computation.
-
-    Raises:
-        InputError: Two have one name, or one reads what a later one adds.
-    """
+    """Read several; each may read what the ones before it add, so that the order is that of the computation."""
     scorers: list[FittedScorer] = []
     for path in paths:
         scorers.append(load_scorer(path, known=scorers))
@@ -347,12 +307,7 @@ def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
 
 
 def scorer_digests(confidence: str | None, scorers: Sequence[FittedScorer]) -> dict[str, str]:
-    """Return the sha256 of each scorer that a confidence is computed by, directly or through one another, by name.
-
-    Args:
-        confidence: What is read; None reads nothing.
-        scorers: Scorers at hand, in the order of computation.
-    """
+    """Return the sha256 of each scorer that a confidence is computed by, directly or through one another, by name."""
     wanted = {confidence}
     found = {}
     for scorer in reversed(scorers):
@@ -377,16 +332,7 @@ def load_for_fitting(
     *,
     texts: bool = False,
 ) -> RecordedPool:
-    """Return the questions of a calibration split, with the annotations of a store that fitting needs merged in.
-
-    Args:
-        pool: Folder of a store, or a JSON-lines pool.
-        split: The split; None takes all questions.
-        task: Task to read; of a file, the task of all its questions.
-        needed: Names of the confidences that are fitted on.
-        scorers: Fitted confidences that are put on the samples first.
-        texts: Whether texts are read too.
-    """
+    """Return the questions of a calibration split, with the annotations of a store that fitting needs merged in."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
@@ -395,14 +341,7 @@ def load_for_fitting(
 
 @dataclass(frozen=True)
 class WeighedPool:
-    """A pool with the confidences that strategies may read.
-
-    Attributes:
-        pool: The samples, with what the scorers added.
-        confidences: Names to weigh by.
-        scorers: What was fitted or read from files.
-        query_tokens: Tokens that each confidence costs a sample; absent is 0.
-    """
+    """A pool with the confidences that strategies may read."""
 
     pool: RecordedPool
     confidences: tuple[str, ...]
@@ -429,12 +368,7 @@ def is_probability(pool: RecordedPool, name: str) -> bool:
 
 
 def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
-    """Return what to weigh by when nothing is said: probabilities as they are, scores scaled, and the fusion.
-
-    Args:
-        pool: The samples.
-        can_fit: Whether there are calibration questions to fit on; without them scores are left out.
-    """
+    """Return what to weigh by when nothing is said: probabilities as they are, scores scaled, and the fusion."""
     carried = carried_confidences(pool)
     parts = [(name, is_probability(pool, name)) for name in carried]
     names = [name if probable else f"{name}_platt" for name, probable in parts if probable or can_fit]
@@ -444,18 +378,7 @@ def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
 def fit_confidences(
     pool: RecordedPool, names: Sequence[str], *, target: FusionTarget = "label", known: Sequence[FittedScorer] = ()
 ) -> list[FittedScorer]:
-    """Fit those of ``names`` that a pool does not carry: ``SOURCE_platt`` (or another scaler) and ``fused``.
-
-    Args:
-        pool: The calibration questions of the fit.
-        names: What is asked for.
-        target: What the fusion is fitted to.
-        known: Other scorers in use, whose names need no fit.
-
-    Raises:
-        MissingConfidenceError: A name is neither carried nor something that can be fitted.
-        ValueError: A name or its source depends on the other responses.
-    """
+    """Fit those of ``names`` that a pool does not carry: ``SOURCE_platt`` (or another scaler) and ``fused``."""
     scorers: list[FittedScorer] = []
     carried = carried_confidences(pool)
     there = {*carried, *(scorer.name for scorer in known)}
@@ -477,18 +400,7 @@ def fit_confidences(
 def weigh_pool(
     pool: RecordedPool, names: Sequence[str], scorers: Sequence[FittedScorer], *, fitting: Sequence[str] = ()
 ) -> WeighedPool:
-    """Put the scorers' confidences on a pool and check that every name is there.
-
-    Args:
-        pool: The samples.
-        names: Confidences to weigh by.
-        scorers: What to add.
-        fitting: Names of scorers that were fitted on these very questions: for tuning, never for reports.
-
-    Raises:
-        MissingConfidenceError: A confidence is absent; names the estimator to run.
-        ValueError: A scorer was fitted on one of these questions, or a name depends on the other responses.
-    """
+    """Put the scorers' confidences on a pool and check that every name is there."""
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
     refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
     entries = tuple(

@@ -32,12 +32,7 @@ _GUARD = (
 
 @dataclass(frozen=True)
 class Form:
-    """A way to judge.
-
-    Attributes:
-        instruction: What the model is told.
-        grades: What each letter means that it may answer.
-    """
+    """A way to judge."""
 
     instruction: str
     grades: Mapping[str, Grade]
@@ -86,13 +81,7 @@ def write_judgement(form: Form, *, question: str, reference: str, answer: str) -
 
 
 def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None:
-    r"""Return the grade that a reply gives at its end; None where it gives none.
-
-    Example:
-        >>> facts = FORMS["facts"]
-        >>> [read_grade(facts, reply) for reply in ("A", "It says: answer: A. No.\nAnswer: B", "Answer: D", "")]
-        ['right', 'wrong', None, None]
-    """
+    r"""Return the grade that a reply gives at its end; None where it gives none."""
     letter = read_letter(reply, "".join(form.grades), finished=finished)
     return None if letter is None else form.grades[letter]
 
@@ -139,12 +128,7 @@ class Verdicts:
 
 
 class KeptVerdicts(NamedRecord[Verdicts]):
-    """The verdicts of one name beside the rows of a store. Opening it reads and writes nothing.
-
-    Args:
-        store_path: Folder of the sample store.
-        name: Name of the verdicts.
-    """
+    """The verdicts of one name beside the rows of a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         super().__init__(
@@ -168,14 +152,7 @@ CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A text that is graded.
-
-    Attributes:
-        form: How.
-        question: The question that it answers.
-        reference: The gold answer, or its names.
-        answer: The text.
-    """
+    """A text that is graded."""
 
     form: JudgeForm
     question: str
@@ -210,21 +187,7 @@ def grade_candidates(
     max_new_tokens: int,
     keep: Callable[[Mapping[Key, Grade | None]], None],
 ) -> dict[Key, Grade | None]:
-    """Ask a model for its verdicts, greedily, and return them.
-
-    Args:
-        engine: The model that judges.
-        chat: Its chat format.
-        candidates: What is graded.
-        max_new_tokens: Longest reply.
-        keep: Called with the verdicts of each chunk, so that a run that is killed loses no more.
-
-    Returns:
-        A grade for each; None where the reply could not be read, the model refused, or the prompt has no room.
-
-    Raises:
-        RequestsFailedError: The engine did not answer.
-    """
+    """Ask a model for its verdicts, greedily, and return them."""
     sampling = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=max_new_tokens)
     grades: dict[Key, Grade | None] = {}
     keys = list(candidates)

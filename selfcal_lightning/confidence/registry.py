@@ -40,15 +40,7 @@ if TYPE_CHECKING:
 
 
 class EstimatorClass(Protocol):
-    """What the registry knows of an estimator before there is one.
-
-    Attributes:
-        name: Its name.
-        is_probability: See :class:`~selfcal_lightning.confidence.base.Estimator`.
-        needs_pool: Likewise.
-        reads: What it is made from: "engine" (an engine and a chat format), "tokens" (a token reader, which is a local
-            model), "rewards" (a reward reader) or "pool" (nothing but the samples).
-    """
+    """What the registry knows of an estimator before there is one."""
 
     name: str
     is_probability: bool
@@ -110,30 +102,14 @@ def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
 
 
 def estimator_class(name: str) -> EstimatorClass:
-    """Return the class of the estimator ``name``.
-
-    Raises:
-        InputError: There is none of that name; the message says which there are.
-
-    Example:
-        >>> estimator_class("token_entropy").is_probability
-        False
-    """
+    """Return the class of the estimator ``name``."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     raise unknown_name("estimator", name, ESTIMATORS)
 
 
 def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the settings of the estimator ``name``: its defaults with ``changes``, for the record of what was run.
-
-    Raises:
-        InputError: It has no such setting.
-
-    Example:
-        >>> estimator_settings("response_consistency", num_samples=5)
-        {'num_samples': 5, 'seed': 0}
-    """
+    """Return the settings of the estimator ``name``: its defaults with ``changes``, for the record of what was run."""
     parameters = inspect.signature(estimator_class(name)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     if unknown := sorted(changes.keys() - defaults.keys()):
@@ -150,19 +126,7 @@ def build_estimator(
     rewards: RewardReader | None = None,
     **settings: Any,
 ) -> Estimator:
-    """Return the estimator ``name``, made from those of the arguments that it reads.
-
-    Args:
-        name: Name of the estimator.
-        engine: Who answers, where it asks.
-        chat: Chat format of the engine's tokenizer.
-        tokens: Reader of token statistics, where it reads those.
-        rewards: Reader of a reward model's scores, where it reads those.
-        **settings: Keyword arguments of its class.
-
-    Raises:
-        InputError: The name is unknown, or what it reads was not given.
-    """
+    """Return the estimator ``name``, made from those of the arguments that it reads."""
     estimator = estimator_class(name)
     given: dict[str, tuple[Any, ...]] = {
         "engine": (engine, chat),
@@ -198,12 +162,7 @@ class KnownConfidence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfidence:
-    """A confidence that samples carry and that no estimator or scorer at hand computed.
-
-    Attributes:
-        name: Key of the confidence on a sample.
-        needs_pool: Whether it was computed from the other responses to the question.
-    """
+    """A confidence that samples carry and that no estimator or scorer at hand computed."""
 
     name: str
     needs_pool: bool
@@ -221,33 +180,13 @@ TARGETS = tuple(
 
 
 def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
-    """Return what is known of annotations.
-
-    Args:
-        estimators: The estimator that computed each, by the annotation's name.
-
-    Example:
-        >>> recorded_confidences({"agreement": "response_consistency"})
-        [RecordedConfidence(name='agreement', needs_pool=True)]
-    """
+    """Return what is known of annotations."""
     known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
     return [RecordedConfidence(name, estimator.needs_pool) for name, estimator in known.items()]
 
 
 def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> list[str]:
-    """Return those of ``names`` that depend on the other responses to the question, in their order.
-
-    Args:
-        names: Names of confidences.
-        known: Scorers in use, in the order of computation, and what a pool knows of its confidences. Of other names
-            the estimators and targets of this library are known; all the rest is taken for a property of one response.
-
-    Example:
-        >>> pool_dependent(["p_true", "response_consistency", "agreement"])
-        ['response_consistency']
-        >>> pool_dependent(["agreement"], [RecordedConfidence("agreement", needs_pool=True)])
-        ['agreement']
-    """
+    """Return those of ``names`` that depend on the other responses to the question, in their order."""
     # Asked each time: plug-ins add estimators.
     needs = {one.name: one.needs_pool for one in ESTIMATORS.values()} | {one.name: one.needs_pool for one in TARGETS}
     for one in known:
@@ -256,12 +195,7 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
 
 
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
-    """Raise ValueError where a strategy would read a confidence that depends on the other responses.
-
-    Args:
-        names: What it reads.
-        known: See :func:`pool_dependent`.
-    """
+    """Raise ValueError where a strategy would read a confidence that depends on the other responses."""
     ahead = pool_dependent(names, known)
     if ahead:
         raise InputError(
@@ -272,11 +206,7 @@ def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] 
 
 
 def check_name_tells(confidence: KnownConfidence) -> None:
-    """Raise ValueError where a JSON-lines pool, which keeps no more of a confidence than its name, would hide this.
-
-    Args:
-        confidence: What is about to be written.
-    """
+    """Raise ValueError where a JSON-lines pool, which keeps no more of a confidence than its name, would hide this."""
     if confidence.needs_pool and not pool_dependent([confidence.name]):
         raise InputError(
             f"Expected a confidence that depends on the other responses to keep its estimator's name in a JSON-lines "

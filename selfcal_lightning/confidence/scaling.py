@@ -48,20 +48,6 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> Logist
 
     ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``: a soft
     target t is a response that counts t times as right and 1 - t times as wrong. The intercept is not regularised.
-
-    Args:
-        columns: Features [N, F], of about unit scale.
-        targets: Targets [N] in [0, 1].
-        l2: Strength; 1 is as scikit-learn's ``C=1``.
-
-    Raises:
-        ValueError: The sizes differ, a target lies outside [0, 1], or all targets are 0 or all are 1.
-        RuntimeError: The optimiser did not arrive.
-
-    Example:
-        >>> fit = fit_logistic(np.array([[-1.0], [1.0]]), np.array([0.25, 0.75]), l2=0.0)
-        >>> round(float(fit.weights[0]), 6), abs(round(fit.intercept, 6))  # log-odds of .75 are log 3
-        (1.098612, 0.0)
     """
     from scipy.optimize import minimize
 
@@ -98,12 +84,7 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> Logist
 
 
 def sigmoid(z: Floats) -> Floats:
-    """Compute ``1 / (1 + exp(-z))`` without overflow.
-
-    Example:
-        >>> sigmoid(np.array([0.0, 1000.0, -1000.0])).tolist()
-        [0.5, 1.0, 0.0]
-    """
+    """Compute ``1 / (1 + exp(-z))`` without overflow."""
     e = np.exp(-np.abs(z))
     return np.asarray(np.where(z >= 0.0, 1.0, e) / (1.0 + e))
 
@@ -124,18 +105,6 @@ class TemperatureMap:
 
         In ``b = 1 / T`` the cross-entropy of ``sigmoid(b x)`` is convex, so that its slope has one root. A confidence
         that is worth nothing, or less, ends at the hottest temperature: it says about .5 everywhere.
-
-        Args:
-            values: Probabilities [N].
-            targets: 1 right, 0 wrong, or shares between [N].
-
-        Example:
-            >>> map_ = TemperatureMap.fit(np.array([0.9, 0.9, 0.9, 0.9]), np.array([1.0, 1.0, 1.0, 0.0]))
-            >>> round(float(map_.transform(np.array([0.9]))[0]), 6)
-            0.75
-
-        Reference:
-            Guo et al., On Calibration of Modern Neural Networks, 2017, section 4.2.
         """
         from scipy.optimize import brentq
 
@@ -157,13 +126,7 @@ class TemperatureMap:
 
 @dataclass(frozen=True)
 class PlattMap:
-    """``sigmoid(slope * x + intercept)``, x the log-odds of a probability, or the score itself.
-
-    Attributes:
-        slope: Per unit of x.
-        intercept: The constant.
-        takes_logit: Whether x is a logit.
-    """
+    """``sigmoid(slope * x + intercept)``, x the log-odds of a probability, or the score itself."""
 
     kind: ClassVar[str] = "platt"
     slope: float
@@ -175,14 +138,6 @@ class PlattMap:
         """Fit slope and intercept to Platt's targets, which are finite whatever the labels.
 
         Right responses get ``(n1 + 1) / (n1 + 2)`` and wrong ones ``1 / (n0 + 2)``, n1 and n0 being their numbers.
-
-        Args:
-            values: Scores [N].
-            targets: 1 right, 0 wrong, or shares between [N].
-            takes_logit: Whether to take the log-odds of ``values`` first.
-
-        Reference:
-            Platt, Probabilistic Outputs for Support Vector Machines, 1999, section 2.2; Lin, Lin and Weng, 2007.
         """
         x = log_odds(values) if takes_logit else values
         right = float(targets.sum())
@@ -213,19 +168,7 @@ class IsotonicMap:
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
-        """Fit the rising function of least squared error.
-
-        Args:
-            values: Scores [N].
-            targets: 1 right, 0 wrong, or shares between [N].
-
-        Example:
-            >>> IsotonicMap.fit(np.array([0.1, 0.4, 0.6]), np.array([0.0, 1.0, 0.5]))
-            IsotonicMap(x=(0.1, 0.4, 0.6), y=(0.0, 0.75, 0.75))
-
-        Reference:
-            Zadrozny and Elkan, Transforming Classifier Scores into Accurate Multiclass Probability Estimates, 2002.
-        """
+        """Fit the rising function of least squared error."""
         from sklearn.isotonic import IsotonicRegression
 
         model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, targets)
@@ -245,11 +188,6 @@ ScalerMap = TemperatureMap | PlattMap | IsotonicMap
 
 def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
     """Return the map of ``kind`` with ``parameters`` (its fields), as they stand in a JSON file.
-
-    Raises:
-        KeyError: A parameter is missing.
-        TypeError: A parameter is missing or unknown.
-        ValueError: A parameter is out of its range.
 
     Example:
         >>> read_map("temperature", {"temperature": 2.0})
@@ -278,19 +216,7 @@ SCALER_KINDS: tuple[ScalerKind, ...] = ("temperature", "platt", "isotonic")
 
 @dataclass(frozen=True)
 class Scaler:
-    """Adds the calibrated form of one confidence to a sample (a ``SampleScorer``).
-
-    Attributes:
-        name: Key under which the probability is added.
-        source: The confidence that it reads.
-        map: The fitted function.
-        needs_pool: Whether the source depends on the other responses to the question: recorded pools only.
-        fitted_on: The questions of the fit.
-        before: Scores of the source on them.
-        after: Scores of the scaled confidence on them.
-        held_out_before: Scores of the source on other questions, or None.
-        held_out_after: Scores of the scaled confidence on these.
-    """
+    """Adds the calibrated form of one confidence to a sample (a ``SampleScorer``)."""
 
     name: str
     source: str
@@ -329,13 +255,7 @@ class Scaler:
 
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
-        """Read what :meth:`as_json` wrote; ``kind`` stands beside it in the file.
-
-        Raises:
-            KeyError: A field is missing.
-            TypeError: A parameter is missing or unknown.
-            ValueError: A parameter is out of its range.
-        """
+        """Read what :meth:`as_json` wrote; ``kind`` stands beside it in the file."""
         held_out = content["held_out_scores"] or {}
         read = ConfidenceScores.from_json
         return cls(
@@ -374,20 +294,6 @@ def fit_scaler(
 
     Responses without the confidence are left out and counted; unreadable ones are wrong. Of a source that depends on
     the other responses, the scaler does too, and says so (``needs_pool``).
-
-    Args:
-        pool: Questions with references.
-        kind: "temperature" (probabilities only), "platt" or "isotonic".
-        source: Name of the confidence.
-        name: Name of the new one; None makes ``SOURCE_KIND``.
-        is_probability: Whether the confidence is a probability, which Platt and temperature take by its log-odds. None
-            knows P(True) and log-probabilities, and else says yes when all values lie in [0, 1].
-        held_out: Other questions, to score the scaler on.
-        known: Where the source may come from; see ``confidence.dependence.pool_dependent``.
-
-    Raises:
-        MissingConfidenceError: The confidence is absent; names the estimator to run.
-        ValueError: A question has no reference, temperature is asked of a score, or ``held_out`` shares questions.
     """
     name = f"{source}_{kind}" if name is None else name
     check_new_name(name, (source,))

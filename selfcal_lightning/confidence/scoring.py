@@ -52,11 +52,7 @@ class Entry:
 
 
 class ScoreTarget(Protocol):
-    """Recorded responses that take scores. Responses have positions 0, 1, 2, ... in the order of ``entries``.
-
-    Attributes:
-        num_responses: How many there are.
-    """
+    """Recorded responses that take scores. Responses have positions 0, 1, 2, ... in the order of ``entries``."""
 
     num_responses: int
 
@@ -91,19 +87,7 @@ def brings(sample: Sample, name: str) -> bool:
 
 
 class PoolTarget:
-    """A JSON-lines pool; the scores go into a copy of it that appears when it is complete.
-
-    Args:
-        path: The pool.
-        output: The copy, new, ``path`` itself, or a pool that was written before.
-        task: Task of all questions; None takes the field ``task`` of every line.
-        overwrite: Whether confidences that the responses bring under a name may be replaced.
-        tasks: Returns the task of a name.
-
-    Raises:
-        ValueError: A line is not as described, an id occurs twice, there is no response, or something else lies in the
-            place of the copy.
-    """
+    """A JSON-lines pool; the scores go into a copy of it that appears when it is complete."""
 
     def __init__(
         self,
@@ -185,18 +169,7 @@ COMMIT_SECONDS = 300.0
 def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
-    """Return the rows of a process's share.
-
-    Args:
-        store: The store.
-        split: Split to score; None takes all.
-        round: Generation round.
-        task: Task to score; None takes all.
-        shard: (i, n), this process's share of the questions.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the rows of a process's share."""
     index = store.index(split=split, round=round)
     keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
     if shard[1] > 1:
@@ -222,16 +195,6 @@ class StoreTarget:
     """Rows of a store; scores become annotations, shown every five minutes and at the end.
 
     What will compute each confidence is held against what computed those that are there.
-
-    Args:
-        store: The store.
-        index: The rows, of :func:`select_rows`.
-        origins: Origin of each confidence, by its name in the store.
-        details: What is worth knowing about the run; recorded, not compared.
-        overwrite: Whether values of another origin may be replaced.
-
-    Raises:
-        ValueError: A name exists with another origin, or the rows bring a confidence of that name themselves.
     """
 
     def __init__(
@@ -323,17 +286,7 @@ CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of wor
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """What one estimator did.
-
-    Attributes:
-        estimator: Its name.
-        name: Name under which the confidences are kept.
-        responses: Responses of the pool.
-        reused: Those of them that were scored before, or bring the confidence with them.
-        scored: Responses scored now.
-        unknown: Those of them that got no confidence: no response, no room in the context, or nothing to be read.
-        encoded: Those of them whose tokens were encoded from text, since they were made elsewhere.
-    """
+    """What one estimator did."""
 
     estimator: str
     name: str
@@ -352,21 +305,7 @@ class ScoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreScoring:
-    """What is scored of a store, and by what.
-
-    Attributes:
-        store_dir: Folder of the store.
-        estimators: Their names.
-        model: Which model scores.
-        name: Name of the confidence, for one estimator; None is the estimator's own.
-        split: Split of the store; None takes all.
-        round: Generation round.
-        task: Task; None takes all.
-        consistency_samples: Samples that response_consistency compares with; None takes all.
-        shard: (i, n), this process's share of the questions.
-        overwrite: Whether values that another model or other settings gave may be replaced.
-        criteria: Settings of the estimators that read tokens and steps.
-    """
+    """What is scored of a store, and by what."""
 
     store_dir: str
     estimators: tuple[str, ...]
@@ -383,19 +322,7 @@ class StoreScoring:
 
 @dataclass(frozen=True, slots=True)
 class PoolScoring:
-    """What is scored of a JSON-lines pool, and by what.
-
-    Attributes:
-        pool: The file.
-        output: Where the pool with its confidences goes.
-        estimators: Their names.
-        model: Which model scores.
-        name: Name of the confidence, for one estimator; None is the estimator's own.
-        task: Task of all questions; None reads it from the lines.
-        consistency_samples: Samples that response_consistency compares with; None takes all.
-        overwrite: Whether confidences of the same name may be replaced.
-        criteria: Settings of the estimators that read tokens and steps.
-    """
+    """What is scored of a JSON-lines pool, and by what."""
 
     pool: str
     output: str
@@ -409,11 +336,7 @@ class PoolScoring:
 
 
 def score_store(run: StoreScoring) -> list[ScoreReport]:
-    """Score responses of a store; the confidences lie beside its rows, and a killed run goes on.
-
-    Raises:
-        InputError: A setting cannot be, or what is there was made with others.
-    """
+    """Score responses of a store; the confidences lie beside its rows, and a killed run goes on."""
     members = _members(run)
     _check_model(run.model, members)
     store = SampleStore(run.store_dir)
@@ -424,11 +347,7 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
 
 
 def score_pool(run: PoolScoring) -> list[ScoreReport]:
-    """Score the responses of a JSON-lines pool into another one.
-
-    Raises:
-        InputError: A setting cannot be, or the pool holds what the estimators cannot read.
-    """
+    """Score the responses of a JSON-lines pool into another one."""
     members = _members(run)
     _check_model(run.model, members)
     for member in members:

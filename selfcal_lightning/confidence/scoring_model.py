@@ -59,10 +59,6 @@ class ScoringModel:
 
     Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
     copy, which is closed before a local one is loaded.
-
-    Args:
-        settings: Which model. Its name and query may be None, to be taken from ``fingerprint``.
-        fingerprint: What the store's samples are (``round_manifest(round).fingerprint``); None without a store.
     """
 
     def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
@@ -76,11 +72,7 @@ class ScoringModel:
 
     @cached_property
     def source(self) -> str:
-        """Folder or hub name of the model.
-
-        Raises:
-            ValueError: None was named, and the store's cannot be taken.
-        """
+        """Folder or hub name of the model."""
         if self.settings.model is not None:
             return resolve_model(self.settings.model)
         sampled = self._sampled
@@ -103,11 +95,7 @@ class ScoringModel:
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
-        """Hashes of the weights and the adapter.
-
-        Raises:
-            ValueError: The store's model is taken and has changed since.
-        """
+        """Hashes of the weights and the adapter."""
         adapter = self.settings.engine.adapter
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
         found = {

@@ -17,15 +17,7 @@ from selfcal_lightning.records import Question, QuestionSamples, question_hash
 
 @dataclass(frozen=True)
 class FittedOn:
-    """The questions of a fit.
-
-    Attributes:
-        split_hash: sha256 of the set of their ids (``confidence.base.split_hash``).
-        question_hashes: Hash of each id as 16 hexadecimal digits, sorted; they show an overlap, not only identity.
-        content_hashes: Hash of each question's content (:func:`content_hash`) where it is known, sorted.
-        num_responses: Responses that entered the fit.
-        num_left_out: Responses of these questions that did not, for want of a confidence or of a target.
-    """
+    """The questions of a fit."""
 
     split_hash: str
     question_hashes: tuple[str, ...]
@@ -64,11 +56,7 @@ class FittedOn:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
-        """Read what :meth:`as_json` wrote.
-
-        Raises:
-            KeyError: A field is missing.
-        """
+        """Read what :meth:`as_json` wrote."""
         ids, contents = (tuple(map(str, content[name])) for name in ("question_hashes", "content_hashes"))
         counts = (int(content[name]) for name in ("num_responses", "num_left_out"))
         return cls(str(content["split_hash"]), ids, contents, *counts)
@@ -118,23 +106,7 @@ def content_hash(question: Question) -> str | None:
 def check_disjoint(
     first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
 ) -> None:
-    """Hold two splits apart: split by question, never by response.
-
-    Args:
-        first: Questions of the first split.
-        second: Questions of the second split.
-        names: Of the two splits, for the message.
-        way_out: A sentence that says what to do.
-
-    Raises:
-        ValueError: A question is in both, under one id or by its content under two.
-
-    Example:
-        >>> first, second = [Question("a", "t", ())], [Question("a", "t", ()), Question("b", "t", ())]
-        >>> check_disjoint(first, second, names=("`train`", "`test`"), way_out="Use another file.")
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: Expected `train` and `test` to share no question, but got 1 in ...
-    """
+    """Hold two splits apart: split by question, never by response."""
     ids: set[str] = set()
     contents: dict[str, str] = {}
     for question in first:
@@ -155,23 +127,7 @@ def check_disjoint(
 def check_not_fitted_on(
     questions: Iterable[str | Question | QuestionSamples], fitted: Fitted | Iterable[Fitted]
 ) -> None:
-    """Raise unless ``fitted`` never saw any of ``questions``; call it before anything is reported on them.
-
-    Args:
-        questions: Questions, a pool, or ids where nothing else is known.
-        fitted: One or several scalers, fusions or thresholds.
-
-    Raises:
-        ValueError: A question was in the fitting split.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> scaler = SimpleNamespace(name="fused", fitted_on=FittedOn.from_questions(["a", "b"], num_responses=4))
-        >>> check_not_fitted_on(["c"], scaler)
-        >>> check_not_fitted_on(["c", "b"], scaler)
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: Expected questions that 'fused' was not fitted on, but got 1 of 2 ...
-    """
+    """Raise unless ``fitted`` never saw any of ``questions``; call it before anything is reported on them."""
     asked = [item.question if isinstance(item, QuestionSamples) else item for item in questions]
     for one in fitted if isinstance(fitted, Iterable) else (fitted,):
         shared = one.fitted_on.shared_questions(asked)
@@ -188,21 +144,6 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
     """Deal questions into two halves: the first for scalers and fusion, the second for thresholds.
 
     The order is that of a hash of (seed, id): the same on every machine, and independent of the order of the ids.
-
-    Args:
-        question_ids: The questions.
-        seed: Another one deals another way.
-
-    Returns:
-        Two disjoint tuples of sorted ids; with an odd number the first holds one more.
-
-    Raises:
-        ValueError: If there are fewer than two questions.
-
-    Example:
-        >>> first, second = split_in_halves(["a", "b", "c"])
-        >>> len(first), len(second), sorted(first + second)
-        (2, 1, ['a', 'b', 'c'])
     """
     ids = sorted(set(question_ids), key=lambda name: (question_hash(f"{seed}/{name}"), name))
     if len(ids) < 2:
@@ -214,11 +155,7 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
 def halve_pool(
     pool: Sequence[QuestionSamples], *, seed: int = 0
 ) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
-    """Deal a pool into the two halves of :func:`split_in_halves`; one question under several ids goes to one half.
-
-    Raises:
-        ValueError: If there are fewer than two questions.
-    """
+    """Deal a pool into the two halves of :func:`split_in_halves`; one question under several ids goes to one half."""
     leaders = leading_ids([entry.question for entry in pool])
     if len(set(leaders.values())) < 2:
         raise InputError(

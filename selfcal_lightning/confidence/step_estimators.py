@@ -27,17 +27,7 @@ if TYPE_CHECKING:
 
 
 class _StepStatistic(ABC):
-    """What they have in common; a member adds its name and the scores of steps.
-
-    Args:
-        tokens: Reads the tokens' statistics.
-        steps: Where steps end; "auto" takes the coarsest rule that finds some.
-        weight: Of the probability of a step's tokens, in [0, 1]; 0 leaves the metric alone.
-        over_steps: How the scores of the steps become one.
-
-    Raises:
-        InputError: ``weight`` is out of its range.
-    """
+    """What they have in common; a member adds its name and the scores of steps."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -154,15 +144,6 @@ class StepSelfEvaluation:
     """P(True) after each step of a response, in one number; that after the last step is P(True) of the response.
 
     It asks of an unfinished response whether it is right, which is no probability of anything that can be observed.
-
-    Args:
-        engine: Who is asked; engines that share prefixes read a response once for all its steps.
-        chat: Chat format of its tokenizer, with the query.
-        steps: Where steps end; "auto" takes the coarsest rule that finds some.
-        over_steps: How the values of the steps become one.
-
-    Raises:
-        ValueError: If ``over_steps`` is unknown.
     """
 
     name: ClassVar[str] = "step_self_evaluation"

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResponseIds:
-    """A prompt and a response in tokens.
-
-    Attributes:
-        prompt: Ids of the rendered prompt.
-        response: Ids of the response without end-of-turn.
-        encoded: Whether one of them was encoded from text, since its ids were unknown or are another tokenizer's.
-    """
+    """A prompt and a response in tokens."""
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
@@ -31,12 +25,7 @@ class ResponseIds:
 
 
 def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | None]:
-    """Return the ids of all samples of a question; None where a sample is no response (its request had failed).
-
-    Recorded ids are used as they are, so that what is scored is what was sampled. Responses made elsewhere are encoded
-    as a response's content, and their prompts by the chat template. So is a response whose recorded ids do not decode
-    to its text: they belong to another tokenizer.
-    """
+    """Return the ids of all samples of a question; None where a sample is no response (its request had failed)."""
     rendered: list[tuple[int, ...]] = []
 
     def prompt() -> tuple[int, ...]:
@@ -66,14 +55,6 @@ def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 
     A character that several tokens make is the last one's. A token is decoded behind its neighbours, since many
     vocabularies write a token at the start of a text in another way than inside of it.
-
-    Args:
-        decode: Returns the text of tokens.
-        ids: The tokens [n].
-
-    Example:
-        >>> token_pieces(lambda ids: bytes(ids).decode(errors="replace"), [97, 195, 164])
-        ['a', '', 'ä']
     """
     pieces: list[str] = []
     before = start = 0
@@ -89,13 +70,7 @@ def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 
 
 def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
-    """Return the tokens of each step of a response, without headings; none where it has no text.
-
-    Args:
-        decode: Returns the text of tokens.
-        ids: The response's tokens.
-        steps: Where steps end; "auto" takes the coarsest rule that finds some.
-    """
+    """Return the tokens of each step of a response, without headings; none where it has no text."""
     pieces = token_pieces(decode, ids)
     return token_spans(pieces, spans_of("".join(pieces), steps))
 

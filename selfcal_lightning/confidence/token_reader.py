@@ -89,16 +89,7 @@ TOP_K = 20
 
 @dataclass(frozen=True, slots=True)
 class ResponseStatistics:
-    """What the model says of one response's n tokens, without end-of-turn; in nats.
-
-    Attributes:
-        token_ids: The tokens [n].
-        vocabulary_size: V, the width of the logits; 0 where n is 0, since nothing was read.
-        tokens: Log-probability, certainty and entropy of each token, float64 [n] each.
-        top_confidence: Mean negative log-probability of the ``TOP_K`` likeliest tokens at each position [n].
-        trajectories: Mean state of each level over the positions that predict the tokens of a step, float32
-            [steps, levels, D], by what was watched; over the whole response [1, levels, D] under None.
-    """
+    """What the model says of one response's n tokens, without end-of-turn; in nats."""
 
     token_ids: tuple[int, ...]
     vocabulary_size: int
@@ -128,23 +119,7 @@ class ResponseStatistics:
 
 
 class TokenReader:
-    """Reads full-vocabulary statistics of recorded responses, under the untempered model.
-
-    A position's distribution is the one that its token was drawn from, so the first is read after the last prompt
-    token. Equal responses to equal prompts are read once, and what one call has read is there for the next, so that
-    several estimators over one pool cost one forward pass. The weights must not change in between. Where the model can
-    run packed rows, a prompt is read once for all responses to it.
-
-    Args:
-        network: A causal language model in evaluation mode, or its PEFT wrapper.
-        chat: Chat format of its tokenizer.
-        forward_tokens: Tokens of a forward pass, padding included; one sequence may be longer.
-        logit_elements: Entries of the logits of a forward pass; 2**28 are 0.5 GiB in half precision. One sequence may
-            need more.
-
-    Attributes:
-        max_context: Longest prompt + response in tokens; None where the model's configuration does not say.
-    """
+    """Reads full-vocabulary statistics of recorded responses, under the untempered model."""
 
     def __init__(
         self,
@@ -169,11 +144,7 @@ class TokenReader:
         self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
 
     def watch(self, steps: Steps | None) -> None:
-        """Read trajectories through the layers as well from now on.
-
-        Args:
-            steps: Those of the steps under this rule; None takes those of whole responses.
-        """
+        """Read trajectories through the layers as well from now on."""
         if steps not in self._watched:
             self._watched.append(steps)
             self._known = {}
@@ -286,13 +257,7 @@ class TokenReader:
 
 
 class _SpanMeans:
-    """Takes the states of one level after the other and keeps their means over spans of tokens.
-
-    Args:
-        spans: Of each response and rule, in tokens of the response: [response][rule][span].
-        lengths: Tokens of each response.
-        positions: Where the tokens of all responses are predicted, in the flattened batch [n].
-    """
+    """Takes the states of one level after the other and keeps their means over spans of tokens."""
 
     def __init__(self, spans: Sequence[Sequence[Sequence[Span]]], lengths: Sequence[int], positions: Tensor) -> None:
         self._spans, self._positions = spans, positions

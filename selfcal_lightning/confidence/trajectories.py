@@ -48,21 +48,6 @@ def response_layer_means(hidden_states: Tensor, *, prompt_length: int) -> Tensor
     """Return the mean state of each layer over the positions that predict the tokens of a response.
 
     These are the last position of the prompt and those of all response tokens but the last.
-
-    Args:
-        hidden_states: Of the prompt and the response, without padding [L + 1, T, D]: embeddings first.
-        prompt_length: Tokens of the prompt, at least 1 and below T.
-
-    Returns:
-        Means [L + 1, D], in float32 or wider.
-
-    Raises:
-        ValueError: If the shape does not fit, or there is no prompt or no response.
-
-    Example:
-        >>> import torch
-        >>> response_layer_means(torch.tensor([[[9.0], [1.0], [3.0], [9.0]]]), prompt_length=2)  # positions 1 and 2
-        tensor([[2.]])
     """
     if hidden_states.dim() != 3 or not 1 <= prompt_length < hidden_states.shape[1]:
         raise InputError(
@@ -78,27 +63,6 @@ def chain_of_embedding(layer_means: Array, *, normalize: bool = True) -> ChainOf
 
     With ``M_l = |h_{l+1} - h_l| / |h_L - h_0|`` and ``A_l = angle(h_{l+1}, h_l) / angle(h_L, h_0)``, CoE-R is
     ``mean M - mean A`` and CoE-C is ``sqrt(mean(M cos A)^2 + mean(M sin A)^2)``.
-
-    Args:
-        layer_means: Mean hidden state of each layer, embeddings first [L + 1, D].
-        normalize: If not, lengths and angles are taken as they are: they then follow the scale of the model.
-
-    Returns:
-        The trajectory; None where it is not defined: there is no layer, a state is zero, or its ends coincide or point
-        the same way and ``normalize`` would divide by that.
-
-    Raises:
-        ValueError: If it is not two-dimensional or holds a value that is not finite.
-
-    Example:
-        >>> chain = chain_of_embedding([[1.0, 0.0], [0.0, 1.0]])  # one step is the whole way: M = A = 1
-        >>> chain.coe_r, round(chain.coe_c, 6)
-        (0.0, 1.0)
-        >>> chain_of_embedding([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]) is None
-        True
-
-    Reference:
-        Wang et al., Latent Space Chain-of-Embedding Enables Output-free LLM Self-Evaluation, arXiv 2410.13640.
     """
     states = np.asarray(as_array(layer_means), dtype=np.float64)
     if states.ndim != 2 or not np.isfinite(states).all():
@@ -124,11 +88,7 @@ def _angles(first: Floats, second: Floats) -> Floats:
 
 
 class _Trajectory(ABC):
-    """What they have in common; a member adds its name, whether it normalises, and which number it takes.
-
-    Args:
-        tokens: Reads the states.
-    """
+    """What they have in common; a member adds its name, whether it normalises, and which number it takes."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False

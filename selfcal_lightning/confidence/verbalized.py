@@ -35,13 +35,7 @@ _BARE_WORDS = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*)
 
 @dataclass(frozen=True)
 class VerbalScale:
-    """How a model is asked, and how it is understood.
-
-    Attributes:
-        after: The question about a response.
-        before: The question about a question that has not been answered yet.
-        parse: Returns the probability that a reply states, in [0, 1], or None.
-    """
+    """How a model is asked, and how it is understood."""
 
     after: str
     before: str
@@ -49,18 +43,7 @@ class VerbalScale:
 
 
 def parse_confidence(text: str) -> float | None:
-    r"""Return the probability that a reply states, in [0, 1], or None.
-
-    The last ``\boxed{}`` counts that holds a number in [0, 1] or a percentage, in ``\text{}`` and with spaces too.
-    Without any box, a reply that is nothing but such a number is taken. What stands in an open reasoning block is no
-    reply.
-
-    Example:
-        >>> parse_confidence(r"About \boxed{85\%}."), parse_confidence(r"\boxed{42} so \boxed{0.7}")
-        (0.85, 0.7)
-        >>> [parse_confidence(text) for text in (r"\boxed{1.5}", r"<think>\boxed{0.5}", "Confidence: 0.9")]
-        [None, None, 0.9]
-    """
+    r"""Return the probability that a reply states, in [0, 1], or None."""
     return _last(text, _BARE_REPLY, _probability)
 
 
@@ -69,23 +52,12 @@ def parse_percentage(text: str) -> float | None:
 
     It is read as by :func:`parse_confidence`, but a number without a sign is one of percent; a fraction of one, such as
     0.85, can only be meant as a probability.
-
-    Example:
-        >>> [parse_percentage(text) for text in (r"\boxed{85}", r"\boxed{85\%}", r"\boxed{0.85}", "1", r"\boxed{120}")]
-        [0.85, 0.85, 0.85, 0.01, None]
     """
     return _last(text, _BARE_REPLY, _percentage)
 
 
 def parse_words(text: str) -> float | None:
-    r"""Return the middle of the interval that a reply names by one of ``WORDS``, or a probability; None for neither.
-
-    Example:
-        >>> [parse_words(text) for text in (r"\boxed{\text{Almost certain}}", "Highly unlikely.", r"\boxed{0.7}")]
-        [0.95, 0.15, 0.7]
-        >>> parse_words(r"\boxed{perhaps}") is None
-        True
-    """
+    r"""Return the middle of the interval that a reply names by one of ``WORDS``, or a probability; None for neither."""
     found = _last(text, _BARE_WORDS, _word)
     return found if found is not None else parse_confidence(text)
 
@@ -248,18 +220,7 @@ def ask_for_confidences(
     attempts: int = 1,
     max_new_tokens: int = 128,
 ) -> dict[Prompt, float]:
-    """Return the probabilities stated in reply to prompts, of those whose reply states one.
-
-    Args:
-        engine: Who is asked.
-        prompts: Token ids that end with the question, and the seed of the draws for each.
-        parse: Returns the probability that a reply states, or None.
-        attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
-        max_new_tokens: Longest reply.
-
-    Raises:
-        RequestsFailedError: The engine did not answer, for another reason than that it refuses a prompt by itself.
-    """
+    """Return the probabilities stated in reply to prompts, of those whose reply states one."""
     stated: dict[Prompt, float] = {}
     for attempt in range(attempts):
         sampling = SamplingSettings(temperature=1.0 if attempt else 0.0, edt_scale=None, max_new_tokens=max_new_tokens)

@@ -13,12 +13,7 @@ MOST_LEVELS = 100
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
-    """Return the files that ``--config`` names, in their order.
-
-    Example:
-        >>> [str(path) for path in config_files(["--config", "a.yaml", "--seed", "1", "--config=b.yaml"])]
-        ['a.yaml', 'b.yaml']
-    """
+    """Return the files that ``--config`` names, in their order."""
     return [Path(value) for value in _config_values(arguments) if not _is_yaml(value)]
 
 
@@ -50,11 +45,7 @@ def check_nesting(arguments: Sequence[str]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file.
-
-    Raises:
-        InputError: There is no such file, or it holds no settings that can be read.
-    """
+    """Return the settings of a YAML file."""
     import yaml
 
     if not path.is_file():

@@ -42,30 +42,13 @@ def check_at_least(least: float, **settings: float) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the most similar of ``known``, with a space before it, or "".
-
-    Example:
-        >>> did_you_mean("early_stoping", ["borda", "early_stopping"])
-        " Did you mean 'early_stopping'?"
-        >>> did_you_mean("xyz", ["borda", "early_stopping"])
-        ''
-    """
+    """Return a question that names the most similar of ``known``, with a space before it, or ""."""
     close = get_close_matches(str(name), sorted(set(known)), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def unknown_name(option: str, name: object, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is none of ``known``: which there are, and the most similar.
-
-    Args:
-        option: What takes the name, such as "task".
-        name: The name that was given.
-        known: The names that there are, in the order in which they are shown.
-
-    Example:
-        >>> print(unknown_name("split", "tset", ["train", "test"]))
-        Expected `split` to be one of train, test, but got 'tset'. Did you mean 'test'?
-    """
+    """Return the error for a name that is none of ``known``: which there are, and the most similar."""
     names = list(dict.fromkeys(known))
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
     listed = ", ".join(names[:MOST_NAMES]) + more if names else "none, since there is none yet"

@@ -28,20 +28,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, data: bytes, *, exclusive: bool = False, durable: bool = True) -> bool:
-    """Write ``data`` to ``path`` so that a reader sees all of it or none, also after a kill or a full disk.
-
-    Args:
-        path: The file. Its folder must exist.
-        data: Its whole content.
-        exclusive: Leave a file that is already there alone.
-        durable: Whether it must outlast a power cut; a sign of life need not.
-
-    Returns:
-        Whether the file was written; False only when ``exclusive`` found one.
-
-    Raises:
-        OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
-    """
+    """Write ``data`` to ``path`` so that a reader sees all of it or none, also after a kill or a full disk."""
     with _temporary(path, size=len(data)) as (temporary, file):
         file.write(data)
         file.flush()
@@ -58,11 +45,7 @@ def write_atomically(path: Path, data: bytes, *, exclusive: bool = False, durabl
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open ``path`` for writing; the file takes the place of an older one when the block ends without an error.
-
-    Raises:
-        OSError: As for :func:`write_atomically`.
-    """
+    """Open ``path`` for writing; the file takes the place of an older one when the block ends without an error."""
     with _temporary(path) as (temporary, file):
         yield file
         file.flush()
@@ -75,10 +58,6 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
     """Remove the temporary files that killed writers left, never one that somebody is writing. Returns the number.
 
     Where the file system has no locks, nobody can tell, and nothing is removed.
-
-    Args:
-        folder: Where to look; may be absent.
-        of: Only those that were to become the file of this name in ``folder``; None takes all, also of its folders.
     """
     start, removed = "." if of is None else f".{of}.", 0
     for root, folders, names in os.walk(folder):
@@ -95,12 +74,7 @@ def to_json(content: Mapping[str, Any]) -> bytes:
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one object a line to ``path``, whose folder is made; the file appears when ``lines`` has ended.
-
-    Raises:
-        OSError: As for :func:`write_atomically`.
-        ValueError: A number in a line is infinite or nan.
-    """
+    """Write one object a line to ``path``, whose folder is made; the file appears when ``lines`` has ended."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_atomically(path) as file:
         for line in lines:
@@ -199,12 +173,7 @@ LARGEST_JSON = 2**28  # bytes; a file above that is none of ours and is not read
 
 
 class UnreadableJSONError(InputError):
-    """A text is no JSON.
-
-    Attributes:
-        reason: What is wrong with it.
-        line: In which line, from 1, where that is known.
-    """
+    """A text is no JSON."""
 
     def __init__(self, origin: str, reason: str, *, line: int | None = None) -> None:
         super().__init__(f"Expected {origin} to be JSON, but got {reason}.")
@@ -213,14 +182,6 @@ class UnreadableJSONError(InputError):
 
 def parse_json(content: bytes | str, *, origin: str) -> Any:
     """Return what a JSON text says.
-
-    Args:
-        content: The text, or its bytes in UTF-8 with or without a byte order mark.
-        origin: What it is, for the message, such as a file and a line.
-
-    Raises:
-        UnreadableJSONError: It is no JSON, or JSON that cannot be held: nested too deeply, or with a number of
-            thousands of digits.
 
     Example:
         >>> parse_json('{"a": 1}', origin="line 1")
@@ -242,15 +203,7 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
 
 
 def read_json_object(path: str | Path, *, what: str = "as this program writes it") -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Args:
-        path: The file.
-        what: What the file is, for the message, such as "the configuration of the adapter".
-
-    Raises:
-        InputError: There is no such file, or it holds no JSON object; with the line where the JSON breaks off.
-    """
+    """Return the object in a JSON file."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"Expected {what} in {path}, but there is no such file.")
@@ -278,11 +231,7 @@ def json_object_or_none(path: Path) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only.
-
-    Raises:
-        InputError: A line is no JSON object in valid Unicode, with file and line.
-    """
+    """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only."""
     blank = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -315,15 +264,7 @@ PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
 
 
 def check_path_name(option: str, name: str) -> str:
-    """Return ``name`` where it can be the name of a file: no folder in it, nothing that leads elsewhere.
-
-    Raises:
-        InputError: It is something else.
-
-    Example:
-        >>> check_path_name("tests.name", "gsm8k-hard")
-        'gsm8k-hard'
-    """
+    """Return ``name`` where it can be the name of a file: no folder in it, nothing that leads elsewhere."""
     if PATH_NAME.fullmatch(name) is None:
         raise InputError(
             f"Expected `{option}` to be a name that a file can have (at most 100 letters, digits, spaces and any of "
@@ -333,24 +274,12 @@ def check_path_name(option: str, name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a name for the file of something whose own name may be any text, such as a confidence of a pool.
-
-    Example:
-        >>> file_name("p_true_platt"), file_name("../P(True)")
-        ('p_true_platt', '%2E%2E%2FP%28True%29')
-    """
+    """Return a name for the file of something whose own name may be any text, such as a confidence of a pool."""
     return name if PATH_NAME.fullmatch(name) else quote(name, safe=" ").replace(".", "%2E")
 
 
 def check_replaceable(path: str | Path, is_own: Callable[[Path], bool], *, option: str, kind: str) -> None:
-    """Raise InputError unless ``path`` may be written: it is free, an empty file, or a file of the writer's own kind.
-
-    Args:
-        path: The file that would be written.
-        is_own: Returns whether a file that holds something is of that kind.
-        option: What the user calls the path.
-        kind: What may be replaced, such as "a fitted threshold".
-    """
+    """Raise InputError unless ``path`` may be written: it is free, an empty file."""
     path = Path(path)
     if not path.exists():
         return
@@ -370,13 +299,7 @@ def is_empty_folder(path: Path) -> bool:
 
 
 def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: str) -> None:
-    """Raise InputError where a folder that is written is one of the places that are read, lies in it, or holds it.
-
-    Args:
-        path: The folder that would be written.
-        places: Files and folders by what they are, such as {"adapter": ...}; names that are no place are passed over.
-        option: What the user calls the folder.
-    """
+    """Raise InputError where a folder that is written is one of the places that are read, lies in it, or holds it."""
     mine = Path(path).resolve()
     for what, place in places.items():
         other = Path(place).resolve()

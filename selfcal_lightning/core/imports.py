@@ -13,30 +13,12 @@ _CPU_HINTS = {"vllm": " On a machine without a GPU run `make setup-vllm`."}
 
 
 def is_installed(module: str) -> bool:
-    """Return whether ``module`` can be found, without importing it.
-
-    Example:
-        >>> is_installed("json"), is_installed("no_such_module")
-        (True, False)
-    """
+    """Return whether ``module`` can be found, without importing it."""
     return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional dependency, or say how to get it.
-
-    Args:
-        module: Dotted name to import, such as "vllm" or "vllm.sampling_params".
-        extra: The extra of this package that brings it.
-
-    Raises:
-        MissingPackageError: When the module's distribution is not installed. A module that is installed but fails to
-            import raises its own error.
-
-    Example:
-        >>> require("json", extra="dev").__name__
-        'json'
-    """
+    """Import an optional dependency, or say how to get it."""
     check_installed(module, extra=extra)
     return importlib.import_module(module)
 

@@ -22,13 +22,7 @@ def wants_traceback() -> bool:
 
 
 def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> str:
-    """Return what ends a command, as text for standard error.
-
-    Args:
-        error: What nobody caught.
-        who: Who says it, such as "selfcal generate".
-        command: The command line, for the way to the trace; empty in a process that does not know it.
-    """
+    """Return what ends a command, as text for standard error."""
     if isinstance(error, UserError):
         return f"{who}: error: {error}"
     if type(error).__name__ in _OUT_OF_MEMORY:
@@ -46,13 +40,7 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
-    """Return the one line that ends a command which Ctrl-C or SIGTERM stopped.
-
-    Args:
-        error: What was raised then.
-        who: Who says it.
-        kept: What such a command leaves behind, unless ``error`` knows better.
-    """
+    """Return the one line that ends a command which Ctrl-C or SIGTERM stopped."""
     return f"\n{who}: stopped by {INTERRUPTION.name}. {what_is_kept(error) or kept}"
 
 

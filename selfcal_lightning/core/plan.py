@@ -20,14 +20,7 @@ BYTES_PER_RESPONSE, BYTES_PER_TOKEN = 300, 8
 
 @dataclass(frozen=True, slots=True)
 class QuestionCount:
-    """Questions of one task in one split; ``number`` is None where only reading the hub would tell.
-
-    Attributes:
-        split: Split in which they take part.
-        task: Their task.
-        number: How many there are, or at most where ``is_limit``.
-        is_limit: Whether ``number`` is the limit that was set for a data set on the hub, which was not read.
-    """
+    """Questions of one task in one split; ``number`` is None where only reading the hub would tell."""
 
     split: str
     task: str
@@ -37,16 +30,7 @@ class QuestionCount:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Responses that are drawn.
-
-    Attributes:
-        store_dir: Where to.
-        responses: Responses that the run needs; None where the number of questions is unknown.
-        stored: Those of them that lie in the store.
-        most_tokens: Longest response, in tokens.
-        mean_tokens: Mean length of the responses that lie in the store; None where there is none.
-        bytes_each: Bytes that a response takes in the store; None where there is none.
-    """
+    """Responses that are drawn."""
 
     store_dir: str
     responses: int | None
@@ -80,14 +64,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of what must lie in memory at least; None where the model is not on this disk to be looked at.
-
-    Attributes:
-        weights: Of the frozen weights, in the dtype that they are held in.
-        trained: Of what is trained: values, gradients and the optimiser's moments.
-        available: Free on the device now; None where it is not known.
-        device: "CPU" or "GPU".
-    """
+    """Bytes of what must lie in memory at least; None where the model is not on this disk to be looked at."""
 
     weights: int | None
     trained: int | None
@@ -106,18 +83,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; parts of it come from whoever takes part, and add up by :func:`merge_plans`.
-
-    Attributes:
-        model: Which models run.
-        questions: Questions by split and task.
-        sampling: What is drawn.
-        training: What is trained.
-        memory: What memory it takes.
-        places: What is written.
-        stopped: What a stopped run leaves behind, and how it goes on.
-        notes: What a user should know before it starts.
-    """
+    """What a run will do; parts of it come from whoever takes part, and add up by :func:`merge_plans`."""
 
     model: tuple[str, ...] = ()
     questions: tuple[QuestionCount, ...] = ()
@@ -184,11 +150,7 @@ def check_places(plan: Plan) -> None:
 
 
 def existing_folder(path: str | Path) -> Path:
-    """Return the nearest folder above ``path`` (or itself) that exists.
-
-    Raises:
-        InputError: A file stands where a folder would have to be.
-    """
+    """Return the nearest folder above ``path`` (or itself) that exists."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent

@@ -35,12 +35,7 @@ _loaded_points: set[str] = set()
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the plug-ins that the YAML files and the options of a command line name, in their order.
-
-    Example:
-        >>> named_plugins(["--model", "m", "--plugins", "my_task,strategies/mine.py"])
-        ['my_task', 'strategies/mine.py']
-    """
+    """Return the plug-ins that the YAML files and the options of a command line name, in their order."""
     found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
@@ -73,9 +68,6 @@ def load_installed_plugins() -> None:
     """Import what installed packages offer as entry points of the group ``selfcal_lightning.core.plugins``.
 
     An entry point names a module, or a function in one, which is called without arguments.
-
-    Raises:
-        InputError: One fails; the message names the package.
     """
     for point in entry_points(group=GROUP):
         if point.value not in _loaded_points:

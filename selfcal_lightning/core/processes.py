@@ -29,19 +29,7 @@ STOPPED = "stopped"
 
 
 class Rendezvous:
-    """A meeting of ``world_size`` processes in a folder that all of them see.
-
-    Every process keeps a file with its state and a counter that a thread raises while it lives. Whoever waits fails
-    when a process that it waits for has failed, or has not raised its counter for ``stall_timeout`` seconds of the
-    waiter's own clock. When one process was asked to stop, all of them do.
-
-    Args:
-        folder: Where the files lie; the same and new in all processes.
-        rank: This process.
-        world_size: How many there are.
-        stall_timeout: Seconds without a sign of life after which a process is taken for dead.
-        interrupt: Raises PreemptedError once this process was asked to stop.
-    """
+    """A meeting of ``world_size`` processes in a folder that all of them see."""
 
     def __init__(
         self,
@@ -101,12 +89,7 @@ class Rendezvous:
         self.meet()
 
     def meet(self, on_wait: Callable[[], None] = never) -> None:
-        """Wait until every process is done, and call ``on_wait`` every few seconds meanwhile.
-
-        Raises:
-            RuntimeError: A process failed or gives no sign of life; what it did until then is kept in the store.
-            PreemptedError: A process was asked to stop.
-        """
+        """Wait until every process is done, and call ``on_wait`` every few seconds meanwhile."""
         try:
             for rank in range(self.world_size) if self.world_size > 1 else ():
                 self._wait_for(rank, on_wait)

@@ -20,15 +20,7 @@ _said = time.monotonic()
 
 
 class Progress:
-    """Counts finished responses; shows how many a second and how long the rest takes.
-
-    Args:
-        total: Responses that will be made.
-        label: What is being made.
-        unit: What is counted, in the plural.
-        enabled: Whether to show anything.
-        only_if_slow: Whether what ends before its first line is due, or its bar, leaves no trace.
-    """
+    """Counts finished responses; shows how many a second and how long the rest takes."""
 
     def __init__(
         self,
@@ -100,9 +92,6 @@ class Stage:
     """Says after half a minute of silence that a step without countable parts is under way; a quick one is not told.
 
     Silence counts from the last line of the process on, so that many short steps in a row are not silent either.
-
-    Args:
-        label: What is being done.
     """
 
     def __init__(self, label: str) -> None:

@@ -21,9 +21,6 @@ class Interruption:
 
     A library that is interrupted while it is imported, or in a callback of C code, may turn KeyboardInterrupt into an
     error of its own: ``received`` tells what really happened.
-
-    Attributes:
-        received: The first signal that came, or None.
     """
 
     def __init__(self) -> None:
@@ -70,11 +67,7 @@ INTERRUPTION = Interruption()
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Tell whoever interrupts the block what is kept, and how to go on, in a sentence or two.
-
-    Args:
-        kept: Returns that; asked once the block has ended. The innermost block that is interrupted has the word.
-    """
+    """Tell whoever interrupts the block what is kept, and how to go on, in a sentence or two."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
@@ -112,18 +105,7 @@ class PreemptedError(SystemExit):
 
 
 class StopSignals:
-    """Handlers of signals that set a flag, and nothing else.
-
-    A signal that comes again acts as it would have without the handlers. Launchers and schedulers may deliver one
-    request twice within moments, so what follows in three seconds is the same one. A handler that was there before, in
-    Python, is called too.
-
-    Args:
-        names: Names of the signals, such as "SIGTERM".
-
-    Attributes:
-        received: Name of the first signal that came, or None.
-    """
+    """Handlers of signals that set a flag, and nothing else."""
 
     def __init__(self, names: Sequence[str]) -> None:
         known = signal.Signals.__members__

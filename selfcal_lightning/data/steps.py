@@ -74,19 +74,6 @@ def step_spans(text: str, rule: StepRule, *, marker: str | None = None) -> list[
     """Return the characters of each step, without headings, markers and white space around it; none is empty.
 
     Text before the first heading belongs to no step; without any heading the whole text is one.
-
-    Args:
-        text: A whole response.
-        rule: Where steps end.
-        marker: The text of the rule ``marker``.
-
-    Raises:
-        ValueError: If the rule is unknown, or has no marker where it needs one, or one where it takes none.
-
-    Example:
-        >>> text = "First 3.5 + 2 = 5.5. Then we are done."
-        >>> [text[start:end] for start, end in step_spans(text, "sentence")]
-        ['First 3.5 + 2 = 5.5.', 'Then we are done.']
     """
     return [step.text for step in _steps(text, rule, marker)]
 
@@ -96,22 +83,6 @@ def step_ends(pieces: Sequence[str], rule: StepRule, *, marker: str | None = Non
 
     Step k covers the tokens from the end before it (0 for the first) to its own; so text before the first heading is
     part of the first step, and white space behind the last step of none. A token that ends two steps ends one.
-
-    Args:
-        pieces: The decoded tokens [T]; joined they are the text. Without end-of-turn.
-        rule: Where steps end.
-        marker: The text of the rule ``marker``.
-        is_over: Whether the response is complete: its last step then ends with it, also where it was cut off. If not,
-            only ends that no further token can move are returned.
-
-    Raises:
-        ValueError: If the rule is unknown, or has no marker where it needs one, or one where it takes none.
-
-    Example:
-        >>> step_ends(["34", "+", "1", ".", "5", ".", " So", " it", " is", ".\n\n", "Cut"], "sentence")
-        [6, 10, 11]
-        >>> step_ends(["34", "."], "sentence", is_over=False)  # a digit may follow
-        []
     """
     ends = list(accumulate(map(len, pieces)))
     steps = _steps("".join(pieces), rule, marker, is_over=is_over)
@@ -124,15 +95,6 @@ def next_step_end(
     r"""Return the first end of a step in a response that may go on, behind its first ``after`` tokens; None without.
 
     The step at the end of the text has one only where its terminator stands.
-
-    Args:
-        pieces: The decoded tokens so far [T]; joined they are the text. Without end-of-turn.
-        rule: Where steps end.
-        after: Tokens in which no end is looked for.
-        marker: The text of the rule ``marker``.
-
-    Raises:
-        ValueError: If the rule is unknown, or has no marker where it needs one, or one where it takes none.
 
     Example:
         >>> next_step_end(["It", " is", " 3", "."], "sentence")  # a digit may follow
@@ -151,22 +113,7 @@ def next_step_end(
 
 
 def token_spans(pieces: Sequence[str], spans: Sequence[Span | tuple[int, int]]) -> list[Span]:
-    """Return the tokens that hold at least one character of each range of characters; neighbours may share a token.
-
-    Args:
-        pieces: The decoded tokens [T]; joined they are the text.
-        spans: Ranges of characters that are not empty, such as those of ``step_spans``.
-
-    Returns:
-        Ranges of tokens, one for each.
-
-    Raises:
-        ValueError: If a range is empty or reaches beyond the text.
-
-    Example:
-        >>> token_spans(["##", " Step1", ":", " a", " b"], [(10, 13)])
-        [Span(start=3, end=5)]
-    """
+    """Return the tokens that hold at least one character of each range of characters; neighbours may share a token."""
     ends = list(accumulate(map(len, pieces)))
     for start, end in spans:
         if not 0 <= start < end <= (ends[-1] if ends else 0):
@@ -175,34 +122,14 @@ def token_spans(pieces: Sequence[str], spans: Sequence[Span | tuple[int, int]]) 
 
 
 def find_rule(text: str) -> StepRule:
-    r"""Return the coarsest rule that finds steps in a response: headings, empty lines, lines, else sentences.
-
-    Example:
-        >>> find_rule("## Step 1: a\n## Step 2: b"), find_rule("a\n\nb"), find_rule("a. b.")
-        ('heading', 'blank_line', 'sentence')
-    """
+    r"""Return the coarsest rule that finds steps in a response: headings, empty lines, lines, else sentences."""
     if next(_headings(text, is_over=True), None) is not None:
         return "heading"
     return next((rule for rule in ("blank_line", "line") if len(_steps(text, rule, None)) > 1), "sentence")
 
 
 def prefix_after(ends: Sequence[int], k: int) -> int | None:
-    """Return how many tokens the first k steps have: what a rollout goes on from.
-
-    Args:
-        ends: Of all K steps of a response, as ``step_ends`` returns them.
-        k: Number of steps, at least 0.
-
-    Returns:
-        0 for no step, which is the question alone; None from K on, where the response itself is the only rollout.
-
-    Raises:
-        ValueError: If ``k`` is negative.
-
-    Example:
-        >>> [prefix_after([4, 9, 12], k) for k in range(4)]
-        [0, 4, 9, None]
-    """
+    """Return how many tokens the first k steps have: what a rollout goes on from."""
     if k < 0:
         raise InputError(f"Expected `k` to be at least 0, but got {k}.")
     return None if k >= len(ends) else 0 if k == 0 else ends[k - 1]
@@ -212,13 +139,6 @@ def step_position(k: int, num_steps: int) -> int:
     """Return the index in ``POSITIONS`` of the prefix of k steps of a response of K steps.
 
     The prefix before the last step comes before "first": there the answer is mostly decided.
-
-    Raises:
-        ValueError: If k does not lie in [0, K].
-
-    Example:
-        >>> [POSITIONS[step_position(k, 4)] for k in range(5)]
-        ['question', 'first', 'middle', 'before_answer', 'end']
     """
     if not 0 <= k <= num_steps:
         raise InputError(f"Expected `k` to lie between 0 and {num_steps}, but got {k}.")
@@ -228,22 +148,7 @@ def step_position(k: int, num_steps: int) -> int:
 
 
 def aggregate(scores: Sequence[float], how: Aggregation) -> float | None:
-    """Return one score of a response from those of its steps.
-
-    Args:
-        scores: Of the steps, in order.
-        how: "last", "min", "prod" or "mean".
-
-    Returns:
-        The score; None without steps.
-
-    Raises:
-        ValueError: If ``how`` is unknown.
-
-    Example:
-        >>> [aggregate([0.5, 0.25, 1.0], how) for how in ("last", "min", "prod")]
-        [1.0, 0.25, 0.125]
-    """
+    """Return one score of a response from those of its steps."""
     if how not in ("last", "min", "prod", "mean"):
         raise InputError(f'Expected `how` to be "last", "min", "prod" or "mean", but got {how!r}.')
     if not len(scores):
@@ -419,33 +324,17 @@ def spans_of(text: str, steps: Steps) -> list[Span]:
 
 
 def ends_of(pieces: Sequence[str], steps: Steps) -> list[int]:
-    """Return how many tokens stand up to the end of each step of a whole response; see ``functional.steps.step_ends``.
-
-    Example:
-        >>> ends_of(["One", "<", "end", ">", "Two"], "marker:<end>")
-        [4, 5]
-    """
+    """Return how many tokens stand up to the end of each step of a whole response."""
     return step_ends(pieces, rule_for("".join(pieces), steps), marker=marker_of(steps))
 
 
 def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
-    """Return each step of a response, and the text up to its end, both without white space around them.
-
-    Example:
-        >>> step_prefixes("One. Two.", "sentence")
-        [('One.', 'One.'), ('Two.', 'One. Two.')]
-    """
+    """Return each step of a response, and the text up to its end, both without white space around them."""
     return [(text[start:end], text[:end].strip()) for start, end in spans_of(text, steps)]
 
 
 def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], steps: Steps) -> list[int]:
-    """Return how many tokens of a whole response stand up to the end of each step, rising from 1; none without text.
-
-    Args:
-        tokenizer: The tokenizer of the response.
-        token_ids: Its tokens, without end-of-turn [T].
-        steps: Where steps end.
-    """
+    """Return how many tokens of a whole response stand up to the end of each step, rising from 1; none without text."""
     return ends_of(token_pieces(tokenizer, token_ids), steps)
 
 
@@ -465,17 +354,7 @@ def check_marker(tokenizer: PreTrainedTokenizerBase, steps: Steps) -> None:
 
 @dataclass(frozen=True)
 class StepStops:
-    """Where a response that is drawn step by step stops: at tokens that may end a step, and where one really ended.
-
-    One token does not tell the end of a step: the full stop of ``2.`` at the start of a line ends none, one behind a
-    digit may become a decimal point, an empty line may take two tokens, and a step has ended before a heading when the
-    heading stands. So an engine is stopped at ``tokens``, and what stands then is read by the rule.
-
-    Attributes:
-        tokenizer: That of the responses.
-        steps: The rule.
-        tokens: Tokens that may be the last of what ends a step.
-    """
+    """Where a response that is drawn step by step stops: at tokens that may end a step, and where one really ended."""
 
     tokenizer: PreTrainedTokenizerBase
     steps: Steps
@@ -483,11 +362,7 @@ class StepStops:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, steps: Steps) -> StepStops:
-        """Return the stops of a rule.
-
-        Raises:
-            InputError: The rule is that of each whole response (auto), or no token can end a step.
-        """
+        """Return the stops of a rule."""
         if steps == "auto":
             raise InputError(
                 "Expected a reward model with one rule for the ends of steps for a search over steps, but got 'auto', "
@@ -530,15 +405,6 @@ class Rate(NamedTuple):
 
 
 def prefix_id(question_id: str, prefix_ids: Sequence[int]) -> str:
-    """Return the id of a prefix of responses to a question.
-
-    Args:
-        question_id: The question.
-        prefix_ids: Token ids of the prefix.
-
-    Example:
-        >>> prefix_id("q", [1, 2]) == prefix_id("q", (1, 2)) != prefix_id("q", [12])
-        True
-    """
+    """Return the id of a prefix of responses to a question."""
     digest = hashlib.sha256(",".join(map(str, prefix_ids)).encode()).hexdigest()
     return f"{question_id}{MARK}{digest[:16]}"

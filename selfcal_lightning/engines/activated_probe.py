@@ -21,13 +21,7 @@ Table = list[list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is asked: contexts, and the same with the query behind them.
-
-    Attributes:
-        contexts: Token ids.
-        query_ids: Tokens of the query.
-        token_ids: Whose probabilities are compared: those of Yes and No.
-    """
+    """What is asked: contexts, and the same with the query behind them."""
 
     contexts: tuple[tuple[int, ...], ...]
     query_ids: tuple[int, ...]
@@ -41,15 +35,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswers:
-    """Probabilities of the probe's tokens, [contexts][tokens] each.
-
-    Attributes:
-        base: Of the base model after the contexts, asked first.
-        asleep: Likewise by the adapter's name.
-        base_asked: Of the base model after the queries.
-        awake: Likewise by the adapter's name.
-        base_again: ``base_asked`` once more, when all others were there.
-    """
+    """Probabilities of the probe's tokens, [contexts][tokens] each."""
 
     base: Table
     asleep: Table
@@ -59,24 +45,13 @@ class ProbeAnswers:
 
 
 def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str, list[int]]:
-    """Return what an engine's process has to know of the query that wakes an adapter, JSON-able.
-
-    Raises:
-        ValueError: ``query`` is another one than the adapter's.
-    """
+    """Return what an engine's process has to know of the query that wakes an adapter, JSON-able."""
     check_query(query.suffix_ids, query_ids)
     return {"query": list(query_ids), "token_ids": [*query.yes_ids, *query.no_ids]}
 
 
 def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
-    """Return a probe whose contexts fit.
-
-    Args:
-        query_ids: Tokens of the query.
-        token_ids: Ids of Yes and No.
-        vocabulary: Number of token ids.
-        longest: Longest prompt, the query included, in tokens.
-    """
+    """Return a probe whose contexts fit."""
     room = longest - len(query_ids)
     lengths = sorted({min(length, room) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
@@ -86,16 +61,7 @@ def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary
 
 
 def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
-    """Hold the adapter asleep against the base model, and awake against both.
-
-    Args:
-        answers: What the engine said.
-        exact: Whether it computes in float32; else rounding depends on what is computed together.
-        engine: Its name, for the message.
-
-    Raises:
-        ValueError: The adapter changes what stands before its query, or what comes after it, or does nothing.
-    """
+    """Hold the adapter asleep against the base model, and awake against both."""
     bound = EXACT_NATS if exact else ROUNDED_NATS
     asleep = _nats(answers.asleep, answers.base)
     again = _nats(answers.base_again, answers.base_asked)
@@ -123,11 +89,7 @@ def largest_difference(found: Table, wanted: Table) -> float:
 
 
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
-    """Return the largest difference from the training module's probabilities after the queries, in float32.
-
-    Raises:
-        ValueError: It is above 1e-4.
-    """
+    """Return the largest difference from the training module's probabilities after the queries, in float32."""
     difference = largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
         raise InputError(

@@ -16,24 +16,14 @@ MAX_FAILURES = 64  # as many as a server has at once: all of them failed
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request was not answered.
-
-    Attributes:
-        reason: What went wrong.
-        is_refusal: Whether the engine refuses this very request, such as a prompt that crashes it, so that asking once
-            more is in vain. Otherwise it may be answered another time: the server was out of order, say.
-    """
+    """Why a request was not answered."""
 
     reason: str
     is_refusal: bool = False
 
 
 class RequestsFailedError(RunError):
-    """Some requests were not answered; all others go on.
-
-    Attributes:
-        failures: Why, by request id.
-    """
+    """Some requests were not answered; all others go on."""
 
     def __init__(self, failures: Mapping[str, Failure]) -> None:
         self.failures = dict(failures)
@@ -50,10 +40,6 @@ class FailuresInARow:
     """Counts requests that were not answered since the last answer, and stops the work when they are too many.
 
     Requests that the engine refuses count once for each question: one prompt may be refused for all of its samples.
-
-    Args:
-        limit: How many are too many.
-        way_out: What the user is told to do then.
 
     Example:
         >>> row = FailuresInARow(2, way_out="Start again.")
@@ -76,16 +62,7 @@ class FailuresInARow:
         self._failed.clear()
 
     def add(self, name: str, question_id: str, failure: Failure) -> None:
-        """Count a failure.
-
-        Args:
-            name: The request.
-            question_id: Its question.
-            failure: Why it was not answered.
-
-        Raises:
-            EngineStoppedError: It is one too many.
-        """
+        """Count a failure."""
         self._failed.add((question_id, True) if failure.is_refusal else (name, False))
         if len(self._failed) >= self._limit:
             raise EngineStoppedError(
@@ -201,12 +178,7 @@ def generate(
 
 
 def check_prefix(request: Request, end_ids: Collection[int]) -> None:
-    """Raise InputError where nothing can follow the prefix of a request.
-
-    Args:
-        request: The request.
-        end_ids: Tokens that end a turn.
-    """
+    """Raise InputError where nothing can follow the prefix of a request."""
     prefix, most = request.prefix_ids, request.sampling.max_new_tokens
     if len(prefix) >= most:
         raise InputError(
@@ -245,13 +217,6 @@ def stream_seed(request: Request) -> int:
 def finish_of(drawn: int, *, last: int | None, ended: bool, step_ids: Collection[int], limit: int) -> Finish:
     """Return how a response ended. At the limit nothing can follow, so that a step that ends there is cut by it.
 
-    Args:
-        drawn: Tokens drawn, without end-of-turn.
-        last: The last of them; None where there is none.
-        ended: Whether the model ended its turn.
-        step_ids: Tokens that end a step.
-        limit: Most tokens that may be drawn.
-
     Example:
         >>> finish_of(4, last=19, ended=False, step_ids=(19,), limit=9)
         'step'
@@ -267,11 +232,6 @@ def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Re
     """Run ``requests`` to the end and return the replies by the request's id.
 
     One that the engine refuses by itself, such as a prompt that crashes it, has no reply.
-
-    Raises:
-        RequestsFailedError: A request failed for another reason; it is asked again another time, instead of taking
-            silence for an answer.
-        RunError: The engine returned nothing with requests in flight.
     """
     pending = set(engine.submit(requests))
     replies: dict[str, Response] = {}

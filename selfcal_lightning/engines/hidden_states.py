@@ -39,15 +39,7 @@ class LevelSettings:
     final_norm: bool = True
 
     def of(self, num_levels: int) -> tuple[int, ...]:
-        """Return the levels of a model that has ``num_levels``, the embedding among them.
-
-        Raises:
-            InputError: There is no such level, or one is named twice.
-
-        Example:
-            >>> LevelSettings((0, -1)).of(7), LevelSettings().of(3)
-            ((0, 6), (0, 1, 2))
-        """
+        """Return the levels of a model that has ``num_levels``, the embedding among them."""
         if self.levels is None:
             return tuple(range(num_levels))
         chosen = [level + num_levels if level < 0 else level for level in self.levels]
@@ -76,11 +68,7 @@ class PromptReader(Protocol):
     """An engine that gives hidden states beside what every engine gives."""
 
     def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
-        """Return hidden states of prompts, float32; an activated adapter sleeps over them.
-
-        Raises:
-            ValueError: A prompt is empty or too long, or the model has no such level.
-        """
+        """Return hidden states of prompts, float32; an activated adapter sleeps over them."""
         ...
 
 

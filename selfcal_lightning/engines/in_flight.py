@@ -70,11 +70,7 @@ class InFlight:
         self._news.append((name, failure))
 
     def deliver(self) -> list[Response]:
-        """Return the responses that came in first; nothing where nothing came in.
-
-        Raises:
-            RequestsFailedError: Failures came in before any response.
-        """
+        """Return the responses that came in first; nothing where nothing came in."""
         responses = _leading(self._news, Response)
         failures = [] if responses else _leading(self._news, tuple)
         del self._news[: len(responses) + len(failures)]
@@ -83,12 +79,7 @@ class InFlight:
         return responses
 
     def drop(self, ids: Iterable[str]) -> tuple[dict[str, int], dict[int, str]]:
-        """Forget requests.
-
-        Returns:
-            (tokens of the responses that had come in and were not delivered, by id; names of those that were in
-            flight, by number).
-        """
+        """Forget requests."""
         dropped = set(ids)
         thrown_away = {
             news.request_id: len(news.token_ids)
@@ -124,11 +115,7 @@ class InFlight:
 
 
 def response_room(request: Request, max_context: int) -> int:
-    """Return how many tokens may be drawn, so that prompt + response + query fit; a prefix is part of the response.
-
-    Raises:
-        ValueError: There is no room for one.
-    """
+    """Return how many tokens may be drawn, so that prompt + response + query fit; a prefix is part of the response."""
     suffix = 0 if request.query is None else len(request.query.suffix_ids)
     longest = max_context - suffix - 1
     if not 1 <= len(request.prompt_ids) <= longest:
@@ -147,14 +134,7 @@ def response_room(request: Request, max_context: int) -> int:
 
 
 def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> list[list[float] | None]:
-    """Return the probabilities of each prompt, put together from its parts; None where the engine refuses the prompt.
-
-    Args:
-        answers: Parts of the answers, by prompt.
-
-    Raises:
-        RequestsFailedError: Prompts could not be scored for another reason.
-    """
+    """Return the probabilities of each prompt, put together from its parts."""
     failures = [next((part for part in parts if isinstance(part, Failure)), None) for parts in answers]
     lost = {i: failure for i, failure in enumerate(failures) if failure is not None and not failure.is_refusal}
     if lost:

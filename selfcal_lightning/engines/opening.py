@@ -55,20 +55,7 @@ def serve_model(
     quantization: str | None = None,
     query_ids: tuple[int, ...] | None = None,
 ) -> TransformersEngine:
-    """Return the transformers engine over a model that is in memory already.
-
-    Args:
-        options: How; revision, dtype, adapter and device are those that ``network`` has.
-        network: The model or its PEFT wrapper.
-        chat: Renders prompts and the confidence query.
-        source: Folder or hub name of its base weights.
-        adapter_sha256: Hash of the adapter that it carries; None where it carries none.
-        quantization: How its base weights were quantised; None where they were not.
-        query_ids: Tokens of the query that wakes its adapter, asleep now; None where it never sleeps.
-
-    Raises:
-        InputError: If one of ``engine_args`` says what the model in memory has decided.
-    """
+    """Return the transformers engine over a model that is in memory already."""
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
     _check_engine_args(options, ["max_context"])
@@ -98,14 +85,7 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
 
 
 def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
-    """Load a tokenizer and return the chat format that prompts are rendered with.
-
-    Args:
-        options: Where ``engine_args`` name a tokenizer, it is taken instead of the model's.
-        model: Folder or hub name of the model, or "bundled".
-        query: The confidence query.
-        prompt: The user's prompt, or None.
-    """
+    """Load a tokenizer and return the chat format that prompts are rendered with."""
     from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
@@ -148,17 +128,7 @@ def _check_engine_args(options: EngineOptions, known: list[str]) -> None:
 
 
 def check_engine(options: EngineOptions, model: str) -> None:
-    """Refuse an engine, a model, an adapter or a server that there is not; nothing is loaded for it.
-
-    Args:
-        options: Which engine, and how.
-        model: Folder or hub name of the model, or "bundled".
-
-    Raises:
-        MissingPackageError: The engine is an extra that is not installed.
-        InputError: There is no such model, adapter or address.
-        RunError: The model is not on this disk and the hub is out of reach, or nobody listens at the address.
-    """
+    """Refuse an engine, a model, an adapter or a server that there is not; nothing is loaded for it."""
     if options.is_remote:
         check_installed("aiohttp", extra="openai")
         check_name(str(options.engine_args.get("tokenizer") or model), revision=options.revision)

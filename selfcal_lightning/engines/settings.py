@@ -105,21 +105,6 @@ def memory_share(free: int, total: int, *, weights: int, limit: float | None = N
     """Return the share of a GPU's memory for an engine beside the trainer, rounded down to hundredths.
 
     ``min(limit or 0.9, 0.95 * free / total)``.
-
-    Args:
-        free: Bytes that are free now that the trainer's cache is emptied.
-        total: Bytes of the GPU.
-        weights: Bytes of the model that the engine will load.
-        limit: The user's ``gpu_memory_utilization``, the most that may be taken; None is 0.9.
-
-    Raises:
-        ValueError: The share does not hold the weights and a cache of 2 % of the GPU.
-
-    Example:
-        >>> memory_share(60 << 30, 80 << 30, weights=16 << 30)
-        0.71
-        >>> memory_share(60 << 30, 80 << 30, weights=16 << 30, limit=0.5)
-        0.5
     """
     share = math.floor(100 * min(MOST if limit is None else limit, FREE_SHARE * free / total)) / 100
     least = weights / total + LEAST_CACHE_SHARE

@@ -56,15 +56,6 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
 
     That is P(True), or where it was not asked the first probability that the samples of all sides carry. With one side
     its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
-
-    Args:
-        inputs: Samples by test set, then by side.
-        folder: Where results.csv, results.md and reliability.png go.
-        num_resamples: Bootstrap resamples of the questions.
-
-    Returns:
-        The keys ``own.{test}.{metric}.{part}`` of results.json; the first side is "before", the second "after", and a
-        single one keeps its name.
     """
     keys: dict[str, Any] = {}
     pairs: dict[str, _Pair] = {}
@@ -174,15 +165,7 @@ _SHIFT = 1.03  # intervals of several lines would lie on one another
 
 @dataclass(frozen=True)
 class VoteRow:
-    """The votes of one side of a test set.
-
-    Attributes:
-        test: Name of the test set.
-        side: "before" or "after", or in tables "change": what the second differs by from the first.
-        is_weighted: Whether votes are weighed by the side's confidence.
-        widths: Numbers of samples that vote.
-        accuracy: Share of the questions that each of them answers rightly, over random orders.
-    """
+    """The votes of one side of a test set."""
 
     test: str
     side: str
@@ -226,11 +209,7 @@ def votes_markdown(rows: Sequence[VoteRow]) -> str:
 
 
 def votes_figure(rows: Sequence[VoteRow]) -> Figure:
-    """Draw accuracy over the number of samples, one panel a test set: solid lines are weighted, dashed ones counted.
-
-    Raises:
-        ValueError: There is no row.
-    """
+    """Draw accuracy over the number of samples, one panel a test set: solid lines are weighted, dashed ones counted."""
     if not rows:
         raise InputError("Expected at least one row to draw, but got none.")
     tests = list(dict.fromkeys(row.test for row in rows))
@@ -297,18 +276,6 @@ def compare_votes(
 
     Weights are P(True), or where it was not asked the first probability that the samples of both sides carry; without
     any, and with one side alone, there is nothing to compare.
-
-    Args:
-        inputs: Samples by test set, then by side; the sides have the same questions in one order.
-        folder: Where the files go.
-        num_reshuffles: Random orders of each question's samples; 0 takes the recorded order alone.
-        num_resamples: Bootstrap resamples of the questions.
-        seed: Of the orders.
-
-    Returns:
-        ``own.{test}.votes_{k}.{before|after|change}`` and ``own.{test}.weighted_votes_{k}.{before|after|change}`` with
-        ``.low`` and ``.high``, for k = 1, 2, 4 ..., and ``own.{test}.same_texts``. The change is that of the same
-        questions, after minus before.
     """
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []
@@ -343,13 +310,7 @@ def compare_votes(
 
 
 def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dict[bool, Floats]:
-    """Return how often the winner among the first k samples of a random order is right [widths, Q], by weighing.
-
-    Args:
-        orders: The pool, with the confidence and with None.
-        confidence: What weighs the votes where they are weighed.
-        widths: k.
-    """
+    """Return how often the winner among the first k samples of a random order is right [widths, Q], by weighing."""
     budgets: Integers = np.asarray(widths, dtype=np.int64)
     sums = {is_weighted: np.zeros((len(budgets), orders.num_questions)) for is_weighted in (False, True)}
     for block in orders.blocks():

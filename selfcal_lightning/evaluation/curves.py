@@ -40,15 +40,7 @@ from selfcal_lightning.records import QuestionSamples
 
 @dataclass(frozen=True)
 class Block:
-    """Some orders of a pool, one below the other.
-
-    Attributes:
-        questions: Which questions, q of them.
-        num_finished: Orders of the whole pool that end with this block.
-        pools: The samples of r * q questions in their new order, by the confidence that they carry.
-        right: Whether the answer of a code is right [r * q, K + 1]; the last column is "no answer", which never is.
-        spent: Tokens of the first n samples [r * q, N + 1], by confidence; None where lengths are unknown.
-    """
+    """Some orders of a pool, one below the other."""
 
     questions: slice
     num_finished: int
@@ -58,16 +50,7 @@ class Block:
 
 
 class Reshuffles:
-    """Hands out the samples of a pool in random orders (``strategies.orders``), cut to a budget.
-
-    Args:
-        pool: The samples.
-        confidences: The confidences to carry; None is the pool without one.
-        width: Samples of each question in an order, at most as many as the shortest question has.
-        num_reshuffles: Orders; 0 takes the recorded order alone.
-        seed: Of the orders.
-        query_tokens: Tokens that reading a confidence costs a sample, by confidence; absent is 0.
-    """
+    """Hands out the samples of a pool in random orders (``strategies.orders``), cut to a budget."""
 
     def __init__(
         self,
@@ -130,14 +113,7 @@ def _cumulated(tokens: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Job:
-    """A strategy to evaluate.
-
-    Attributes:
-        label: What it is called in the results; the strategy's name, or more where it is run in several ways.
-        strategy: The strategy; its budget is at most the width of the evaluation.
-        grid: Values of its grid parameter.
-        is_oracle: Whether it looks at the reference, so that nobody can run it.
-    """
+    """A strategy to evaluate."""
 
     label: str
     strategy: GridStrategy
@@ -147,16 +123,7 @@ class Job:
 
 @dataclass(frozen=True)
 class StrategyCurve:
-    """A strategy at every setting of its grid on a pool.
-
-    Attributes:
-        strategy: Label of the job.
-        confidence: Name of the confidence that it reads, or None.
-        parameter: What the grid sets.
-        outcome: What it costs and reaches at each setting; tokens are those of the confidence query too.
-        solver: The strategy itself, its budget set; its grid parameter is at the default.
-        is_oracle: Whether it looks at the reference.
-    """
+    """A strategy at every setting of its grid on a pool."""
 
     strategy: str
     confidence: str | None
@@ -167,17 +134,7 @@ class StrategyCurve:
 
 
 def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None) -> int:
-    """Return the budget that every question of a pool can pay: ``max_samples``, or what the shortest one has.
-
-    Args:
-        pool: The samples.
-        name: What the pool is called in messages.
-        max_samples: Budget asked for, or None.
-
-    Raises:
-        ValueError: The budget is larger than a question's samples, a question has no reference, or not one answer can
-            be read.
-    """
+    """Return the budget that every question of a pool can pay: ``max_samples``, or what the shortest one has."""
     shortest = pool.shortest
     fewest = len(shortest.samples)
     if max_samples is not None and not 1 <= max_samples <= fewest:
@@ -200,16 +157,7 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
 def evaluate_jobs(
     reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
 ) -> list[StrategyCurve]:
-    """Run every job on every order of the pool.
-
-    Args:
-        reshuffles: The orders, which carry the confidences of the jobs.
-        jobs: What to run; budgets must not exceed the width of the orders.
-        progress: Called again and again with the number of (job, order) pairs that were finished since.
-
-    Returns:
-        One curve a job, in their order.
-    """
+    """Run every job on every order of the pool."""
     for job in jobs:
         if job.strategy.max_samples > reshuffles.width:
             raise InputError(
@@ -247,13 +195,7 @@ CONFIDENCE = "confidence"
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy under a label, with fixed settings.
-
-    Attributes:
-        name: The strategy's name in the registry.
-        plain: Fields that differ from their defaults in the run without a confidence; None where there is none.
-        weighted: Likewise in the runs with each confidence.
-    """
+    """A strategy under a label, with fixed settings."""
 
     name: str
     plain: Mapping[str, Any] | None = None
@@ -281,11 +223,7 @@ PLANS: dict[str, Plan] = {
 
 
 def plan_of(label: str) -> Plan:
-    """Return the plan of a label; any other strategy by its name in the registry runs plainly, and with confidences.
-
-    Raises:
-        InputError: There is no such label or strategy.
-    """
+    """Return the plan of a label; any other strategy by its name in the registry runs plainly, and with confidences."""
     if label in PLANS:
         return PLANS[label]
     if label not in STRATEGIES:
@@ -334,19 +272,7 @@ def make_jobs(
     tuned: Mapping[tuple[str, str], Mapping[str, Any]] | None = None,
     values: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Job]:
-    """Return the jobs of an evaluation: each strategy plain, with each confidence, or both.
-
-    Args:
-        labels: Keys of ``PLANS``, or names of strategies.
-        confidences: Names of confidences; without any, the strategies that need one are left out.
-        width: Budget in samples.
-        thresholds: Grid of the strategies whose parameter is a threshold.
-        tuned: Further fields by label and confidence.
-        values: Values that each confidence takes: further thresholds of the strategies that compare it with one.
-
-    Raises:
-        InputError: A label is unknown, or a threshold lies outside [0, 1].
-    """
+    """Return the jobs of an evaluation: each strategy plain, with each confidence, or both."""
     check_labels(labels)
     check_thresholds(thresholds)
     jobs = []
@@ -441,15 +367,7 @@ def tune(
     max_samples: int,
     seed: int = SEED,
 ) -> Tuned:
-    """Fit the temperature of CISC and the evidence of CGES for every confidence.
-
-    Args:
-        pool: Calibration questions with references and the confidences.
-        labels: Strategies that will be run.
-        confidences: Names of confidences.
-        max_samples: Budget of the strategies.
-        seed: Of the orders of the samples.
-    """
+    """Fit the temperature of CISC and the evidence of CGES for every confidence."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name in confidences:
         if "cisc" in labels:

@@ -67,23 +67,7 @@ def reliability_diagram(
     num_bins: int = 10,
     title: str = "",
 ) -> Figure:
-    """Draw accuracy over confidence as bars, with a histogram of confidence beneath and ECE in the title.
-
-    Args:
-        confidence: Confidences [N] in [0, 1].
-        correct: Labels [N].
-        before: Confidences and labels of an earlier model, drawn as a line over the bars; or None.
-        num_bins: Number of bins of equal width.
-        title: What the responses are; ECE follows it.
-
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
-    Example:
-        >>> figure = reliability_diagram([0.1, 0.9, 1.0], [False, True, False], title="arithmetic")
-        >>> [axes.get_ylabel() for axes in figure.axes]
-        ['accuracy', 'share']
-    """
+    """Draw accuracy over confidence as bars, with a histogram of confidence beneath and ECE in the title."""
     figure = Figure(figsize=(4.2, 5.0), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1.0))
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
@@ -110,22 +94,7 @@ def reliability_diagram(
 def reliability_comparison(
     before: Mapping[str, ScoredResponses], after: Mapping[str, ScoredResponses], *, num_bins: int = 10, title: str = ""
 ) -> Figure:
-    """Draw before and after side by side: one row per model, one column per split.
-
-    Args:
-        before: Responses of the model before, by the name of the split.
-        after: Responses of the model after, by the same names.
-        num_bins: Number of bins of equal width.
-        title: Over the whole figure; empty for none.
-
-    Raises:
-        ValueError: If the splits differ or there is none.
-
-    Example:
-        >>> pool = ScoredResponses([0.2, 0.9], [False, True], [0, 1])
-        >>> len(reliability_comparison({"in-domain": pool}, {"in-domain": pool}).axes)
-        4
-    """
+    """Draw before and after side by side: one row per model, one column per split."""
     if not before or list(before) != list(after):
         raise InputError(
             f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
@@ -139,20 +108,7 @@ def reliability_comparison(
 
 
 def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, title: str = "") -> Figure:
-    """Draw reliability diagrams side by side: one row per model, one column per split or confidence.
-
-    Args:
-        diagrams: Bins by the name of the row, then by the name of the column; every row has the same columns.
-        title: Over the whole figure; empty for none.
-
-    Raises:
-        ValueError: If the columns of the rows differ or there is none.
-
-    Example:
-        >>> bins = reliability_bins([0.2, 0.9], [False, True])
-        >>> len(reliability_grid({"base": {"p_true": bins, "fused": bins}}).axes)
-        4
-    """
+    """Draw reliability diagrams side by side: one row per model, one column per split or confidence."""
     columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
     if not columns or any(list(row) != columns for row in diagrams.values()):
         raise InputError(
@@ -183,17 +139,7 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
 
 
 def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") -> Figure:
-    """Draw ROC curves with their areas in the legend.
-
-    Args:
-        curves: Confidences [N] and labels [N] by name. One without both classes has no curve; its name stays.
-        title: Over the axes; empty for none.
-
-    Example:
-        >>> figure = roc_figure({"after": ([0.9, 0.1], [True, False])})
-        >>> figure.axes[0].get_legend().get_texts()[0].get_text()
-        'after: AUROC 1.000'
-    """
+    """Draw ROC curves with their areas in the legend."""
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
     colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
@@ -214,22 +160,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
 
 
 def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int = 20, title: str = "") -> Figure:
-    """Draw how confidence is distributed over right (upwards) and over wrong responses (downwards).
-
-    Args:
-        confidence: Confidences [N] in [0, 1].
-        correct: Labels [N].
-        num_bins: Number of bins of equal width.
-        title: Over the axes; empty for none.
-
-    Raises:
-        ValueError: If a confidence lies outside [0, 1], a label is not 0 or 1, or the lengths differ.
-
-    Example:
-        >>> figure = confidence_distribution([0.9, 0.8, 0.1], [True, True, False])
-        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-        ['2 right, mean .850', '1 wrong, mean .100']
-    """
+    """Draw how confidence is distributed over right (upwards) and over wrong responses (downwards)."""
     probabilities, labels = as_probabilities(confidence), as_labels(correct)
     figure = Figure(figsize=(4.8, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -297,14 +228,6 @@ def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: 
 
     A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Points of a curve
     are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
-
-    Args:
-        rows: The curves.
-        cost: What the x axis shows, on a logarithmic scale; curves whose tokens are unknown are left out.
-        title: Over the figure; empty for none.
-
-    Raises:
-        ValueError: There is no curve to draw.
     """
     drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
     if not drawn:
@@ -333,13 +256,6 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
     """Draw the share of wrong answers among the most confident questions; one panel a side.
 
     The confidence of a question is the winner's share of the weight over all samples.
-
-    Args:
-        rows: The curves.
-        title: Over the figure; empty for none.
-
-    Raises:
-        ValueError: There is no curve to draw.
     """
     if not rows:
         raise InputError("Expected at least one curve, but got none.")

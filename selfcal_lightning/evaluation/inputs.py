@@ -52,13 +52,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class ModelSide:
-    """A model as an evaluation sees it.
-
-    Attributes:
-        model: Folder or hub name.
-        adapter: Folder of a LoRA adapter on it.
-        responses_of: The side whose responses it is judged on; None samples its own.
-    """
+    """A model as an evaluation sees it."""
 
     model: str
     adapter: str | None = None
@@ -66,11 +60,7 @@ class ModelSide:
 
 
 def model_sides(before: str | None, after: str | None, model: str | None, adapter: str | None) -> dict[str, ModelSide]:
-    """Return the sides that the options of ``selfcal evaluate`` name.
-
-    Raises:
-        ValueError: They name no model, or too many.
-    """
+    """Return the sides that the options of ``selfcal evaluate`` name."""
     if model is not None and before is None and after is None:
         return {MODEL_SIDE: ModelSide(model, adapter)}
     if model is None and before is not None and (after is None) != (adapter is None):
@@ -92,13 +82,6 @@ def score_again(
     """Return recorded responses with the P(True) of ``side`` in the place of their own.
 
     The scores stay beside the rows as an annotation, so that a second run finds them.
-
-    Args:
-        side: Whose P(True).
-        store: The sampled responses.
-        split: Split of the store.
-        options: Those of the evaluation, of which scoring takes its own.
-        texts: Whether the responses' texts are wanted.
     """
     name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
     model = ModelSettings(
@@ -179,13 +162,7 @@ class PoolSource:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is evaluated.
-
-    Attributes:
-        tests: Samples by test set, then by side.
-        calibration: Samples of the calibration questions by side; empty without them.
-        same_texts: By test set, whether all sides, of which there are several, hold the same texts.
-    """
+    """What is evaluated."""
 
     tests: Mapping[str, Mapping[str, RecordedPool]]
     calibration: Mapping[str, RecordedPool]
@@ -193,17 +170,7 @@ class Inputs:
 
 
 def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *, texts: bool = False) -> Inputs:
-    """Read recorded samples.
-
-    Args:
-        pools: The sides' samples of the test questions; one side of a test set each.
-        calibration: One pool a side, or one for all sides; may be empty.
-        texts: Whether the responses' texts are wanted.
-
-    Raises:
-        InputError: Two pools are the same side of the same test set, or a side has no calibration questions while
-            another has.
-    """
+    """Read recorded samples."""
     check_pools(pools, calibration)
     tests: dict[str, dict[str, RecordedPool]] = {}
     for source in pools:
@@ -219,13 +186,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *
 
 
 def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
-    """Refuse pools that cannot be compared, by their names and places alone.
-
-    Raises:
-        InputError: There is no pool, a name cannot be that of a file, two pools are the same side of the same test
-            set, or a side has no calibration questions while another has.
-        FileNotFoundError: A pool is not there.
-    """
+    """Refuse pools that cannot be compared, by their names and places alone."""
     if not pools:
         raise InputError(
             "Expected `pools` to name at least one recorded pool, such as `--pools '{base: pool.jsonl}'`, but got none."
@@ -254,16 +215,7 @@ def test_of(source: PoolSource) -> str:
 
 
 def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
-    """Set a share of the questions of recorded pools aside for calibration, by a hash of their ids.
-
-    Args:
-        inputs: One test set without calibration questions.
-        share: Of the questions, above 0 and below 1.
-
-    Raises:
-        InputError: The share is out of its range or leaves a part empty, there are calibration questions already, or
-            there is more than one test set.
-    """
+    """Set a share of the questions of recorded pools aside for calibration, by a hash of their ids."""
     if not 0.0 < share < 1.0:
         raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
     if inputs.calibration or len(inputs.tests) > 1:
@@ -286,11 +238,7 @@ def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
 
 
 def check_inputs(inputs: Inputs) -> Inputs:
-    """Return the inputs with the questions of each test set in one order on all sides.
-
-    Raises:
-        ValueError: The sides of a test set have different questions, or it shares some with a side's calibration.
-    """
+    """Return the inputs with the questions of each test set in one order on all sides."""
     aligned = {test: _same_questions(test, pools) for test, pools in inputs.tests.items()}
     for test, pools in aligned.items():
         for side, pool in pools.items():
@@ -328,16 +276,7 @@ def sample_models(
     *,
     texts: bool = False,
 ) -> Inputs:
-    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
-
-    Args:
-        sides: The models by side; one that is judged on the responses of another comes after that one.
-        tests: The test sets.
-        calibration: The calibration questions, or None.
-        folder: The stores go under ``folder/samples/SIDE``.
-        options: How they are sampled.
-        texts: Whether the responses' texts are wanted.
-    """
+    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped."""
     check_names(tests)
     if calibration is not None:
         _check_questions(tests, calibration)
@@ -381,15 +320,7 @@ def check_names(tests: Sequence[TestSet]) -> None:
 def sampling_run(
     test: TestSet, name: str, model: ModelSide, store: Path, options: SamplingOptions
 ) -> GenerationSettings:
-    """Return the run that samples a test set from a model.
-
-    Args:
-        test: The test set.
-        name: Split of the store that its samples are kept under.
-        model: The model, perhaps with an adapter.
-        store: Folder of the store.
-        options: How it is sampled.
-    """
+    """Return the run that samples a test set from a model."""
     return GenerationSettings(
         model=resolve_model(model.model),
         store_dir=str(store),

@@ -26,17 +26,7 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True)
 class PoolSummary:
-    """What one model's responses to one test set are like.
-
-    Attributes:
-        num_questions: Questions.
-        num_responses: Responses.
-        unreadable: Share of responses without a readable answer; they count as wrong.
-        truncated: Share of responses cut at the length limit.
-        confidence: Name of the confidence that the metrics are about; None where the pool has no probability.
-        without_confidence: Responses without it, left out of the metrics; without P(True), Yes and No had no mass.
-        mean_confidence: Its mean over the others, or None where there are none.
-    """
+    """What one model's responses to one test set are like."""
 
     num_questions: int
     num_responses: int
@@ -48,11 +38,7 @@ class PoolSummary:
 
 
 def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> ScoredResponses:
-    """Return confidence, verdict and question of each response that has the confidence ``name``; unreadable is wrong.
-
-    Raises:
-        ValueError: No response has a confidence, or one has no verdict because its question has no reference.
-    """
+    """Return confidence, verdict and question of each response that has the confidence ``name``."""
     import numpy as np
 
     from selfcal_lightning.metrics.bootstrap import ScoredResponses
@@ -117,17 +103,7 @@ def result_keys(
     *,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, float | int | str | None]:
-    """Flatten a comparison to the fixed keys of ``results.json``.
-
-    Keys are ``own.{test}.{metric}.{before|after|change|ratio}`` with ``.low`` and ``.high`` for the ends of the 95 %
-    interval, ``own.{test}.ece_debiased.{before|after}``, and ``own.{test}.{count}.{before|after}`` for what the pools
-    hold. "own" says that each model is scored on samples of its own.
-
-    Args:
-        changes: By name of the test set, then by metric.
-        pools: By side ("before", "after"), then by name of the test set.
-        names: Name of the confidence by name of the test set; None is P(True) for all.
-    """
+    """Flatten a comparison to the fixed keys of ``results.json``."""
     flat: dict[str, float | int | str | None] = {}
     for test, rows in changes.items():
         for row in rows.values():

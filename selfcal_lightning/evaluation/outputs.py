@@ -55,12 +55,7 @@ def show_briefly(report: StrategyReport, console: Console) -> None:
 
 
 def write_strategies(reports: Sequence[StrategyReport], folder: Path) -> list[str]:
-    """Write tables and figures; return the names of the files.
-
-    Args:
-        reports: One a test set.
-        folder: Where to.
-    """
+    """Write tables and figures; return the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [f"## {report.test}\n\n{_markdown(report)}\n" for report in reports]
     files = {

@@ -57,13 +57,6 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
 
     A window that never agrees falls back to the vote question by question. (The published code gives up the window, and
     all larger ones, for all questions as soon as one question has none.)
-
-    Args:
-        pool: The samples.
-        confidence: What weighs and stops; None runs the methods that only count.
-
-    Raises:
-        ValueError: No response can be read.
     """
     arrays = PoolArrays.from_samples(_readable(pool), confidence=confidence)
     longest = arrays.answer.shape[1]
@@ -159,16 +152,7 @@ def _csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def run_paper(
     tests: Mapping[str, Mapping[str, RecordedPool]], confidences: Sequence[str] | None, folder: Path
 ) -> dict[str, Any]:
-    """Run the published methods on every pool; print and write ``aggregation_results.csv`` and ``metric.csv``.
-
-    Args:
-        tests: Samples by test set, then by side.
-        confidences: The one confidence to use; None takes the first probability that a pool carries, if any.
-        folder: The files go under ``folder/paper/TEST/SIDE``.
-
-    Returns:
-        All curves as plain JSON types, by test set and side.
-    """
+    """Run the published methods on every pool; print and write ``aggregation_results.csv`` and ``metric.csv``."""
     check_one_confidence(confidences)
     found: dict[str, Any] = {}
     for test, sides in tests.items():

@@ -33,15 +33,7 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Models that are sampled now.
-
-    Attributes:
-        sides: The models by side.
-        tests: Test sets to sample.
-        calibration: Calibration questions to sample, or None.
-        folder: The stores go under ``folder/samples/SIDE``.
-        options: How they are sampled.
-    """
+    """Models that are sampled now."""
 
     sides: Mapping[str, ModelSide]
     tests: Sequence[TestSet]
@@ -75,11 +67,7 @@ def check_sampled(
     scorers: Sequence[FittedScorer],
     thresholds: Sequence[FittedThreshold],
 ) -> None:
-    """Refuse settings that samples of a model cannot serve: what they bring with them is known before they are drawn.
-
-    Raises:
-        InputError: A confidence is asked for that nothing will compute, or more samples than are drawn.
-    """
+    """Refuse settings that samples of a model cannot serve."""
     known = [*STORED, *(scorer.name for scorer in scorers)]
     if inputs.calibration is not None:
         known += [FUSED, *(f"{name}_{kind}" for name in STORED for kind in SCALER_KINDS)]
@@ -132,11 +120,7 @@ WRITTEN = (
 
 
 def check_evaluation_folder(folder: Path) -> None:
-    """Raise InputError where an evaluation would replace what is not of an earlier one.
-
-    Args:
-        folder: New, of an earlier evaluation, or with nothing in it that an evaluation would replace.
-    """
+    """Raise InputError where an evaluation would replace what is not of an earlier one."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
@@ -151,13 +135,6 @@ def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
     """Make the folder of an evaluation, and leave its arguments there before anything else is written.
 
     So an evaluation that was stopped before its results is still known as one, and its files may be replaced.
-
-    Args:
-        folder: As :func:`check_evaluation_folder` demands.
-        arguments: JSON-able.
-
-    Raises:
-        InputError: Something else has the name of a file that would be written.
     """
     check_evaluation_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -80,14 +80,7 @@ def resample_curves(
     num_resamples: int,
     seed: int,
 ) -> list[Resampled]:
-    """Resample the questions of all curves together.
-
-    Args:
-        curves: By side; all sides have the same questions in the same order.
-        calibration: The same jobs on the calibration questions, by side; None without them.
-        num_resamples: Bootstrap resamples.
-        seed: Of the draw.
-    """
+    """Resample the questions of all curves together."""
     found = []
     num_questions = next(iter(curves.values()))[0].outcome.num_questions
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
@@ -105,11 +98,7 @@ def resample_curves(
 
 
 def reference_of(resampled: Sequence[Resampled]) -> Resampled:
-    """Return plain self-consistency of the first side.
-
-    Raises:
-        ValueError: It was not run.
-    """
+    """Return plain self-consistency of the first side."""
     side = resampled[0].contender.side
     for row in resampled:
         if row.contender == Contender(side, REFERENCE, None):
@@ -120,12 +109,7 @@ def reference_of(resampled: Sequence[Resampled]) -> Resampled:
 
 
 def setting_for(row: Resampled, budget: int) -> int | None:
-    """Return the position of the setting that a contender takes at a budget; None where it cannot keep it.
-
-    A strategy whose setting is a number of samples takes the budget itself. On calibration questions the most accurate
-    setting within the budget is chosen; without them the dearest one, since a choice by the accuracy that is reported
-    would flatter it.
-    """
+    """Return the position of the setting that a contender takes at a budget; None where it cannot keep it."""
     if row.curve.parameter == "max_samples":
         return row.grid.index(budget) if budget in row.grid else None
     if row.calibration is None:

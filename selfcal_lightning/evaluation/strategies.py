@@ -56,11 +56,6 @@ def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_U
 
     The winner's share of the weight is its soft self-consistency; "near-unanimous" means that it lies above
     ``threshold``. A question without a vote has the share 0 and is wrong.
-
-    Args:
-        side: Whose samples.
-        weighed: The samples.
-        threshold: The share to exceed.
     """
     rows = []
     for name in (None, *weighing_confidences(weighed)):
@@ -115,13 +110,7 @@ def winner(samples: Sequence[Sample], confidence: str | None) -> tuple[float, bo
 
 
 class SideStrategies:
-    """Runs every strategy on the samples of one side; what comes of its calibration questions is computed once.
-
-    Args:
-        side: Name of the side, for the progress bar.
-        calibrated: What came of its calibration questions.
-        settings: How strategies are evaluated.
-    """
+    """Runs every strategy on the samples of one side; what comes of its calibration questions is computed once."""
 
     def __init__(self, side: str, calibrated: Calibrated, settings: StrategySettings) -> None:
         self.side, self.calibrated = side, calibrated
@@ -131,13 +120,7 @@ class SideStrategies:
         self._calibration: dict[int, list[StrategyCurve]] = {}
 
     def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
-        """Run all strategies on some samples.
-
-        Args:
-            weighed: The samples.
-            width: Budget in samples.
-            name: What the samples are called, for the progress bar.
-        """
+        """Run all strategies on some samples."""
         settings = self._settings
         with Stage(f"Tuning strategies for {name}, {self.side}"):
             jobs = make_jobs(
@@ -192,11 +175,6 @@ def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Seq
 
     It speaks of the budget that the tables show in full, and of the best strategy that reads the confidence there: the
     best of several on these questions, which flatters it a little.
-
-    Args:
-        side: Whose samples.
-        scores: What each confidence is worth on single responses.
-        rows: Accuracy at a budget, of all sides.
     """
     if not rows:
         return []
@@ -227,23 +205,7 @@ def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[Bud
 
 @dataclass(frozen=True)
 class StrategyReport:
-    """What strategies do on one test set.
-
-    Attributes:
-        test: Name of the test set.
-        width: Samples of each question that were used.
-        num_questions: Questions.
-        unreadable: Share of responses without a readable answer, by side; they count as wrong.
-        confidences: By side, what each confidence is worth on the single responses.
-        reliability: By side, the reliability diagram of each confidence that is a probability.
-        curves: Every contender at every setting.
-        budgets: Accuracy at a budget.
-        savings: Cost at an accuracy.
-        consensus: Near-unanimous answers, and risk against coverage.
-        break_even: Questions until calibration has paid; empty where no cost was given or tokens are unknown.
-        findings: Whether each confidence beats plain votes, and what that rests on.
-        notes: What a reader must know.
-    """
+    """What strategies do on one test set."""
 
     test: str
     width: int
@@ -263,13 +225,7 @@ class StrategyReport:
 def run_strategies(
     test: EvaluatedTest, sides: Mapping[str, SideStrategies], settings: StrategySettings
 ) -> list[Resampled]:
-    """Run all strategies on all sides' samples of a test set, and resample its questions.
-
-    Args:
-        test: The samples.
-        sides: What runs each side, with the settings that its calibration questions choose.
-        settings: How.
-    """
+    """Run all strategies on all sides' samples of a test set, and resample its questions."""
     curves = {side: sides[side].run(pool, test.width, name=test.name) for side, pool in test.pools.items()}
     found = {side: sides[side].on_calibration(test.width) for side in test.pools}
     calibration = {side: rows for side, rows in found.items() if rows is not None}
@@ -283,13 +239,7 @@ def run_strategies(
 
 
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
-    """Return what the curves of a test set say.
-
-    Args:
-        test: The samples.
-        resampled: See :func:`run_strategies`.
-        settings: How.
-    """
+    """Return what the curves of a test set say."""
     savings = saving_rows(resampled, settings.targets or default_targets(test.width))
     budgets = budget_rows(resampled, settings.budgets or default_budgets(test.width))
     scores = {side: score_confidences(pool) for side, pool in test.pools.items()}

@@ -21,14 +21,7 @@ from selfcal_lightning.metrics.curves import Proportion, RiskCoverage
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy on the samples of a model, with the confidence that it reads.
-
-    Attributes:
-        side: Whose samples: "before", "after", or the name of a pool.
-        strategy: What it is called.
-        confidence: The confidence, or None.
-        is_oracle: Whether it looks at the reference, so that nobody can run it.
-    """
+    """A strategy on the samples of a model, with the confidence that it reads."""
 
     side: str
     strategy: str
@@ -66,16 +59,6 @@ class BudgetRow:
     """A contender at the setting that it takes at a budget.
 
     Chosen on calibration questions it is the most accurate within the budget; without them the dearest, by cost alone.
-
-    Attributes:
-        contender: Who.
-        budget: Samples that it may use on average.
-        setting: The value of its parameter.
-        accuracy: Share of right verdicts.
-        samples: Mean samples used.
-        tokens: Mean tokens used, or None where lengths are unknown.
-        change: Accuracy minus that of self-consistency (of the first side) with exactly ``budget`` samples.
-        change_to_full: Accuracy minus that of self-consistency (of the first side) with all samples.
     """
 
     contender: Contender
@@ -98,15 +81,7 @@ class BudgetRow:
 
 @dataclass(frozen=True)
 class ChosenSetting:
-    """A setting chosen on the calibration split for an accuracy, and what it does on the test split.
-
-    Attributes:
-        setting: The value of the parameter.
-        change: Accuracy on the test split minus that of self-consistency with ``target`` samples.
-        samples: Mean samples used.
-        tokens: Mean tokens used, or None.
-        saving: ``1 - samples / target``.
-    """
+    """A setting chosen on the calibration split for an accuracy, and what it does on the test split."""
 
     setting: float
     change: Estimate
@@ -117,19 +92,7 @@ class ChosenSetting:
 
 @dataclass(frozen=True)
 class SavingRow:
-    """What a contender pays for the accuracy of self-consistency (of the first side) with ``target`` samples.
-
-    Attributes:
-        contender: Who.
-        target: Samples of self-consistency.
-        accuracy: What that reaches.
-        samples: Samples needed, read off the upper envelope of the test curve; None where it never gets there.
-        tokens: Tokens needed, likewise; None where lengths are unknown.
-        saving: ``1 - samples / target``.
-        saved_tokens: Tokens of self-consistency minus ``tokens``, a question.
-        rank: The same on the calibration questions where there are any, to choose by; None where never.
-        chosen: The setting chosen on the calibration split; None without one, or where the curve never gets there.
-    """
+    """What a contender pays for the accuracy of self-consistency (of the first side) with ``target`` samples."""
 
     contender: Contender
     target: int
@@ -144,18 +107,7 @@ class SavingRow:
 
 @dataclass(frozen=True)
 class ConsensusRow:
-    """How often a near-unanimous answer is right: the errors that no vote can mend.
-
-    Attributes:
-        side: Whose samples.
-        confidence: What weighs the votes, or None.
-        threshold: The winner's share of the weight lies above it.
-        share: Share of the questions with such a winner.
-        correct: Share of right winners among them.
-        aurc: Area under the risk-coverage curve when the winner's share says which questions to answer; None without
-            questions.
-        curve: That curve.
-    """
+    """How often a near-unanimous answer is right: the errors that no vote can mend."""
 
     side: str
     confidence: str | None
@@ -168,18 +120,7 @@ class ConsensusRow:
 
 @dataclass(frozen=True)
 class BreakEvenRow:
-    """After how many questions a contender has earned back what calibration cost.
-
-    Attributes:
-        contender: Who.
-        target: Samples of self-consistency that it matches.
-        cost: What was spent once, in tokens.
-        saved: Tokens saved a question.
-        rank: What it saves on the questions to choose by; None where it never gets there.
-        questions: The number; None for never.
-        questions_low: With the upper end of what is saved; None for never.
-        questions_high: With the lower end of what is saved; None for never.
-    """
+    """After how many questions a contender has earned back what calibration cost."""
 
     contender: Contender
     target: int
@@ -198,16 +139,7 @@ NEVER = "never"
 
 
 def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
-    """Return the accuracy of one side's contenders at every budget, grouped by confidence.
-
-    The last two columns belong to one budget: the samples really used there, which may be fewer than allowed, and the
-    change against self-consistency with its interval. Green is better than self-consistency with as many samples
-    beyond the paired interval, red worse.
-
-    Args:
-        rows: Rows of one side.
-        title: Over the table; empty for none.
-    """
+    """Return the accuracy of one side's contenders at every budget, grouped by confidence."""
     budgets = sorted({row.budget for row in rows})
     shown = headline(budgets)
     heads = ["strategy", *(f"≤{budget}" for budget in budgets), f"used at ≤{shown}", f"change at ≤{shown}"]
@@ -227,12 +159,7 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
 
 
 def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
-    """Return one budget only, all sides beside each other: accuracy and, in brackets, the samples really used.
-
-    Args:
-        rows: Rows of one test set, all sides.
-        title: Over the table; empty for none.
-    """
+    """Return one budget only, all sides beside each other: accuracy and, in brackets, the samples really used."""
     shown = headline(sorted({row.budget for row in rows}))
     rows = [row for row in rows if row.budget == shown]
     sides = list(dict.fromkeys(row.contender.side for row in rows))
@@ -252,16 +179,7 @@ def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
 
 
 def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
-    """Return what one side's contenders pay for the accuracy of self-consistency at each target.
-
-    Each cell says samples and, in brackets, their change against the target. The last column belongs to the largest
-    target: with calibration questions, the samples that the setting chosen on them uses and its accuracy minus that of
-    the vote; without them, the saving with its interval.
-
-    Args:
-        rows: Rows of one side.
-        title: Over the table; empty for none.
-    """
+    """Return what one side's contenders pay for the accuracy of self-consistency at each target."""
     targets = sorted({row.target for row in rows})
     largest = targets[-1]
     has_chosen = any(row.chosen is not None for row in rows)
@@ -279,13 +197,7 @@ def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]], *, title: str = "") -> Table:
-    """Return how often near-unanimous winners are right, beside what each confidence is worth on single responses.
-
-    Args:
-        rows: Rows of one side.
-        scores: By confidence: AUROC, AUROC within questions and ECE, as text.
-        title: Over the table; empty for none.
-    """
+    """Return how often near-unanimous winners are right, beside what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
     table = _table(title, heads)
@@ -313,15 +225,7 @@ def strategies_markdown(
     scores: Mapping[str, Mapping[str, Sequence[str]]],
     break_even: Sequence[BreakEvenRow],
 ) -> str:
-    """Return every row as Markdown tables, with intervals and tokens.
-
-    Args:
-        budgets: Accuracy at a budget.
-        savings: Cost at an accuracy.
-        consensus: Near-unanimous winners.
-        scores: By side and confidence: AUROC, AUROC within questions and ECE, as text.
-        break_even: Questions until the cost is earned back; may be empty.
-    """
+    """Return every row as Markdown tables, with intervals and tokens."""
     parts = [
         "### Accuracy at a budget",
         "",
@@ -355,11 +259,7 @@ def strategies_markdown(
 
 
 def curves_csv(rows: Mapping[str, Sequence[CurveRow]]) -> str:
-    """Return every point of every curve as CSV, full precision.
-
-    Args:
-        rows: By test set.
-    """
+    """Return every point of every curve as CSV, full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     numbers = ("accuracy", "accuracy_low", "accuracy_high", "samples", "tokens")

@@ -29,15 +29,7 @@ _HEADER = ("metric", "split", "before", "after", "change")
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of a comparison.
-
-    Attributes:
-        metric: Key of the metric, say "calibration/ECE".
-        split: What it was measured on.
-        before: Value and interval before.
-        after: Value and interval after.
-        change: After minus before, with the interval of the paired difference.
-    """
+    """One line of a comparison."""
 
     metric: str
     split: str
@@ -55,14 +47,7 @@ class ComparisonRow:
 
 
 def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[ComparisonRow]:
-    """Return one row per metric and split, metric by metric, from ``{split: {metric: change}}``.
-
-    Example:
-        >>> nothing = Estimate(0.0, 0.0, 0.0)
-        >>> change = MetricChange(ECE, Estimate(0.3, 0.2, 0.4), Estimate(0.1, 0.0, 0.2), nothing, nothing)
-        >>> [(row.metric, row.split) for row in comparison_rows({"test": {ECE: change}})]
-        [('calibration/ECE', 'test')]
-    """
+    """Return one row per metric and split, metric by metric, from ``{split: {metric: change}}``."""
     metrics = dict.fromkeys(metric for by_metric in changes.values() for metric in by_metric)
     return [
         ComparisonRow(metric, split, by_metric[metric].before, by_metric[metric].after, by_metric[metric].change)
@@ -73,12 +58,7 @@ def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[C
 
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "") -> Table:
-    """Return the rows for the terminal: green where better beyond its interval, red where worse.
-
-    Args:
-        rows: The lines.
-        title: Over the table; empty for none.
-    """
+    """Return the rows for the terminal: green where better beyond its interval, red where worse."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in _HEADER:
         table.add_column(name, justify="left" if name in ("metric", "split") else "right", overflow="fold")
@@ -97,17 +77,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "") -> Table
 
 
 def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """Return the rows as a Markdown table; changes beyond their interval are bold.
-
-    Example:
-        >>> row = ComparisonRow(
-        ...     ECE, "test", Estimate(0.3, 0.2, 0.4), Estimate(0.1, 0.05, 0.2), Estimate(-0.2, -0.3, -0.1)
-        ... )
-        >>> print(comparison_markdown([row]))
-        | metric | split | before | after | change |
-        |---|---|---:|---:|---:|
-        | ECE ↓ | test | 0.300 [0.200, 0.400] | 0.100 [0.050, 0.200] | **-0.200 [-0.300, -0.100]** |
-    """
+    """Return the rows as a Markdown table; changes beyond their interval are bold."""
     lines = [_line(_HEADER), "|---|---|---:|---:|---:|"]
     for row in rows:
         before, after, change = _estimates(row)
@@ -117,17 +87,7 @@ def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
 
 
 def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
-    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined.
-
-    Example:
-        >>> row = ComparisonRow(
-        ...     ECE, "test", Estimate(0.3, 0.2, 0.4), Estimate(0.1, 0.05, 0.2), Estimate(-0.2, -0.3, -0.1)
-        ... )
-        >>> print(comparison_csv([row]))
-        metric,split,before,before_low,before_high,after,after_low,after_high,change,change_low,change_high
-        calibration/ECE,test,0.3,0.2,0.4,0.1,0.05,0.2,-0.2,-0.3,-0.1
-        <BLANKLINE>
-    """
+    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     columns = [f"{name}{end}" for name in _HEADER[2:] for end in ("", "_low", "_high")]
@@ -152,14 +112,7 @@ def metric_label(metric: str) -> str:
 
 
 def format_estimate(estimate: Estimate, *, signed: bool = False) -> str:
-    """Return a value and its interval to three decimals; a dash where it is not defined.
-
-    Example:
-        >>> format_estimate(Estimate(0.5, 0.25, 0.75)), format_estimate(Estimate(None, None, None))
-        ('0.500 [0.250, 0.750]', '–')
-        >>> format_estimate(Estimate(0.1, -0.1, 0.3), signed=True)
-        '+0.100 [-0.100, +0.300]'
-    """
+    """Return a value and its interval to three decimals; a dash where it is not defined."""
     if estimate.value is None:
         return "–"
     sign = "+" if signed else ""

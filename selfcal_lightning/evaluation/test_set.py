@@ -21,14 +21,7 @@ from selfcal_lightning.evaluation.curves import StrategySettings, check_pool
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What came of a side's calibration questions.
-
-    Attributes:
-        names: Confidences to weigh by.
-        scorers: Fitted on the first half, or read from files.
-        first_half: The questions of the fit, with the scorers' confidences.
-        second_half: The questions on which settings are chosen, with the scorers' confidences.
-    """
+    """What came of a side's calibration questions."""
 
     names: tuple[str, ...]
     scorers: tuple[FittedScorer, ...]
@@ -39,14 +32,7 @@ class Calibrated:
 def calibrate_side(
     pool: RecordedPool, calibration: RecordedPool | None, scorers: Sequence[FittedScorer], settings: StrategySettings
 ) -> Calibrated:
-    """Fit what is asked for on the first half of the calibration questions, and keep the second for settings.
-
-    Args:
-        pool: The side's samples of test questions, of which only the names of the confidences are read.
-        calibration: The side's samples of the calibration questions, or None.
-        scorers: Fitted confidences from files.
-        settings: How.
-    """
+    """Fit what is asked for on the first half of the calibration questions, and keep the second for settings."""
     given = [scorer.name for scorer in scorers]
     wanted = settings.confidences
     if calibration is None:
@@ -64,13 +50,7 @@ def calibrate_side(
 
 @dataclass(frozen=True)
 class EvaluatedTest:
-    """The samples of a test set as strategies see them.
-
-    Attributes:
-        name: Of the test set.
-        width: Samples of each question that are used.
-        pools: The samples with their confidences, by side; all sides have the same questions in the same order.
-    """
+    """The samples of a test set as strategies see them."""
 
     name: str
     width: int
@@ -85,19 +65,7 @@ class EvaluatedTest:
 def prepare_test(
     name: str, pools: Mapping[str, RecordedPool], calibrated: Mapping[str, Calibrated], settings: StrategySettings
 ) -> EvaluatedTest:
-    """Check a test set and put the confidences on its samples.
-
-    Args:
-        name: Of the test set.
-        pools: By side, see ``evaluation_inputs.check_inputs``; the first side's self-consistency is what the others are
-            held against.
-        calibrated: What came of each side's calibration questions.
-        settings: How strategies are evaluated.
-
-    Raises:
-        MissingConfidenceError: A confidence asked for is absent; names the estimator to run.
-        ValueError: A scorer was fitted on one of these questions, or a pool cannot be evaluated as asked.
-    """
+    """Check a test set and put the confidences on its samples."""
     width = _width(name, pools, calibrated, settings)
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)
     weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
@@ -129,17 +97,7 @@ def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What was spent once, before the first test question.
-
-    Attributes:
-        generated_tokens: Tokens that were generated for training.
-        store: Store of the training samples, whose tokens (and confidence queries) are added to them.
-        trained_tokens: Tokens that training went over, all epochs together.
-        trained_token_price: Generated tokens that a trained one costs; forward and backward pass are about three
-            forward passes.
-        seconds: What it all took instead, where tokens are not known; needs ``tokens_per_second``.
-        tokens_per_second: How fast the same machine generates at test time.
-    """
+    """What was spent once, before the first test question."""
 
     generated_tokens: float = 0.0
     store: str | None = None
@@ -158,14 +116,7 @@ class TrainingCost:
             raise InputError("Expected the cost either in `seconds` or in tokens, but got both.")
 
     def tokens(self) -> float:
-        """Return the cost in generated tokens.
-
-        Example:
-            >>> TrainingCost(generated_tokens=1000.0, trained_tokens=500.0).tokens()
-            2500.0
-            >>> TrainingCost(seconds=60.0, tokens_per_second=100.0).tokens()
-            6000.0
-        """
+        """Return the cost in generated tokens."""
         if self.seconds is not None and self.tokens_per_second is not None:
             return self.seconds * self.tokens_per_second
         stored = 0.0 if self.store is None else stored_tokens(self.store)
@@ -173,11 +124,7 @@ class TrainingCost:
 
 
 def stored_tokens(store: str) -> float:
-    """Return the tokens of all samples of a store (round 0), those of their confidence queries too.
-
-    Raises:
-        ValueError: The length of a response is unknown.
-    """
+    """Return the tokens of all samples of a store (round 0), those of their confidence queries too."""
     pool = load_recorded_pool(store, texts=False)
     total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
     if total is None:

@@ -34,11 +34,6 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
     """Write the threshold that each contender takes at each budget; return the names of the files.
 
     Only thresholds that calibration questions chose are written, by the code of ``selfcal fit-threshold``.
-
-    Args:
-        resampled: The contenders with their calibration curves.
-        calibrated: By side.
-        folder: The files go under ``folder/SIDE/thresholds``.
     """
     halves = {side: found.second_half for side, found in calibrated.items()}
     questions = {side: _as_calibration(half) for side, half in halves.items() if half is not None}
@@ -66,19 +61,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
 def evaluate_given(
     test: EvaluatedTest, paths: Sequence[str], settings: StrategySettings, console: Console
 ) -> list[dict[str, Any]]:
-    """Report on fitted thresholds from files, on every side whose responses were sampled alike; print a line each.
-
-    Args:
-        test: The samples.
-        paths: The files.
-        settings: Orders, resamples and seed.
-        console: Where to print.
-
-    Raises:
-        MissingConfidenceError: The samples lack the confidence that a threshold was fitted for.
-        ValueError: A threshold was fitted on one of these questions, with other scorers, for a larger budget than the
-            pool has, or for responses that were sampled otherwise than those of any side.
-    """
+    """Report on fitted thresholds from files, on every side whose responses were sampled alike; print a line each."""
     found = []
     for path in paths:
         fitted = FittedThreshold.load(path)

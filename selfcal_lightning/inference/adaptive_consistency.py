@@ -45,23 +45,7 @@ _LARGEST_KEY = 2**62
 
 
 def majority_ratio(counts: Array) -> Floats:
-    """Compute the share of the leading answer, in [0, 1]: ``max_k v_k / sum_k v_k``.
-
-    Args:
-        counts: Votes v of K answers, at least 0, shape [..., K]; weights (sums of confidences) are allowed.
-
-    Returns:
-        Shares [...]; 0 where there is no vote at all.
-
-    Raises:
-        ValueError: If a vote is negative or not finite, or there is no dimension of answers.
-
-    Example:
-        >>> majority_ratio([3, 1])
-        array(0.75)
-        >>> majority_ratio([[2, 2], [0, 0]])
-        array([0.5, 0. ])
-    """
+    """Compute the share of the leading answer, in [0, 1]: ``max_k v_k / sum_k v_k``."""
     votes = _as_votes(counts)
     total = np.asarray(votes.sum(axis=-1))
     share = np.zeros_like(total)
@@ -73,24 +57,6 @@ def normalised_entropy(counts: Array) -> Floats:
 
     ``-sum_k p_k log(p_k) / log(D)`` with ``p_k = v_k / sum v`` and D the number of answers seen. A lone answer gets a
     phantom rival with one vote, as in the reference; without it, one vote would be taken for full agreement.
-
-    Args:
-        counts: Votes v of K answers, at least 0, shape [..., K]; zeros are answers that were not seen.
-
-    Returns:
-        Entropies [...]; 1 where there is no vote at all.
-
-    Raises:
-        ValueError: If a vote is negative or not finite, or there is no dimension of answers.
-
-    Example:
-        >>> normalised_entropy([[2, 2, 0], [1, 0, 0]])
-        array([1., 1.])
-        >>> bool(normalised_entropy([9, 1]) < 0.5)
-        True
-
-    Reference:
-        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
     """
     votes = _as_votes(counts)
     distinct = np.count_nonzero(votes, axis=-1)
@@ -108,51 +74,12 @@ def beta_leader_probability(counts: Array) -> Floats:
 
     ``P(p > 1/2)`` for ``p ~ Beta(v_1 + 1, v_2 + 1)``, which is ``1 - I_{1/2}(v_1 + 1, v_2 + 1)``; v_1 and v_2 are the
     two largest counts and I is the regularised incomplete beta function.
-
-    Args:
-        counts: Votes of K answers, whole numbers of at least 0, shape [..., K]; a lone answer has a rival without.
-
-    Returns:
-        Probabilities [...]; 1/2 where there is no vote at all.
-
-    Raises:
-        ValueError: If a vote is negative or no whole number, or there is no dimension of answers.
-
-    Example:
-        >>> beta_leader_probability([[2, 0], [2, 2]])
-        array([0.875, 0.5  ])
-
-    Reference:
-        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
     """
     return _by_combination(_largest(_as_counts(counts), 2), _beta_integral)
 
 
 def dirichlet_leader_probability(counts: Array, *, top: int = 5) -> Floats:
-    r"""Compute the probability that the leading answer is the likeliest of the ``top`` most frequent ones.
-
-    ``P(p_1 = max_k p_k)`` for ``p ~ Dirichlet(v + 1)``. As p is a vector of independent Gamma(v_k + 1) variables over
-    their sum, this is ``integral f_1(x) prod_{k > 1} F_k(x) dx`` with the density f and the distribution function F of
-    these; it is integrated over ``log x`` by the trapezoidal rule, so nothing is sampled and nothing is seeded. With
-    two answers it is :func:`beta_leader_probability`.
-
-    Args:
-        counts: Votes v of K answers, whole numbers of at least 0, shape [..., K]; zeros were not seen.
-        top: Number of answers that are looked at, the most frequent ones.
-
-    Returns:
-        Probabilities [...]; 1/2 where there is no vote at all.
-
-    Raises:
-        ValueError: If a vote is negative or no whole number, or ``top`` is less than 2.
-
-    Example:
-        >>> dirichlet_leader_probability([[1, 1, 1], [3, 1, 0]]).round(4)
-        array([0.3333, 0.8125])
-
-    Reference:
-        Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860, section 3.
-    """
+    r"""Compute the probability that the leading answer is the likeliest of the ``top`` most frequent ones."""
     if not isinstance(top, int) or isinstance(top, bool) or top < 2:
         raise InputError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
     return _by_combination(_largest(_as_counts(counts), top), _dirichlet_integral)
@@ -220,12 +147,7 @@ def _dirichlet_integral(counts: Integers) -> Floats:
 
 @lru_cache(maxsize=4096)
 def _gamma_tables(lead: int) -> tuple[Floats, Floats]:
-    """Return the weights of M nodes [M] for Gamma(lead + 1) and the distribution functions of its rivals [lead + 1, M].
-
-    Weights are density times step, over nodes that are evenly spaced in ``u = log(x / (lead + 1))``. The density falls
-    as ``exp((lead + 1) (u - e^u + 1))``; the ends are where this is below e^-37, and the
-    step is fine enough for twelve digits.
-    """
+    """Return the weights of M nodes [M] for Gamma(lead + 1) and the distribution functions of its rivals [lead + 1."""
     shape = lead + 1.0
     reach = np.sqrt(74.0 / shape)
     step = min(0.3 / np.sqrt(shape), 0.1)

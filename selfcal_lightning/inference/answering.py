@@ -123,12 +123,7 @@ def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str |
 
 
 def summarise(answers: Sequence[Answer], *, failed: int) -> str:
-    """Return what a run gave and cost in one line.
-
-    Args:
-        answers: The answers, at least one.
-        failed: Samples that the engine gave up.
-    """
+    """Return what a run gave and cost in one line."""
     verdicts = [answer.verdict for answer in answers]
     parts = [
         f"{len(answers):,} questions",
@@ -159,12 +154,7 @@ Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
 
 
 def default_task(model: str) -> str:
-    """Return the task that questions have where none is named.
-
-    Example:
-        >>> default_task("bundled"), default_task("Qwen/Qwen2.5-7B-Instruct")
-        ('word_problems', 'local_number')
-    """
+    """Return the task that questions have where none is named."""
     return "word_problems" if is_bundled(model) else "local_number"
 
 
@@ -176,16 +166,7 @@ def ask_question(
     reference: object = None,
     chain_of_thought: bool = True,
 ) -> Question:
-    """Return ``text`` as a question of ``task``: its prompt, its way to read answers, its form of the reference.
-
-    Raises:
-        ValueError: If the text is empty, the task unknown, or the reference no answer of the task's type.
-
-    Example:
-        >>> question = ask_question("What is 2+2?", task="local_number", reference="4.0")
-        >>> question.messages[-1].content, question.reference
-        ('Question: What is 2+2?', '4')
-    """
+    """Return ``text`` as a question of ``task``: its prompt, its way to read answers, its form of the reference."""
     if not text.strip():
         raise InputError(f"Expected `question` to hold text, but got {text!r}.")
     row = QuestionRow(text, reference, question_id, task, "", 1)
@@ -193,11 +174,7 @@ def ask_question(
 
 
 def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thought: bool = True) -> Question:
-    """Return a row as a question of the task that it names, or else of ``task``.
-
-    Raises:
-        InputError: The task is unknown, has no prompt without reasoning, or the answer is not of its type.
-    """
+    """Return a row as a question of the task that it names, or else of ``task``."""
     try:
         reader = get_task(row.task or task)
     except InputError as error:
@@ -216,17 +193,7 @@ def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thou
 
 
 def read_questions(source: Questions, *, task: str, chain_of_thought: bool = True) -> list[Question]:
-    """Return the questions of a file or a list, in the one format (``tasks.question_rows``); ids default to ``line-N``.
-
-    Args:
-        source: A file, mappings with the fields of its lines, or questions, which are taken as they are.
-        task: Task of the questions that name none.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        InputError: If it holds no question, or a row is not as described, with file and line.
-    """
+    """Return the questions of a file or a list, in the one format (``tasks.question_rows``)."""
     if isinstance(source, str | Path):
         rows = read_question_file(source)
     elif all(isinstance(one, Question) for one in source) and source:

@@ -22,11 +22,6 @@ class Ask:
 
     They are sent back as a list, shorter (at last empty) only where the source has no more. Samples that continue a
     prefix, or end with a step, are drawn anew: only live sources have them.
-
-    Attributes:
-        num_samples: How many.
-        prefix: Token ids of the response that they continue, such as those of an earlier sample; None begins anew.
-        to_step_end: Whether they end where their next step does; what ends a step is a setting of the source.
     """
 
     num_samples: int
@@ -70,12 +65,7 @@ class Stops(Protocol):
         ...
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        """Return the first end of a step behind the first ``after`` tokens; None without one.
-
-        Args:
-            token_ids: A response so far, without end-of-turn [T].
-            after: Tokens in which no end is looked for.
-        """
+        """Return the first end of a step behind the first ``after`` tokens; None without one."""
         ...
 
 
@@ -184,11 +174,7 @@ def vote_confidence(sample: Sample, confidence: str) -> float | None:
 
 
 def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
-    """Return the weight of each answer in the order first seen, as ``weighted_votes`` does.
-
-    Raises:
-        ValueError: If a weight is negative: the answer with the fewest samples would win.
-    """
+    """Return the weight of each answer in the order first seen, as ``weighted_votes`` does."""
     for sample in samples if confidence is not None else ():
         value = vote_confidence(sample, str(confidence))
         if value is not None and value < 0.0:

@@ -30,21 +30,7 @@ def choose_strategy(
     scorers: Sequence[FittedScorer] = (),
     fitted: FittedThreshold | None = None,
 ) -> Strategy:
-    """Return the strategy that the options name.
-
-    Args:
-        name: Its name; None is that of ``fitted``, or early stopping at ``DEFAULT_THRESHOLD``.
-        fields: The fields that the user set.
-        scorers: Fitted confidences; the last is read where the strategy reads one and ``fields`` name none.
-        fitted: A threshold, which brings all fields along.
-
-    Raises:
-        ValueError: If there is no such strategy or field, or it is not what ``fitted`` was fitted for.
-
-    Example:
-        >>> choose_strategy(None, {"max_samples": 8})
-        EarlyStopping(threshold=0.7, max_samples=8, confidence='p_true', fallback='weighted_vote')
-    """
+    """Return the strategy that the options name."""
     if name is not None:
         check_can_answer(name)
     if fitted is not None:
@@ -75,12 +61,7 @@ def load_fitted_files(
 
 
 def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
-    """Raise ValueError where responses will be sampled otherwise than those that a threshold was fitted on.
-
-    Args:
-        fitted: The threshold; where it does not know, nothing is checked.
-        fingerprint: Of the samples that the engine will draw.
-    """
+    """Raise ValueError where responses will be sampled otherwise than those that a threshold was fitted on."""
     plain = fingerprint.as_json()
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
@@ -91,13 +72,7 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
 
 
 def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tuple[Prompt | None, str | None]:
-    """Return the prompt that questions are put with, and what is to be said about it.
-
-    Args:
-        model: Folder or hub name of the model.
-        adapter: Folder of the adapter, or None.
-        given: The prompt that the user asks for; None takes that of the calibration.
-    """
+    """Return the prompt that questions are put with, and what is to be said about it."""
     folder = Path(resolve_model(model) if adapter is None else adapter)
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None or "prompt" not in manifest:

@@ -69,18 +69,7 @@ def run_strategy(
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question in work.
-
-    Attributes:
-        question: The question.
-        solving: The strategy at work on it.
-        ask: What it asked for and has not got; None before its first.
-        started: Samples started of each kind.
-        order: Kinds of the samples that were started and have not come, in the order in which they come.
-        arrived: Samples that came and were not handed over, by kind.
-        handed: Samples that the strategy has seen.
-        exhausted: Whether the source has no more.
-    """
+    """A question in work."""
 
     question: Question
     solving: Solving
@@ -115,46 +104,7 @@ class _OpenQuestion:
 
 
 class Driver:
-    """The loop between a strategy and a source of samples. It takes questions while it runs.
-
-    A question is opened whenever fewer samples than ``source.target`` are in flight, so that the engine's batch stays
-    full while each question waits for its own samples. A strategy gets samples in index order and exactly as many as
-    it asked for, fewer only where the source has no more. When its verdict is there, all that is still in flight for
-    the question is cancelled.
-
-    The verdict's costs: ``samples_used`` is the strategy's own count, and ``tokens_used`` the tokens of these samples;
-    ``samples_generated`` and ``tokens_generated`` add what was begun and not used. A sample that was queued and not
-    begun is not counted. Tokens are those that were drawn and, where the source puts it, of the confidence query; None
-    where the length of a response is unknown.
-
-    It is for one thread. In a ``with`` block what is still in flight at its end is cancelled.
-
-    Args:
-        strategy: What decides.
-        source: Where samples come from; nothing else may ask it meanwhile.
-        lookahead: Samples beyond those asked for that may be started for a question while no other question can be
-            opened and the engine has room. They shorten the wait when there are few questions and cost samples.
-        on_verdict: Called with each verdict as it is reached and the samples that were delivered for it.
-        progress: Called with the number of samples that arrived, after each wait.
-
-    Example:
-        >>> from selfcal_lightning.records import QuestionSamples
-        >>> from selfcal_lightning.inference.voting import SelfConsistency
-        >>> from selfcal_lightning.inference.sources import ReplaySource
-        >>> pool = [
-        ...     QuestionSamples(
-        ...         Question(name, "local_number", ()), (Sample(name, 0, 0, name, (1,), "stop", name, None),), "test"
-        ...     )
-        ...     for name in ("3", "4")
-        ... ]
-        >>> with Driver(SelfConsistency(max_samples=1), ReplaySource(pool)) as driver:
-        ...     driver.add(pool[0].question)
-        ...     first = driver.work()
-        ...     driver.add(pool[1].question)
-        ...     second = driver.work()
-        >>> [verdict.answer for verdict in (*first, *second)], driver.is_idle
-        (['3', '4'], True)
-    """
+    """The loop between a strategy and a source of samples. It takes questions while it runs."""
 
     def __init__(
         self,
@@ -187,12 +137,7 @@ class Driver:
         return not (self._waiting or self._open or self._reached)
 
     def add(self, *questions: Question) -> None:
-        """Queue questions; they are opened, in their order, as the engine has room.
-
-        Raises:
-            MissingConfidenceError: The source cannot give the confidence that the strategy reads.
-            InputError: An id is in work already, or a question cannot be asked; none of ``questions`` is queued then.
-        """
+        """Queue questions; they are opened, in their order, as the engine has room."""
         in_work = [*self._waiting, *(opened.question for opened in self._open.values())]
         if repeated := duplicate_ids([*in_work, *questions]):
             raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")

@@ -65,15 +65,7 @@ def register_strategy(strategy: type) -> type:
 
 
 def make_strategy(name: str, **settings: Any) -> Strategy:
-    """Return the strategy ``name`` with these fields; fields left out keep their defaults.
-
-    Raises:
-        InputError: If there is no such strategy or field, or a value is not allowed.
-
-    Example:
-        >>> make_strategy("early_stopping", threshold=0.8, max_samples=8)
-        EarlyStopping(threshold=0.8, max_samples=8, confidence='p_true', fallback='weighted_vote')
-    """
+    """Return the strategy ``name`` with these fields; fields left out keep their defaults."""
     known = setting_names(name)
     for setting in settings:
         if setting not in known:
@@ -100,11 +92,6 @@ def check_can_answer(name: str) -> None:
 def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that is none of the strategies on recorded samples.
 
-    Args:
-        option: Where it was given.
-        name: What was given.
-        known: What is known there.
-
     Example:
         >>> print(unknown_strategy("strategies", "beam_search", ["cges"]))
         Expected `strategies` to name strategies on recorded samples, but got 'beam_search', which a reward model ...
@@ -119,30 +106,14 @@ def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError
 
 
 def setting_names(name: str) -> tuple[str, ...]:
-    """Return the names of the fields of the strategy ``name``.
-
-    Raises:
-        InputError: If there is no such strategy.
-
-    Example:
-        >>> setting_names("window_stopping")
-        ('window', 'max_samples', 'mode')
-    """
+    """Return the names of the fields of the strategy ``name``."""
     if name not in STRATEGIES:
         raise unknown_strategy("strategy", name, STRATEGIES)
     return tuple(field.name for field in fields(STRATEGIES[name]))
 
 
 def describe_strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it.
-
-    Raises:
-        InputError: If its class stands under no name here.
-
-    Example:
-        >>> describe_strategy(SelfConsistency(max_samples=4))
-        {'name': 'self_consistency', 'max_samples': 4, 'confidence': None}
-    """
+    """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it."""
     for name, cls in STRATEGIES.items():
         if type(strategy) is cls:
             return {"name": name, **{field: getattr(strategy, field) for field in setting_names(name)}}

@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What was generated for a question and never delivered.
-
-    Attributes:
-        samples: Responses begun, finished or not; those that were only queued cost nothing.
-        tokens: Their response tokens, and the confidence query's of those that had finished, and what was drawn behind
-            the ends of steps; None where the length of one is unknown.
-    """
+    """What was generated for a question and never delivered."""
 
     samples: int = 0
     tokens: int | None = 0
@@ -75,24 +69,11 @@ class SampleSource(Protocol):
         """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
 
         To be called again for questions that come later, and before a question is begun anew.
-
-        Raises:
-            MissingConfidenceError: Where the source cannot give the confidence.
-            ValueError: Where a question cannot be asked.
         """
         ...
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Start the next ``count`` samples of a question and return their number, fewer where there are no more.
-
-        Args:
-            question_id: The question.
-            count: How many samples.
-            kind: Where they begin and end.
-
-        Raises:
-            InputError: The source has no samples of this kind.
-        """
+        """Start the next ``count`` samples of a question and return their number, fewer where there are no more."""
         ...
 
     def poll(self) -> list[Sample]:
@@ -113,12 +94,7 @@ def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool
 
 
 def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
-    """Raise unless a live sample carries ``confidence`` and what ``scorers`` read.
-
-    Raises:
-        MissingConfidenceError: Names what is missing, and what there is.
-        ValueError: Something that is read depends on the other responses to the question.
-    """
+    """Raise unless a live sample carries ``confidence`` and what ``scorers`` read."""
     read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
     refuse_looking_ahead(dict.fromkeys(read), scorers)
     known = list(STORED)
@@ -478,9 +454,6 @@ def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:
     """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted.
 
     Each Ask is answered with the next samples, fewer of them (at last none) where the record ends.
-
-    Raises:
-        InputError: The strategy asks for anything but whole responses.
     """
     solving = strategy.solve(entry.question)
     position = 0

@@ -400,24 +400,6 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
 
     It maximises ``mean [right log p + (1 - right) log(1 - p)]`` over the questions and over the first n samples of
     each, n = 1 .. ``max_samples``, with p the posterior of the answer that leads after n samples.
-
-    Args:
-        pool: Samples of a calibration split with known correctness, and the strategy's confidence.
-        strategy: Its other fields are kept; None takes the defaults.
-
-    Returns:
-        The exponent's parameter in [0, 1], to about .001; ``replace(strategy, evidence=...)`` uses it.
-
-    Raises:
-        ValueError: If the pool has no right answer at all (is it labelled?), or a confidence is no probability.
-
-    Example:
-        >>> from selfcal_lightning.inference.vectorised import PoolArrays
-        >>> answer, right = np.array([[0, 0], [0, 0]], dtype=np.int32), np.array([[True, True], [False, False]])
-        >>> confidence, tokens = np.full((2, 2), 0.5), np.ones((2, 2), dtype=np.int64)
-        >>> pool = PoolArrays(("a", "b"), np.array([2, 2]), answer, confidence, right, tokens)
-        >>> fit_evidence(pool)  # the second sample repeats the first
-        0.0
     """
     from scipy.optimize import minimize_scalar  # slow to import, and only a fit needs it
 

@@ -111,16 +111,7 @@ class GridOutcome:
 
 
 class GridSums:
-    """Adds up what a strategy does over the orders of a pool.
-
-    Args:
-        strategy: The strategy.
-        grid: Values of its grid parameter, G.
-        num_questions: Q.
-        num_orders: Orders that will be added.
-        width: Samples of each question in an order.
-        most_tokens: The most that the samples of one question cost in an order; None where that is unknown.
-    """
+    """Adds up what a strategy does over the orders of a pool."""
 
     def __init__(
         self,
@@ -143,14 +134,7 @@ class GridSums:
     def add(
         self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
     ) -> None:
-        """Run the strategy on r orders of q questions, one below the other.
-
-        Args:
-            pool: The samples [r * q, N].
-            right: Whether each answer code is right [r * q, K + 1], see ``orders.right_codes``.
-            spent: Tokens of the first n samples [r * q, N + 1]; read where the most of them is known.
-            questions: Which of the questions.
-        """
+        """Run the strategy on r orders of q questions, one below the other."""
         outcome = curve_of(self._strategy, pool, self._grid)
         rows = np.arange(outcome.answer.shape[1])
         _add(self._correct[:, questions], right[rows, outcome.answer])
@@ -177,15 +161,7 @@ def grid_outcome(
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> GridOutcome:
-    """Return what ``strategy`` costs and reaches at every value of ``grid``.
-
-    Args:
-        strategy: The strategy; no question may have fewer samples than it draws at any value.
-        pool: Questions with references.
-        grid: Values of the field ``strategy.grid_parameter``.
-        num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
-        seed: Of these orders.
-    """
+    """Return what ``strategy`` costs and reaches at every value of ``grid``."""
     if not len(grid):
         raise InputError("Expected `grid` to hold at least one value, but got none.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
@@ -207,11 +183,6 @@ def grid_of(
     strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
 ) -> tuple[float, ...]:
     """Return the settings of a strategy that are worth trying, rising.
-
-    Args:
-        strategy: The strategy; a number of samples goes up to its budget.
-        thresholds: For a strategy whose setting is a threshold.
-        values: Values that the confidence takes: further thresholds of the strategy that compares it with one.
 
     Example:
         >>> grid_of(EarlyStopping(), thresholds=(0.5, 0.9), values=(0.71,))
@@ -247,11 +218,7 @@ def as_gridded(strategy: Strategy) -> GridStrategy:
 
 
 class NoThresholdError(InputError):
-    """No threshold keeps the risk with the confidence asked for.
-
-    Attributes:
-        certificate: What was found, and what was missing (``shortfall``).
-    """
+    """No threshold keeps the risk with the confidence asked for."""
 
     def __init__(self, certificate: Certificate) -> None:
         super().__init__(certificate.message)
@@ -271,20 +238,6 @@ def fit_budget_threshold(
     """Choose the value of best accuracy among those that use no more than ``budget`` samples a question on average.
 
     Of equal accuracies the cheapest is taken, of equal costs the first of the grid.
-
-    Args:
-        strategy: The strategy, which names its ``grid_parameter``; its other fields stay as they are.
-        pool: Calibration questions with references.
-        grid: Values to choose from; None takes ``threshold_grids.grid_of`` with the quantiles of the confidence.
-        budget: Mean samples used.
-        scorers: Fitted confidences to put on the samples; none may have been fitted on a question of ``pool``.
-        num_reshuffles: Random orders of each question's samples to average over; 0 takes the recorded order.
-        seed: Of these orders.
-
-    Raises:
-        MissingConfidenceError: A question lacks the confidence that the strategy reads.
-        ValueError: No value keeps the budget, the strategy may draw more than a question has, a scorer was fitted on a
-            question of ``pool``, or an argument is wrong.
     """
     if not budget > 0.0:
         raise InputError(f"Expected `budget` to be positive, but got {budget}.")
@@ -296,17 +249,7 @@ def fit_budget_threshold(
 def threshold_for_budget(
     strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
 ) -> FittedThreshold:
-    """Choose as :func:`fit_budget_threshold` does from what the strategy was found to cost and reach.
-
-    Args:
-        strategy: The strategy.
-        calibration: The questions that ``outcome`` comes from.
-        outcome: At every value to choose from.
-        budget: Mean samples used.
-
-    Raises:
-        ValueError: No value keeps the budget.
-    """
+    """Choose as :func:`fit_budget_threshold` does from what the strategy was found to cost and reach."""
     best = best_setting_within(outcome.mean_samples, outcome.accuracy, budget)
     if best is None:
         cheapest = int(outcome.mean_samples.argmin())
@@ -330,11 +273,6 @@ def fit_accuracy_threshold(
     """Choose the cheapest value whose accuracy on the calibration questions reaches ``accuracy``.
 
     Of equal costs the more accurate is taken. See :func:`fit_budget_threshold` for the other arguments.
-
-    Raises:
-        MissingConfidenceError: A question lacks the confidence that the strategy reads.
-        ValueError: No value reaches the accuracy, the strategy may draw more than a question has, a scorer was fitted
-            on a question of ``pool``, or an argument is wrong.
     """
     if not 0.0 < accuracy <= 1.0:
         raise InputError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
@@ -363,32 +301,7 @@ def fit_risk_threshold(
     num_starts: int | None = None,
     procedure: Procedure = "fixed_sequence",
 ) -> FittedThreshold:
-    """Choose, by Learn then Test, the confidence from which a verdict is given; below it the strategy abstains.
-
-    With probability at least ``1 - delta`` over the calibration questions, the error rate among the answered questions
-    is at most ``risk``, provided that questions are drawn independently and from where the later ones come, that their
-    responses are sampled likewise, and that the strategy's fields were not chosen on these very questions. Each
-    question enters with the one verdict on its samples in recorded order: reshuffles would not be independent. See
-    ``functional.risk_control`` for why the test is valid.
-
-    Args:
-        strategy: The strategy, its own threshold set; the verdict's confidence should rise with the chance to be right.
-        pool: Calibration questions with references.
-        risk: Bound on the error rate among the answered.
-        delta: Chance that the bound does not hold.
-        scorers: Fitted confidences to put on the samples; none may have been fitted on a question of ``pool``.
-        guide: Other questions, say those that the fusion was fitted on, which suggest thresholds and their order
-            (``risk_planning.guided_grid``). It costs no level and usually certifies more.
-        grid: Thresholds in the order of testing; None takes those of ``guide``, or 1, .99 ... 0 without one.
-        num_starts: Starts of the fixed sequence; None takes 1 with a guide or a grid, else 10.
-        procedure: "fixed_sequence" or "bonferroni".
-
-    Raises:
-        NoThresholdError: Nothing can be certified; says what was missing, such as about how many more questions.
-        MissingConfidenceError: A question lacks the confidence that the strategy reads.
-        ValueError: The strategy may draw more than a question has, a scorer or the guide shares a question with
-            ``pool``, or an argument is wrong.
-    """
+    """Choose, by Learn then Test, the confidence from which a verdict is given; below it the strategy abstains."""
     if guide is not None and grid is not None:
         raise InputError("Expected either `guide` or `grid`, but got both.")
     calibration = calibration_pool(strategy, pool, scorers)

@@ -23,13 +23,7 @@ from selfcal_lightning.records import QuestionSamples, Verdict
 
 @dataclass(frozen=True)
 class CalibrationPool:
-    """Calibration questions on which a threshold may be chosen.
-
-    Attributes:
-        entries: The questions with the scorers' confidences.
-        scorers: What was put on them.
-        fitted_on: Their record.
-    """
+    """Calibration questions on which a threshold may be chosen."""
 
     entries: tuple[QuestionSamples, ...]
     scorers: tuple[FittedScorer, ...]
@@ -48,19 +42,7 @@ def calibration_pool(
     *,
     known: Iterable[KnownConfidence] = (),
 ) -> CalibrationPool:
-    """Check everything that a choice on ``pool`` depends on, once.
-
-    Args:
-        strategy: What a threshold is chosen for.
-        pool: Questions with references.
-        scorers: Fitted confidences to put on the samples, in the order of computation.
-        known: What the pool knows of its confidences; see ``confidence.dependence.pool_dependent``.
-
-    Raises:
-        MissingConfidenceError: A question lacks the confidence that the strategy reads.
-        ValueError: There is no question or one without a reference, a scorer was fitted on one of them, the strategy
-            knows the reference, reads what depends on the other responses, or may draw more than a question has.
-    """
+    """Check everything that a choice on ``pool`` depends on, once."""
     check_can_answer(strategy.name)
     if not pool:
         raise InputError("Expected `pool` to hold at least one calibration question, but got none.")

@@ -26,13 +26,7 @@ UNREADABLE = -1
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where the rows of arrays come from: the samples of Q questions at most, each row some of them in an order.
-
-    Attributes:
-        entries: The questions with their samples.
-        row: Which of them each row is of [Q'], int64.
-        order: Positions of its samples [Q', W], int64; None is the recorded order.
-    """
+    """Where the rows of arrays come from: the samples of Q questions at most, each row some of them in an order."""
 
     entries: Sequence[QuestionSamples] = field(repr=False)
     row: NDArray[np.int64] = field(repr=False)
@@ -71,13 +65,7 @@ class PoolArrays:
     def from_samples(
         cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
     ) -> PoolArrays:
-        """Build the arrays from samples; answers keep their classes, questions their order.
-
-        Args:
-            pool: The samples.
-            confidence: Name of the confidence to read; None gives every readable answer 1.
-            query_tokens: Tokens that reading the confidence costs a sample.
-        """
+        """Build the arrays from samples; answers keep their classes, questions their order."""
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -100,13 +88,7 @@ class PoolArrays:
         return plain if confidence is None else plain.with_confidence(pool, confidence)
 
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
-        """Return what :meth:`from_samples` gives with a confidence, of arrays that it built of ``pool`` without one.
-
-        Args:
-            pool: The samples.
-            confidence: Name of the confidence to read.
-            query_tokens: Tokens that reading it costs a sample, where they are not counted yet.
-        """
+        """Return what :meth:`from_samples` gives with a confidence, of arrays that it built of ``pool`` without one."""
         samples = [sample for entry in pool for sample in entry.samples]
         found = (confidence_of(sample, confidence) for sample in samples)
         column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))
@@ -135,12 +117,7 @@ class PoolArrays:
         return replace(self._taken(np.arange(len(order)), order), length=self.length)
 
     def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
-        """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``.
-
-        Args:
-            order: Positions of samples [r * Q, W]; none may be padding.
-            questions: The Q consecutive questions that the orders are of.
-        """
+        """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``."""
         ids = self.question_ids[questions]
         times, left_over = divmod(len(order), len(ids))
         if left_over:
@@ -205,13 +182,7 @@ ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class OrderBlock:
-    """Orders of some consecutive questions, one below the other.
-
-    Attributes:
-        questions: Which questions, q of them.
-        position: Positions of samples [r * q, width]; row i belongs to question ``questions.start + i % q``.
-        num_finished: Orders of the whole pool that end with this block.
-    """
+    """Orders of some consecutive questions, one below the other."""
 
     questions: slice
     position: Integers
@@ -280,14 +251,6 @@ def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArra
     """Return whether each answer code is right [rows, K + 1], by the first of its samples as a verdict is judged.
 
     The last column stands for "no answer", which never is.
-
-    Args:
-        answer: Code of each sample's answer [rows, N]; -1 is no answer.
-        correct: Whether each sample is right [rows, N].
-
-    Example:
-        >>> right_codes(np.array([[1, 0, -1]], dtype=np.int32), np.array([[True, False, True]])).tolist()
-        [[False, True, False]]
     """
     num_codes = int(answer.max(initial=-1)) + 1
     right = np.zeros((len(answer), num_codes + 1), dtype=bool)
@@ -348,14 +311,7 @@ class VoteStep:
 
 
 def votes_of(pool: PoolArrays, *, weighted: bool, width: int | None = None) -> Votes:
-    """Return the votes among the first ``width`` samples of every question.
-
-    Args:
-        pool: The samples.
-        weighted: Weigh by the pool's confidence; a sample without one is then no vote. Otherwise every readable answer
-            weighs 1, whatever confidence the pool carries.
-        width: Samples of each question to look at; None for all.
-    """
+    """Return the votes among the first ``width`` samples of every question."""
     # Columns lie next to each other in memory, since everything below goes from sample to sample.
     answer = pool.answer[:, :width].T.astype(np.int64, order="C")
     num_samples, num_questions = answer.shape
@@ -380,9 +336,6 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
     """Yield the state of the votes after each sample, all questions at once.
 
     Only the answer voted for can take the lead, so a step costs O(Q) and not O(Q K).
-
-    Raises:
-        ValueError: If a weight is negative.
     """
     _check_weights(votes.weight)
     num_questions = len(votes.code)
@@ -422,15 +375,7 @@ def leaders_at(votes: Votes, budgets: Integers) -> NDArray[np.int32]:
 
 
 def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
-    """Return the winner of one vote over the first n samples [Q], the first seen on ties; -1 without votes.
-
-    Args:
-        votes: The votes.
-        weight: Their weights [Q, n], n at most W; those of samples that are no votes do not matter.
-
-    Raises:
-        ValueError: If a weight is negative.
-    """
+    """Return the winner of one vote over the first n samples [Q], the first seen on ties; -1 without votes."""
     _check_weights(weight)
     num_samples = weight.shape[1]
     cells, weights = votes.cell.T[:num_samples].ravel(), weight.T.ravel()
@@ -445,16 +390,7 @@ def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
 
 
 def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) -> Integers:
-    """Return the first column whose score is at least each value of the grid [G, Q]; W where there is none.
-
-    Args:
-        scores: One score a sample [Q, W]; -inf or nan where the rule may not fire.
-        grid: G finite values in any order.
-
-    Example:
-        >>> first_crossing(np.array([[0.2, 0.9, 0.5]]), [0.5, 0.2, 1.0]).ravel().tolist()
-        [1, 0, 3]
-    """
+    """Return the first column whose score is at least each value of the grid [G, Q]; W where there is none."""
     values = np.asarray(grid, dtype=np.float64)
     order = np.argsort(values, kind="stable")
     num_questions, width = scores.shape
@@ -477,14 +413,7 @@ def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) ->
 def outcome_at(
     crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
 ) -> CurveOutcome:
-    """Return what happens when a rule fires at ``crossing``, and falls back where it never does.
-
-    Args:
-        crossing: Column at which it fires [G, Q]; W where never.
-        answer: Code of the answer given when it fires at a column [Q, W].
-        fallback: Code of the answer given otherwise [Q].
-        length: Samples of each question [Q].
-    """
+    """Return what happens when a rule fires at ``crossing``, and falls back where it never does."""
     width = answer.shape[1]
     table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
     fires = crossing < width
@@ -499,22 +428,14 @@ def outcome_of_budgets(answer: NDArray[np.integer], budgets: Integers, length: I
 
 
 def as_budgets(grid: Sequence[float], name: str = "max_samples") -> Integers:
-    """Return a grid of numbers of samples as int64 [G].
-
-    Raises:
-        ValueError: If one is no positive integer.
-    """
+    """Return a grid of numbers of samples as int64 [G]."""
     for value in grid:
         check_budget(int(value) if float(value).is_integer() else value, name)  # type: ignore[arg-type]
     return np.asarray(grid, dtype=np.int64)
 
 
 def as_thresholds(grid: Sequence[float], name: str = "threshold") -> Floats:
-    """Return a grid of thresholds as float64 [G].
-
-    Raises:
-        ValueError: If one lies outside [0, 1].
-    """
+    """Return a grid of thresholds as float64 [G]."""
     for value in grid:
         check_threshold(float(value), name)
     return np.asarray(grid, dtype=np.float64)
@@ -549,9 +470,6 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
     """Return what ``solve`` does on the samples of each row of ``pool``, in their order, at each value of the grid.
 
     It takes a run of the generator for every row and value, where ``curve`` takes a pass over arrays.
-
-    Raises:
-        InputError: A verdict's answer is none of the samples', or the pool was not made of samples.
     """
     shape = len(grid), len(pool.length)
     answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -573,13 +491,7 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
 
 
 def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
-    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number.
-
-    Example:
-        >>> from selfcal_lightning.inference.stopping import EarlyStopping
-        >>> with_setting(EarlyStopping(), 0.5).threshold
-        0.5
-    """
+    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number."""
     setting = value if strategy.grid_parameter == "threshold" else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found

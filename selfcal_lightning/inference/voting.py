@@ -352,16 +352,6 @@ class PassAtN:
 
     An oracle: it looks at the reference, so it bounds from above what any choice among these samples can reach, and
     cannot be used to answer a question. Where nothing was verified it is the first answer. It has no confidence.
-
-    Attributes:
-        max_samples: Samples to draw.
-
-    Example:
-        >>> PassAtN(max_samples=4)
-        PassAtN(max_samples=4)
-
-    Reference:
-        Chen et al., Evaluating Large Language Models Trained on Code, arXiv 2107.03374.
     """
 
     name: ClassVar[str] = "pass_at_n"

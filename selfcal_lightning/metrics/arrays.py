@@ -41,11 +41,7 @@ def as_array(values: Array | float) -> NDArray[Any]:
 
 
 def as_scores(values: Array, name: str = "confidence") -> Floats:
-    """Return ``values`` as float64 of shape [N]; higher is better, any real number is allowed.
-
-    Raises:
-        ValueError: If it is not one-dimensional or holds None or NaN.
-    """
+    """Return ``values`` as float64 of shape [N]; higher is better, any real number is allowed."""
     scores = np.asarray(as_array(values), dtype=np.float64)
     if scores.ndim != 1:
         raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {scores.shape}.")
@@ -59,11 +55,7 @@ def as_scores(values: Array, name: str = "confidence") -> Floats:
 
 
 def as_probabilities(values: Array, name: str = "confidence") -> Floats:
-    """Return ``values`` as float64 of shape [N] in [0, 1]; what rounding put a millionth outside is clipped.
-
-    Raises:
-        ValueError: If a value lies outside [0, 1].
-    """
+    """Return ``values`` as float64 of shape [N] in [0, 1]; what rounding put a millionth outside is clipped."""
     scores = as_scores(values, name)
     if scores.size and (scores.min() < -_ROUNDING or scores.max() > 1.0 + _ROUNDING):
         raise InputError(
@@ -74,11 +66,7 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
 
 
 def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
-    """Return ``values`` as booleans of shape [N]. An unreadable response is a wrong one: its label is False.
-
-    Raises:
-        ValueError: If a label is neither 0 nor 1, or is None or NaN (a response that nobody can judge).
-    """
+    """Return ``values`` as booleans of shape [N]. An unreadable response is a wrong one: its label is False."""
     labels = as_scores(values, name)
     if not ((labels == 0.0) | (labels == 1.0)).all():
         raise InputError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
@@ -86,21 +74,13 @@ def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
 
 
 def as_rates(values: Array | float, name: str) -> Floats:
-    """Return probabilities or shares of any shape as float64 in [0, 1]; rounding is clipped as in ``as_probabilities``.
-
-    Raises:
-        ValueError: If a value is None or NaN, or lies outside [0, 1].
-    """
+    """Return probabilities or shares of any shape as float64 in [0, 1]."""
     array = as_array(values)
     return as_probabilities(array.reshape(-1), name).reshape(array.shape)
 
 
 def as_counts(values: Array | int, name: str) -> Integers:
-    """Return whole numbers of at least 0, of any shape, as int64.
-
-    Raises:
-        ValueError: If a number is negative, not whole, None or NaN.
-    """
+    """Return whole numbers of at least 0, of any shape, as int64."""
     array = as_array(values)
     counts = as_scores(array.reshape(-1), name)
     odd = (counts < 0.0) | (counts != np.floor(counts)) | np.isinf(counts)
@@ -124,11 +104,7 @@ def check_positive(value: int, name: str) -> None:
 
 
 def question_codes(question_index: Array, name: str = "question_index") -> tuple[NDArray[Any], Integers]:
-    """Return the sorted distinct questions [Q] and, for every response, the position of its question [N].
-
-    Raises:
-        ValueError: If it is not one-dimensional.
-    """
+    """Return the sorted distinct questions [Q] and, for every response, the position of its question [N]."""
     questions = as_array(question_index)
     if questions.ndim != 1:
         raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {questions.shape}.")
@@ -151,17 +127,7 @@ def bin_index(confidence: Floats, edges: Floats) -> Integers:
 def concordant_pairs(
     confidence: Floats, correct: NDArray[np.bool_], codes: Integers, num_questions: int
 ) -> tuple[Floats, Floats]:
-    """Count, per question, the pairs of a right and a wrong response and those in which the right one stands higher.
-
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
-        codes: Position of each response's question [N], from 0.
-        num_questions: Q.
-
-    Returns:
-        Concordant pairs [Q], where a tie counts one half, and all pairs [Q]. Sorting makes it O(N log N).
-    """
+    """Count, per question, the pairs of a right and a wrong response and those in which the right one stands higher."""
     if not len(confidence):
         return np.zeros(num_questions), np.zeros(num_questions)
     order = np.argsort(confidence, kind="stable")

@@ -71,9 +71,6 @@ class Estimate:
     def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
         """Build the estimate from its value and the values of the resamples [R]; NaN is "not defined".
 
-        Raises:
-            ValueError: If ``level`` lies outside (0, 1).
-
         Example:
             >>> Estimate.from_resamples(0.5, np.arange(5) / 4, level=0.5)
             Estimate(value=0.5, low=0.25, high=0.75, num_undefined=0)
@@ -90,12 +87,7 @@ class Estimate:
     def from_bounds(
         cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
     ) -> Estimate:
-        """Build the estimate from bounds of a calibration error, its interval cut to what is possible.
-
-        Example:
-            >>> Estimate.from_bounds(ErrorBounds(0.125, np.full(9, -0.25), np.full(9, 0.25)), least=0.0)
-            Estimate(value=0.125, low=0.0, high=0.375, num_undefined=0)
-        """
+        """Build the estimate from bounds of a calibration error, its interval cut to what is possible."""
         if not 0.0 < level < 1.0:
             raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         if bounds is None or np.isnan(bounds.value):
@@ -449,16 +441,6 @@ def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int
 
     ``values [P, Q] @ weights`` are then the means of P columns, which share their resamples. With one question there
     is nothing to resample, so that R is 0.
-
-    Args:
-        num_questions: Q.
-        num_resamples: R; 0 where no interval is wanted.
-        seed: Of the draw.
-
-    Example:
-        >>> means = np.array([[0.0, 1.0], [1.0, 2.0]]) @ resample_weights(2, num_resamples=50)
-        >>> means.shape, bool((means[1] - means[0] == 1.0).all())
-        ((2, 51), True)
     """
     count = 0 if num_questions < 2 else max(num_resamples, 0)
     weights = np.empty((num_questions, 1 + count), order="F")
@@ -471,12 +453,7 @@ def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int
 
 
 def estimate_of(column: Floats) -> Estimate:
-    """Return the estimate of a column [1 + R] whose first entry is the value; without resamples it has no interval.
-
-    Example:
-        >>> estimate_of(np.array([0.5]))
-        Estimate(value=0.5, low=None, high=None, num_undefined=0)
-    """
+    """Return the estimate of a column [1 + R] whose first entry is the value; without resamples it has no interval."""
     return Estimate.from_resamples(float(column[0]), column[1:])
 
 
@@ -484,14 +461,6 @@ def estimate_or_never(column: Floats, *, never: float) -> Estimate:
     """Return the estimate of a column [1 + R] in which NaN says that something is never reached.
 
     A resample without a value counts as the worst one, so that an end of the interval that lies among them is None.
-
-    Args:
-        column: The value, then those of the resamples.
-        never: What stands for NaN: inf for a cost, -inf for a saving.
-
-    Example:
-        >>> estimate_or_never(np.array([2.0, 1.0, 3.0, np.nan]), never=np.inf)
-        Estimate(value=2.0, low=1.0, high=None, num_undefined=1)
     """
     value, resamples = column[0], column[1:]
     if np.isnan(value):
@@ -522,10 +491,6 @@ def mean_over_seeds(columns: Floats) -> Floats:
     """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
 
     The first entry of a column is its value, the others those of resamples of the questions, the same for all seeds.
-
-    Example:
-        >>> mean_over_seeds(np.array([[0.25, 0.5], [0.75, 0.5]])).tolist()
-        [0.5, 0.5]
     """
     weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
     return np.einsum("s...r,rs->...r", columns, weights)

@@ -212,11 +212,6 @@ class ErrorBounds:
     def from_gaps(cls, gaps: Floats, resampled: Floats, *, num_questions: int) -> ErrorBounds:
         """Build the bounds from the gaps of B bins.
 
-        Args:
-            gaps: Measured [B].
-            resampled: On R resamples of the questions [R, B]; NaN where one has no response.
-            num_questions: Q.
-
         Example:
             >>> bounds = ErrorBounds.from_gaps(np.array([-0.5]), np.array([[-0.25], [-0.75]]), num_questions=2)
             >>> bounds.value, bounds.least.tolist(), bounds.most.tolist()  # 2 standard errors: its sign is clear
@@ -235,19 +230,7 @@ class ErrorBounds:
 
     @classmethod
     def from_sums(cls, gaps: Floats, sizes: Floats, weights: Floats) -> ErrorBounds:
-        """Build the bounds from what each question adds to the gaps.
-
-        Args:
-            gaps: Sums of (correct - confidence) in each bin [Q, B].
-            sizes: Responses [Q].
-            weights: Of the questions in the mean and in R resamples [Q, 1 + R], ``question_means.resample_weights``.
-
-        Example:
-            >>> weights = np.array([[0.5, 1.0], [0.5, 0.0]])  # all questions, then a resample of the first alone
-            >>> bounds = ErrorBounds.from_sums(np.array([[-1.0], [0.0]]), np.array([2.0, 2.0]), weights)
-            >>> bounds.value, bounds.least.tolist()
-            (0.25, [0.25])
-        """
+        """Build the bounds from what each question adds to the gaps."""
         totals = weights.T @ sizes
         means = (weights.T @ gaps) / np.where(totals > 0.0, totals, np.nan)[:, None]
         return cls.from_gaps(means[0], means[1:], num_questions=len(gaps))

@@ -140,11 +140,7 @@ def simulated_pass_at_k(p: Array, k: Array | int) -> Floats:
 
 
 def checked_counts(num_samples: Array, num_correct: Array) -> tuple[Integers, Integers]:
-    """Return the numbers of samples and of right ones, broadcast against each other.
-
-    Raises:
-        ValueError: If a count is not whole, there is a question without samples, or with more right ones than samples.
-    """
+    """Return the numbers of samples and of right ones, broadcast against each other."""
     samples = as_counts(num_samples, "num_samples")
     correct = as_counts(num_correct, "num_correct")
     samples, correct = np.broadcast_arrays(samples, correct)
@@ -300,18 +296,6 @@ def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: 
 
     ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
     ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
-
-    Args:
-        predicted: p, the predicted pass@k of each question [Q], in [0, 1].
-        num_samples: n, the samples of each question [Q] or one number; at least 2 k.
-        num_correct: c, right ones among them [Q].
-        k: Number of samples.
-
-    Returns:
-        Errors [Q].
-
-    Raises:
-        ValueError: If a value is out of its range, or a question has fewer than 2 k samples.
 
     Example:
         >>> pass_at_k_squared_errors([0.5, 0.5], 2, [1, 2], 1).tolist()  # as `squared_errors`

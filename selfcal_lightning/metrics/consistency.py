@@ -132,11 +132,7 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
 def _weighed_classes(
     answers: Sequence[str | None], confidences: Sequence[float | None]
 ) -> tuple[list[object], list[float]]:
-    """Return the class of every response and its mass; without an answer or a confidence it is unreadable.
-
-    Raises:
-        ValueError: If the lengths differ or a confidence is negative or not finite.
-    """
+    """Return the class of every response and its mass; without an answer or a confidence it is unreadable."""
     if len(answers) != len(confidences):
         raise InputError(
             "Expected `answers` and `confidences` to have the same length, "
@@ -173,22 +169,6 @@ def standardised_weights(*scores: Array) -> Floats:
     """Compute ``exp(sum_j z_j)`` with ``z = (x - mean) / (std + 1e-9)`` over the responses to one question.
 
     Higher scores weigh more; pass minus what should be low. The sum of the weights of equal answers is their vote.
-
-    Args:
-        scores: One score or several of each response [N]; those without one are left out.
-
-    Returns:
-        Weights, above 0 [N].
-
-    Raises:
-        ValueError: If lengths differ, a score is unknown, or there is none.
-
-    Example:
-        >>> standardised_weights([1.0, 3.0]).round(3).tolist(), standardised_weights([2.0, 2.0]).tolist()
-        ([0.368, 2.718], [1.0, 1.0])
-
-    Reference:
-        The voting weights of SASC, `run_evaluation.py` of Multi-step Test-time Training with Data Selection.
     """
     if not scores:
         raise InputError("Expected at least one score of each response, but got none.")
@@ -199,12 +179,6 @@ def standardised_weights(*scores: Array) -> Floats:
 
 def masked_standardised_weights(scores: Floats) -> Floats:
     """Compute :func:`standardised_weights` of many questions at once, to the same bit however many there are.
-
-    Args:
-        scores: One of each response [N, Q], finite; nan where there is none.
-
-    Returns:
-        Weights [N, Q]; 0 where there is no score.
 
     Example:
         >>> masked_standardised_weights(np.array([[1.0, 2.0], [3.0, np.nan]])).round(3).tolist()
@@ -219,19 +193,7 @@ def masked_standardised_weights(scores: Floats) -> Floats:
 
 
 def lowest_share(values: Array, share: float = 0.8) -> NDArray[np.bool_]:
-    """Return which responses have a value of at most the quantile ``share`` of those to the question [N].
-
-    Args:
-        values: One of each response [N].
-        share: In (0, 1].
-
-    Raises:
-        ValueError: If ``share`` is out of its range.
-
-    Example:
-        >>> lowest_share([0.5, 0.1, 0.9, 0.2, 0.3], 0.8).tolist()
-        [True, True, False, True, True]
-    """
+    """Return which responses have a value of at most the quantile ``share`` of those to the question [N]."""
     if not 0.0 < share <= 1.0:
         raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
     row = as_scores(values, "values")

@@ -82,13 +82,7 @@ def draw_reliability(axes: Axes, bins: ReliabilityBins, *, colour: str, label: s
 
 
 def draw_reliability_of(axes: Axes, bins: ReliabilityBins, *, outcome: str = "accuracy") -> None:
-    """Draw a reliability diagram with its error in the title.
-
-    Args:
-        axes: Where to.
-        bins: What to draw.
-        outcome: What stands over the confidence, such as "accuracy".
-    """
+    """Draw a reliability diagram with its error in the title."""
     if bins.count.sum():
         draw_reliability(axes, bins, colour=BEFORE, label=outcome)
         axes.legend(loc="upper left", fontsize=8, frameon=False)

@@ -60,16 +60,7 @@ class ExactMetric(Metric):
         super().sync(*args, **kwargs)
 
     def plot(self, val: Any = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw the metric over all processes; every process has to call it. No pyplot is used, and nothing is shown.
-
-        Args:
-            val: What ``compute`` or ``forward`` returned: several single numbers are drawn over their steps, a mapping
-                of numbers as bars. None draws what is known now, as a diagram where the metric has one.
-            ax: Axes to draw on; None makes a figure.
-
-        Returns:
-            The figure and its axes.
-        """
+        """Draw the metric over all processes; every process has to call it. No pyplot is used, and nothing is shown."""
         if val is None:
             return self._diagram(ax)
         if isinstance(val, Mapping):

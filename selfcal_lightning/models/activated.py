@@ -46,10 +46,6 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
 
     Which parameters are trained stays as it is: PEFT's own switch freezes what sleeps, which FSDP2 would take over for
     good from a first forward pass in that state.
-
-    Args:
-        model: A model with an adapter.
-        asleep: Whether it sleeps in the block, or is awake.
     """
     changed = [layer for layer in _adapted_layers(model) if layer.disable_adapters != asleep]
     _switch(changed, asleep=asleep)
@@ -64,10 +60,6 @@ def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
     """Let one of several adapters act in the block, in the place of the one that did before.
 
     As in ``adapter_asleep``, which parameters are trained stays as it is.
-
-    Args:
-        model: A model with several adapters.
-        name: The adapter.
     """
     layers = _adapted_layers(model)
     before = layers[0].active_adapters
@@ -79,15 +71,7 @@ def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
-    """Put an activated adapter beside the weights of ``model``, frozen and asleep; ``adapter_asleep`` wakes it.
-
-    Args:
-        model: The base model.
-        adapter: Folder or hub name of the adapter.
-
-    Raises:
-        ValueError: Asleep it changes what the model computes, or awake it changes nothing.
-    """
+    """Put an activated adapter beside the weights of ``model``, frozen and asleep; ``adapter_asleep`` wakes it."""
     keep_bitsandbytes_quiet()
     from peft import PeftConfig, PeftModel
 
@@ -150,11 +134,7 @@ States = tuple[Tensor, Tensor]
 
 
 class ContextTrees(TreeMasks):
-    """The trees of a packed row whose keys and values are kept, for queries that come later.
-
-    Attributes:
-        states: Keys [1, H_kv, T, D] and values [1, H_kv, T, D_v] of every layer, in the order of the layers.
-    """
+    """The trees of a packed row whose keys and values are kept, for queries that come later."""
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         super().__init__(trees)
@@ -167,24 +147,14 @@ class ContextTrees(TreeMasks):
 
 
 class QueryMasks(TreeMasks):
-    """Queries of all branches side by side; each attends to its prompt, its response and, causally, to itself.
-
-    Args:
-        trees: The trees of the row that was read before, a branch holding a response alone.
-        states: Keys and values of every layer over that row.
-        num_tokens: Tokens of a query.
-    """
+    """Queries of all branches side by side; each attends to its prompt, its response and, causally, to itself."""
 
     def __init__(self, trees: Sequence[PrefixTree], states: Sequence[States], num_tokens: int) -> None:
         super().__init__(trees)
         self._states, self._num_tokens = states, num_tokens
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
-        """Attend from the queries; all shapes as in ``segment_attention``, with T the tokens of all queries.
-
-        Raises:
-            PackingError: There are more layers than had been read.
-        """
+        """Attend from the queries; all shapes as in ``segment_attention``, with T the tokens of all queries."""
         if self.num_calls == len(self._states):
             raise PackingError("Expected queries to meet the layers that read their responses, but got one more.")
         context_keys, context_values = self._states[self.num_calls]
@@ -293,13 +263,6 @@ def read_contexts(
     """Run the first pass over a batch whose rows end with a query, which is left out.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
-
-    Args:
-        model: Causal language model with an adapter; its output layer sees no position here.
-        input_ids: Token ids, right-padded, int64, [S, T].
-        attention_mask: 1 at real tokens, [S, T].
-        tail: Tokens at the end of every row to leave out.
-        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
     """
     with torch.no_grad(), adapter_asleep(model), evaluation_mode(model):
         if trees:
@@ -311,11 +274,6 @@ def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOu
     """Run the second pass and return what the model says after the query of every row.
 
     Every call adds its query to the same contexts: several may be asked, one after the other.
-
-    Args:
-        model: The model that read the contexts, its adapter awake.
-        contexts: What the first pass left.
-        query: The query, of at least one token.
     """
     ids, ends = _queries(contexts, query.suffix_ids)
     return run_outputs(model, contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
@@ -332,13 +290,6 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
     """Hold queries asked over contexts against whole sequences, so that no model is trained wrongly in silence.
 
     The adapter sleeps in both, since it would see other tokens in whole sequences.
-
-    Args:
-        model: Causal language model with an adapter, in the attention that it will be trained with.
-        packed: Whether its rows are packed.
-
-    Raises:
-        PackingError: They differ, or a pass does not get through.
     """
     config, name = model.config.get_text_config(), type(model.get_base_model()).__name__
     device = next(model.parameters()).device

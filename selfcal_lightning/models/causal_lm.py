@@ -32,15 +32,7 @@ if TYPE_CHECKING:
 
 
 class WeightFiles:
-    """Named tensors in one or several safetensors files.
-
-    Args:
-        files: Where each tensor lies, {name: file}.
-
-    Attributes:
-        bytes_read: Bytes of tensors that ``read_rows`` has read from the files, before any cast.
-        rows_read: Rows that it has read of each tensor, {name: [start, stop)}; scalars are not in it.
-    """
+    """Named tensors in one or several safetensors files."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.bytes_read = 0
@@ -50,12 +42,7 @@ class WeightFiles:
 
     @classmethod
     def of_model(cls, base_model: str, *, revision: str | None = None) -> WeightFiles:
-        """Find the files of a local folder or of a hub model, which is downloaded where it is not yet.
-
-        Raises:
-            ValueError: If there are no safetensors files, or the index names a file that is not there, or one of them
-                is damaged.
-        """
+        """Find the files of a local folder or of a hub model, which is downloaded where it is not yet."""
         folder = model_folder(base_model, revision=revision)
         check_model_folder(str(folder), option="base_model")
         index, whole = folder / INDEX, folder / WHOLE
@@ -171,23 +158,7 @@ def load_causal_lm(
     quantization_config: QuantizationConfigMixin | None = None,
     is_trunk: bool = False,
 ) -> PreTrainedModel:
-    """Load ``base_model`` from a local folder or the hub, without running code that came with it.
-
-    Args:
-        base_model: Folder or hub name, or "bundled".
-        revision: Branch, tag or commit on the hub.
-        dtype: Of the weights; "auto" takes the dtype that they are stored in.
-        attn_implementation: Name that transformers knows, such as "sdpa", or "segments", which also runs packed rows;
-            None takes "segments" where the model can, else the model's default.
-        device: Where the weights are put as they are read; None is the CPU.
-        quantization_config: How transformers should quantise them as they are read; None leaves them as they are.
-        is_trunk: Whether its last hidden states are all that is wanted: a small frozen layer then stands in the place
-            of its output layer, which the files need not have.
-
-    Raises:
-        ValueError: If there is no such model, it is no causal language model, or its files are damaged, not
-            safetensors, or lack weights.
-    """
+    """Load ``base_model`` from a local folder or the hub, without running code that came with it."""
     from transformers import AutoModelForCausalLM
 
     check_model_folder(base_model, option="base_model")
@@ -243,11 +214,7 @@ def recompute_layers(model: nn.Module, enabled: bool) -> None:
 
 
 def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
-    """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled".
-
-    Raises:
-        ValueError: If there is no such model.
-    """
+    """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled"."""
     from transformers import AutoConfig
 
     try:
@@ -265,23 +232,7 @@ def logits_at(
     *,
     trees: Sequence[PrefixTree] = (),
 ) -> Tensor:
-    """Return the logits at the given positions only, one row each.
-
-    The output layer sees just these positions: at a vocabulary of 128k it would otherwise be the larger part of the
-    memory. ``logits_to_keep`` of transformers cannot say this: it holds one set of positions for all rows of a batch.
-    The root module is called, so that the hooks of DDP and FSDP fire.
-
-    Args:
-        model: Causal language model, an adapted one too.
-        head: Its output layer, or None to select from the full logits.
-        input_ids: Token ids, right-padded, int64, [S, T].
-        attention_mask: 1 at real tokens, [S, T].
-        positions: Positions to read in the flattened S * T tokens, int64, [n].
-        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
-
-    Returns:
-        Logits in the dtype of the model, [n, V].
-    """
+    """Return the logits at the given positions only, one row each."""
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees)
     return selected_logits(model, head, arguments, positions)
 
@@ -289,17 +240,7 @@ def logits_at(
 def selected_logits(
     model: nn.Module, head: nn.Module | None, arguments: Mapping[str, Any], positions: Tensor
 ) -> Tensor:
-    """Run ``model`` and return the logits at the given positions only; see ``logits_at``.
-
-    Args:
-        model: Causal language model, an adapted one too.
-        head: Its output layer, or None to select from the full logits.
-        arguments: Of the forward pass, among them ``input_ids`` [S, T].
-        positions: Positions to read in the flattened S * T tokens, int64, [n]; may be none.
-
-    Returns:
-        Logits in the dtype of the model, [n, V].
-    """
+    """Run ``model`` and return the logits at the given positions only; see ``logits_at``."""
     if head is None:
         return model(**arguments).logits.flatten(0, 1)[positions]
     shape = arguments["input_ids"].shape
@@ -324,15 +265,7 @@ def forward_arguments(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a forward pass over sequences that stand apart, or over a packed one; see ``logits_at``.
-
-    Args:
-        model: Causal language model, an adapted one too.
-        input_ids: Token ids, [S, T].
-        attention_mask: 1 at real tokens, [S, T].
-        trees: Prompts and branches of a packed sequence.
-        position_ids: Those of a packed sequence, [1, T], where they are known.
-    """
+    """Return the arguments of a forward pass over sequences that stand apart, or over a packed one."""
     if not trees:
         return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     implementation = model.config.get_text_config()._attn_implementation
@@ -344,17 +277,6 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
 
     The masses are sums of the full softmax over the exact token ids of ``query``, in float32; P(True) is
     Yes / (Yes + No) when ``normalised``, else Yes.
-
-    Args:
-        logits: Any float dtype, [B, V].
-        query: Whose ``yes_ids`` and ``no_ids`` are summed.
-        normalised: Which of the two definitions.
-
-    Example:
-        >>> query = ConfidenceQuery(suffix_ids=(), yes_ids=(0, 1), no_ids=(2,))
-        >>> confidence = confidence_from_logits(torch.tensor([[0.2, 0.4, 0.2, 0.2]]).log(), query)
-        >>> [round(value.item(), 4) for value in confidence]
-        [0.75, 0.6, 0.2]
     """
     log_p = logits.float().log_softmax(-1)[:, query_ids(query, logits.device)]
     num_yes = len(query.yes_ids)

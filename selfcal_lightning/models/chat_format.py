@@ -82,18 +82,7 @@ class Prompt:
 
 
 def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Question]:
-    """Return the questions as they are put with ``prompt``; None leaves each with its task's.
-
-    Raises:
-        InputError: A question is one of the examples, whose answer the model would be shown.
-
-    Example:
-        >>> own = Message("system", "Think."), Message("user", "Question: 2+2?")
-        >>> prompt = Prompt(system="", examples=(PromptExample("1+1?", "Answer: 2"),))
-        >>> [put] = put_prompt([Question("q", "local_number", own, "4", "2+2?")], prompt)
-        >>> [f"{message.role}: {message.content}" for message in put.messages]
-        ['user: Question: 1+1?', 'assistant: Answer: 2', 'user: Question: 2+2?']
-    """
+    """Return the questions as they are put with ``prompt``; None leaves each with its task's."""
     if prompt is None:
         return list(questions)
     shown = {example.question.strip() for example in prompt.examples}
@@ -173,11 +162,7 @@ FIXED_DATE = "26 Jul 2024"
 
 
 def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model``, a folder, a name on the hub or "bundled", without running code that it ships.
-
-    Raises:
-        ValueError: When there is no usable tokenizer.
-    """
+    """Load the tokenizer of ``model``, a folder, a name on the hub or "bundled", without running code that it ships."""
     from transformers import AutoTokenizer
 
     try:
@@ -191,11 +176,7 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
 
 
 def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration.
-
-    Raises:
-        InputError: Its configuration asks for code of its own.
-    """
+    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration."""
     from transformers import GenerationConfig
 
     place = resolve_model(model)
@@ -439,19 +420,7 @@ LOOKS_BACK = 6
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text of a response; joined, the pieces are that text.
-
-    A token is decoded behind some that stand before it: alone, it might lose the space in front of it. One that ends
-    inside of a character adds nothing, and the token that completes the character adds it whole. Control tokens add
-    nothing.
-
-    Args:
-        tokenizer: The tokenizer.
-        token_ids: Tokens of a response [T].
-
-    Returns:
-        T pieces.
-    """
+    """Return what each token adds to the text of a response; joined, the pieces are that text."""
     ids = list(token_ids)
     pieces: list[str] = []
     settled = 0  # tokens whose characters are complete

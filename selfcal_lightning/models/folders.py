@@ -28,17 +28,7 @@ SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, token
 
 
 def resolve_model(name: str) -> str:
-    """Return what to load for a model's name: the bundled model's folder for "bundled", else the name itself.
-
-    Example:
-        >>> resolve_model("Qwen/Qwen2.5-7B-Instruct")
-        'Qwen/Qwen2.5-7B-Instruct'
-        >>> resolve_model("bundled").endswith("tiny_solver")
-        True
-
-    Raises:
-        InputError: The name is empty, which would be the folder in which the command was started.
-    """
+    """Return what to load for a model's name: the bundled model's folder for "bundled", else the name itself."""
     if not name.strip():
         raise InputError(f"Expected a model to be a folder, a name on the hub or {BUNDLED_NAME!r}, but got {name!r}.")
     return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
@@ -53,14 +43,6 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
     """Return the folder of a model; what a hub model lacks in the cache is downloaded.
 
     Of the weights only those that count: see :func:`weight_files`. Files of pickles are never downloaded.
-
-    Args:
-        model: A folder, "bundled", or the name of a repository on the hub.
-        revision: Branch, tag or commit on the hub.
-        download: False takes a hub model as it lies in the cache, whole or not.
-
-    Raises:
-        FileNotFoundError: The model is not in the cache, and ``download`` is false or the hub out of reach.
     """
     place = Path(resolve_model(model))
     if place.is_dir():
@@ -92,9 +74,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
     ``consolidated.safetensors`` of some repositories. Only safetensors count: other formats can hold code.
-
-    Raises:
-        ValueError: The index is no index, with file and line.
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -104,15 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
-    """Return the files with the weights in ``folder``.
-
-    Args:
-        folder: Folder of a model or an adapter.
-        option: What the user calls it.
-
-    Raises:
-        ValueError: Some that its index names are absent, or there are none in safetensors, with the way out.
-    """
+    """Return the files with the weights in ``folder``."""
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
         raise InputError(
@@ -131,11 +102,7 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path]:
-    """Return in which file of ``folder`` its index says that each tensor lies, by the tensor's name.
-
-    Raises:
-        ValueError: The index is no index, with file and line.
-    """
+    """Return in which file of ``folder`` its index says that each tensor lies, by the tensor's name."""
     names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(
@@ -146,11 +113,7 @@ def indexed_files(folder: Path) -> dict[str, Path]:
 
 
 def config_path(name: str) -> str:
-    """Return the path of a YAML file that ships with the package, such as "demo.yaml".
-
-    Raises:
-        InputError: When there is no such file.
-    """
+    """Return the path of a YAML file that ships with the package, such as "demo.yaml"."""
     from selfcal_lightning import configs
 
     path = Path(next(iter(configs.__path__))) / name
@@ -169,14 +132,6 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
 
     Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers the
     name, the size and the first and last MiB of every file, and the index of the shards.
-
-    Args:
-        model: A folder with ``*.safetensors`` files, or the name of a repository on the hub, which must have been
-            downloaded.
-        revision: Revision on the hub.
-
-    Raises:
-        ValueError: When there are no weight files.
     """
     files = _weight_files(model, revision)
     index = files[0].with_name(INDEX)
@@ -253,11 +208,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of an export, or None for a folder that another tool wrote.
-
-    Raises:
-        ValueError: It is damaged, of a later format, or no manifest of an export.
-    """
+    """Return the manifest of an export, or None for a folder that another tool wrote."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -340,12 +291,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def check_model_folder(model: str, *, option: str = "model") -> None:
-    """Raise InputError where ``model`` is a folder that cannot be loaded, with the way out; a name of the hub passes.
-
-    Args:
-        model: Folder or hub name, or "bundled".
-        option: What the user calls it.
-    """
+    """Raise InputError where ``model`` is a folder that cannot be loaded, with the way out."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return
@@ -371,13 +317,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
-    """Raise InputError where ``file`` is a GGUF file, with the command that makes a model of it.
-
-    Args:
-        model: What was named as the model.
-        file: What it comes to.
-        option: What the user calls it.
-    """
+    """Raise InputError where ``file`` is a GGUF file, with the command that makes a model of it."""
     if is_gguf(file):
         raise InputError(
             f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
@@ -386,11 +326,7 @@ def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
 
 
 def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
-    """Return the configuration of the LoRA adapter in the folder ``adapter``.
-
-    Raises:
-        InputError: It is no such folder, of another kind of adapter, damaged, or not what was exported.
-    """
+    """Return the configuration of the LoRA adapter in the folder ``adapter``."""
     folder = Path(adapter)
     if not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
@@ -413,11 +349,7 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
 
 
 def local_adapter(adapter: str) -> str:
-    """Return the folder of an adapter; of one on the hub, configuration and safetensors are downloaded, nothing else.
-
-    Raises:
-        InputError: There is no such folder, and no such repository within reach.
-    """
+    """Return the folder of an adapter; of one on the hub, configuration and safetensors are downloaded."""
     if Path(adapter).is_dir():
         return adapter
     from huggingface_hub import snapshot_download
@@ -452,14 +384,7 @@ def check_safetensors(file: Path) -> None:
 
 
 def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
-    """Raise InputError where weights of a network were not in its files: transformers fills them with chance.
-
-    Args:
-        model: Folder or hub name, for the message.
-        loading: What transformers tells of a loading with ``output_loading_info``; tied weights are not among the
-            missing ones.
-        option: What the user calls the model.
-    """
+    """Raise InputError where weights of a network were not in its files: transformers fills them with chance."""
     missing = sorted(loading["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -510,13 +435,7 @@ def base_model_identity(base_model: str, *, revision: str | None = None) -> dict
 
 
 def same_base_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two identities are of one model: by their digests, whatever the folder is called.
-
-    Example:
-        >>> a = {"model": "org/m", "revision": None, "config_sha256": "1", "weights_sha256": "2"}
-        >>> same_base_model(a, {**a, "model": "/disk/m"}), same_base_model(a, {**a, "weights_sha256": "3"})
-        (True, False)
-    """
+    """Return whether two identities are of one model: by their digests, whatever the folder is called."""
     return all(one[key] == other[key] for key in DIGESTS)
 
 
@@ -540,11 +459,7 @@ def invoked_by(query_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
-    """Return the tokens that wake an activated adapter; None for one that is always awake.
-
-    Args:
-        adapter: Folder or hub name of a PEFT adapter.
-    """
+    """Return the tokens that wake an activated adapter; None for one that is always awake."""
     if Path(adapter).is_dir():
         file = Path(adapter) / CONFIG_FILE
         config = read_json_object(file, what="the configuration of an adapter") if file.is_file() else {}
@@ -557,12 +472,7 @@ def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
 
 
 def adapter_identity(adapter: str | None) -> dict[str, str | None]:
-    """Return the hash of an adapter, under the name that says what it changes.
-
-    ``adapter_sha256`` changes texts and confidences. ``activated_adapter_sha256`` changes confidences alone: texts and
-    their log-probabilities are the base model's. It is left out where there is none, so that what was written before
-    there were activated adapters is still found.
-    """
+    """Return the hash of an adapter, under the name that says what it changes."""
     if adapter is None:
         return {"adapter_sha256": None}
     digest = weights_sha256(adapter)

@@ -63,15 +63,7 @@ class LoraSettings:
 
 
 def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
-    """Freeze ``model`` and put a trainable adapter on the layers that ``settings`` names.
-
-    The adapter is held in float32 whatever the dtype of the base: in bfloat16 an update of a thousandth is lost to
-    rounding. (`Trainer(precision="bf16-true")` casts it together with everything else.) It starts from its own random
-    stream, so that it does not depend on what was drawn before.
-
-    Raises:
-        ValueError: If a name in ``settings.target_modules`` matches no layer of the model, or a tied output layer.
-    """
+    """Freeze ``model`` and put a trainable adapter on the layers that ``settings`` names."""
     keep_bitsandbytes_quiet()
     from peft import get_peft_model
 
@@ -166,16 +158,7 @@ def save_adapter(
     invocation_ids: Sequence[int] | None = None,
     name: str = FIRST,
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything.
-
-    Args:
-        model: The adapted model.
-        directory: Where to.
-        state: The adapter's parameters by name where those of ``model`` are cut over processes.
-        revision: Of the base model on the hub.
-        invocation_ids: Tokens from whose first one on the adapter is awake; None where it always is.
-        name: Which one of several adapters; the others are not written.
-    """
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything."""
     directory.mkdir(parents=True, exist_ok=True)
     # PEFT gives an adapter of another name than "default" a folder of that name inside the one that it is told.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as written:
@@ -197,11 +180,7 @@ def save_adapter(
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
-    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen.
-
-    Raises:
-        ValueError: It is no LoRA adapter, damaged, or not what was exported.
-    """
+    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen."""
     check_adapter(directory)
     keep_bitsandbytes_quiet()
     from peft import PeftModel
@@ -218,11 +197,7 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter that lies in ``directory``.
-
-    Raises:
-        ValueError: It is no LoRA adapter, damaged, or not what was exported.
-    """
+    """Return the tensors of the adapter that lies in ``directory``."""
     from safetensors.torch import load_file
 
     check_adapter(str(directory))
@@ -237,11 +212,7 @@ def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> No
 
 
 def adapter_difference(model: PeftModel, directory: Path) -> float:
-    """Return the largest absolute difference between the model's adapter and the one in ``directory``.
-
-    Raises:
-        ValueError: If the two have other tensors, or other shapes.
-    """
+    """Return the largest absolute difference between the model's adapter and the one in ``directory``."""
     mine, theirs = adapter_state(model), read_adapter_state(directory)
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
     if shapes[0] != shapes[1]:
@@ -255,11 +226,7 @@ def adapter_difference(model: PeftModel, directory: Path) -> float:
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """Return the base model with the update added to its weights; a non-finite result is an error.
-
-    Raises:
-        ValueError: If the base is quantised: a merge would be rounded to its few levels again.
-    """
+    """Return the base model with the update added to its weights; a non-finite result is an error."""
     if quantized_layers(model):
         raise InputError("Expected an unquantised base to merge into: load the base model in bfloat16 and merge there.")
     return model.merge_and_unload(safe_merge=True)

@@ -29,17 +29,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_model(model: str, *, revision: str | None = None, option: str = "model") -> None:
-    """Refuse the name of a model that is neither a folder with one, nor in the hub's cache, nor on the hub.
-
-    Args:
-        model: The name.
-        revision: Branch, tag or commit on the hub.
-        option: What takes the name, for the message.
-
-    Raises:
-        InputError: There is no such model, or its files are not whole.
-        RunError: It is not on this disk, and the hub is out of reach.
-    """
+    """Refuse the name of a model that is neither a folder with one, nor in the hub's cache, nor on the hub."""
     place = Path(resolve_model(model))
     if not place.is_dir():
         check_name(model, revision=revision, option=option)
@@ -70,12 +60,7 @@ def is_on_disk(model: str, *, revision: str | None = None) -> bool:
 
 
 def check_adapter_name(adapter: str) -> None:
-    """Refuse what is neither the whole folder of a LoRA adapter, nor the name of one that the hub knows.
-
-    Raises:
-        InputError: There is no such folder or name, or it holds something else, or a part.
-        RunError: It is not on this disk, and the hub is out of reach.
-    """
+    """Refuse what is neither the whole folder of a LoRA adapter, nor the name of one that the hub knows."""
     if Path(adapter).is_dir() or HUB_NAME.fullmatch(adapter) is None or adapter.count("/") != 1:
         check_adapter(adapter)
         return

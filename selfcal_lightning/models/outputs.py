@@ -29,22 +29,7 @@ _TILE_ELEMENTS = 2**25  # 128 MiB in float32
 def float32_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Return logits that are computed in float32 from hidden states and weights of any dtype.
-
-    Args:
-        hidden: [n, d].
-        weight: Of the output layer, [V, d]; at most 128 MiB of it are held in float32 at a time.
-        bias: [V], or None.
-        token_ids: The columns that are wanted, int64 [k]; None wants all.
-
-    Returns:
-        float32 (float64 where the hidden states are), [n, k] or [n, V].
-
-    Example:
-        >>> hidden, weight = torch.tensor([[1.0, 2.0]]).bfloat16(), torch.eye(2).bfloat16()
-        >>> float32_logits(hidden, weight, token_ids=torch.tensor([1]))
-        tensor([[2.]])
-    """
+    """Return logits that are computed in float32 from hidden states and weights of any dtype."""
     hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
     with torch.autocast(hidden.device.type, enabled=False):
         if token_ids is not None:
@@ -59,18 +44,6 @@ def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """Return ``log sum_v exp(logit_v)`` of each hidden state, in float32; gradients reach the hidden states only.
 
     Made for a few rows. The gradient is computed in the forward pass, so that no logits are kept for the backward pass.
-
-    Args:
-        hidden: [n, d].
-        weight: Of the output layer, frozen, [V, d].
-        bias: Frozen, [V], or None.
-
-    Returns:
-        float32 [n].
-
-    Example:
-        >>> log_normaliser(torch.zeros(1, 2), torch.eye(2))
-        tensor([0.6931])
     """
     return _LogNormaliser.apply(hidden, weight, bias)
 
@@ -78,26 +51,7 @@ def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
 def negative_log_likelihood(
     hidden: Tensor, weight: Tensor, token_ids: Tensor, bias: Tensor | None = None, *, rows: int | None = None
 ) -> Tensor:
-    """Return the negative log-likelihood of a token for each hidden state, in nats, a few positions at a time.
-
-    ``-log softmax(h W^T + b)[token]``, the product in the dtype of the hidden states (of autocast, where it is on) and
-    all else in float32, as the output layer and a cross-entropy do it. The gradient is computed in the forward pass, so
-    that the logits of ``rows`` positions exist at a time; it reaches the hidden states only.
-
-    Args:
-        hidden: [n, d].
-        weight: Of the output layer, frozen, [V, d].
-        token_ids: int64 [n].
-        bias: Frozen, [V], or None.
-        rows: Positions at a time; None takes so many that their logits hold 128 MiB in float32.
-
-    Returns:
-        float32 (float64 where the hidden states are), [n].
-
-    Example:
-        >>> negative_log_likelihood(torch.zeros(2, 3), torch.eye(3), torch.tensor([0, 2]))
-        tensor([1.0986, 1.0986])
-    """
+    """Return the negative log-likelihood of a token for each hidden state, in nats, a few positions at a time."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -229,12 +183,7 @@ class HiddenOutputs:
 
 @dataclass(frozen=True)
 class LogitOutputs:
-    """Logits, for models whose output layer is trained or adapted, or followed by something.
-
-    Attributes:
-        logits: Of the queries first, then of the other positions, [B + N, V].
-        num_queries: B.
-    """
+    """Logits, for models whose output layer is trained or adapted, or followed by something."""
 
     logits: Tensor
     num_queries: int
@@ -276,16 +225,6 @@ def read_outputs(
     """Run a forward pass and return what the model says at some positions of the flattened S * T tokens.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
-
-    Args:
-        model: Causal language model, an adapted one too.
-        input_ids: Token ids, right-padded, int64, [S, T].
-        attention_mask: 1 at real tokens, [S, T].
-        queries: The last position of each confidence query, int64 [B].
-        labels: Positions that are asked for tokens, int64 [N].
-        query: The confidence query.
-        trees: Prompts and branches of a packed sequence (S = 1); none for sequences that stand apart.
-        position_ids: Those of a packed sequence, [1, T], where they are known.
     """
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
@@ -300,16 +239,7 @@ def read_hidden(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run a forward pass and return the last hidden states at some positions, [n, d]; no logits are made.
-
-    Args:
-        model: Causal language model, an adapted one too, with a plain frozen output layer.
-        input_ids: Token ids, right-padded, int64, [S, T].
-        attention_mask: 1 at real tokens, [S, T].
-        positions: In the flattened S * T tokens, int64 [n].
-        trees: Prompts and branches of a packed sequence (S = 1).
-        position_ids: Those of a packed sequence, [1, T], where they are known.
-    """
+    """Run a forward pass and return the last hidden states at some positions, [n, d]; no logits are made."""
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
 
@@ -337,11 +267,6 @@ def ends_with_head(config: PreTrainedConfig) -> bool:
     """Return whether a model of this configuration returns what its output layer gives as it is.
 
     Some scale the logits or cap them. It is found out on a model without memory, in under a second, once in a process.
-
-    Example:
-        >>> from transformers import Gemma2Config, LlamaConfig
-        >>> ends_with_head(LlamaConfig()), ends_with_head(Gemma2Config())
-        (True, False)
     """
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if key not in _ENDS:

@@ -27,11 +27,6 @@ class PrefixTree(NamedTuple):
 
     In a packed row the tokens stand as prompt, branch 0, branch 1, ... A branch is a response with its confidence
     query; it continues the prompt as if it stood alone behind it.
-
-    Attributes:
-        start: Index of the prompt's first token in the packed row.
-        prompt: Length of the prompt.
-        branches: Length of every branch.
     """
 
     start: int
@@ -76,16 +71,6 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
 def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
     """Return the trees without the last ``tail`` tokens of every branch, and which tokens of the row they keep.
 
-    Args:
-        trees: Trees that stand one behind the other.
-        tail: Tokens to leave out, such as those of a query that every branch ends with.
-
-    Returns:
-        The shorter trees, one behind the other, and the indices of their tokens in the longer row, int64, [T].
-
-    Raises:
-        ValueError: A branch is shorter than ``tail``.
-
     Example:
         >>> cut_branches([PrefixTree(0, 2, (3, 2)), PrefixTree(7, 1, (4,))], 2)
         ([PrefixTree(start=0, prompt=2, branches=(1, 0)), PrefixTree(start=3, prompt=1, branches=(2,))], \
@@ -105,19 +90,7 @@ tensor([0, 1, 2, 7, 8, 9]))
 
 
 def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
-    """Return the position of every token in its own sequence: each branch goes on where the prompt ends.
-
-    Args:
-        trees: Trees that stand one behind the other.
-        width: Tokens of the row, padding at its end included; padding has position 0.
-
-    Returns:
-        Positions, int64, [width].
-
-    Example:
-        >>> tree_position_ids([PrefixTree(0, 2, (2, 3)), PrefixTree(7, 1, (1,))], 10).tolist()
-        [0, 1, 2, 3, 2, 3, 4, 0, 1, 0]
-    """
+    """Return the position of every token in its own sequence: each branch goes on where the prompt ends."""
     positions = torch.zeros(width, dtype=torch.int64)
     for tree in trees:
         positions[tree.start : tree.start + tree.prompt] = torch.arange(tree.prompt)
@@ -148,10 +121,6 @@ def tree_attention_mask(trees: Sequence[PrefixTree], width: int) -> Tensor:
     """Return who attends to whom, bool, [width, width]: itself and what precedes it in its prompt and in its branch.
 
     Its size grows with the square of the row; attention by segments does without it.
-
-    Example:
-        >>> tree_attention_mask([PrefixTree(0, 1, (1, 1))], 3).int().tolist()
-        [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
     tree_ids, branch_ids = tree_segments(trees, width)
     same_tree = tree_ids[:, None] == tree_ids[None, :]
@@ -172,12 +141,7 @@ class PackingError(InputError):
 
 
 class TreeMasks:
-    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass.
-
-    Attributes:
-        trees: The trees.
-        num_calls: Attention layers that have attended by them.
-    """
+    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass."""
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         self.trees = tuple(trees)
@@ -198,11 +162,7 @@ class TreeMasks:
         return self._masks[queries, keys]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
-        """Attend within each prompt, and from each branch to its prompt and itself; shapes as in `segment_attention`.
-
-        Returns:
-            [1, H, T, D_v].
-        """
+        """Attend within each prompt, and from each branch to its prompt and itself."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -248,23 +208,6 @@ def segment_attention(
     """Attend within each prompt, and from each branch to its prompt and itself. Registered with transformers.
 
     Batches that are not packed come without ``prefix_trees`` and take the usual path of PyTorch's attention.
-
-    Args:
-        module: The attention layer.
-        query: [S, H, T, D]; S is 1 when packed.
-        key: [S, H_kv, T, D].
-        value: [S, H_kv, T, D_v]; where keys are compressed (multi-head latent attention) D_v is not D.
-        attention_mask: The mask of a batch that is not packed.
-        scaling: Factor of the scores; None is 1 / sqrt(D).
-        dropout: Chance that an attention weight is dropped.
-        prefix_trees: Trees of the packed row.
-        arguments: What else the model hands over.
-
-    Returns:
-        ([S, T, H, D_v], None).
-
-    Raises:
-        PackingError: The model asks for a sliding window or another change of the scores, or lost the trees on the way.
     """
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
@@ -320,11 +263,7 @@ def register_segment_attention() -> None:
 
 
 def check_attention(implementation: str | None) -> None:
-    """Raise InputError where packed rows would meet an attention that does not know their trees.
-
-    Args:
-        implementation: Name of a model's attention; None is the project's choice for it.
-    """
+    """Raise InputError where packed rows would meet an attention that does not know their trees."""
     if implementation not in (None, SEGMENTS, FLEX):
         raise InputError(
             f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
@@ -335,17 +274,7 @@ def check_attention(implementation: str | None) -> None:
 def packed_inputs(
     trees: Sequence[PrefixTree], input_ids: Tensor, implementation: str, *, position_ids: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of a model's forward pass over a packed row; FlexAttention's is padded to whole blocks.
-
-    Args:
-        trees: The row's trees.
-        input_ids: Token ids, [1, T].
-        implementation: The model's attention, "segments" or "flex_attention".
-        position_ids: Those of the trees, [1, T], where they are on the device already; None computes them.
-
-    Raises:
-        InputError: Another attention, which would cut every response from its prompt or mix them up.
-    """
+    """Return the arguments of a model's forward pass over a packed row; FlexAttention's is padded to whole blocks."""
     check_attention(implementation)
     width = input_ids.shape[1]
     check_trees(trees, width)
@@ -366,11 +295,6 @@ def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.devic
     """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
 
     PyTorch's own function would make the mask of the whole row first, of T * T entries.
-
-    Args:
-        trees: The row's trees.
-        width: T, a multiple of the block.
-        device: Where to.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -409,14 +333,6 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     """Say why models of this configuration cannot run packed rows; None where nothing speaks against it.
 
     It needs no weights and no memory to speak of; under a second for most architectures.
-
-    Args:
-        config: A model's configuration.
-
-    Example:
-        >>> from transformers import LlamaConfig, MistralConfig
-        >>> shared_prefix_problem(LlamaConfig()) is None, shared_prefix_problem(MistralConfig(sliding_window=4096))
-        (True, 'its attention has a sliding window of 4096 tokens')
     """
     from transformers import AutoModelForCausalLM
 
@@ -469,12 +385,7 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
 
 
 def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
-    """Return a model of two layers of this architecture without memory; None where none can be made.
-
-    Args:
-        config: A model's configuration.
-        attn_implementation: Name that transformers knows, or has been told.
-    """
+    """Return a model of two layers of this architecture without memory; None where none can be made."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
@@ -517,17 +428,7 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
-    """Hold a packed row of three branches against three sequences, so that no model trains on wrong logits in silence.
-
-    Args:
-        model: Causal language model, an adapted one too, in the attention that it will be trained with; of the trunk of
-            one its last hidden states are held.
-        tolerance: Largest mean difference of the logits, in units of their standard deviation; None is that of
-            ``logit_tolerance``.
-
-    Raises:
-        PackingError: They differ by more, or the packed row does not get through.
-    """
+    """Hold a packed row of three branches against three sequences."""
     config = model.config.get_text_config()
     device = next(model.parameters()).device
     # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
@@ -569,17 +470,7 @@ def spread_ids(number: int, vocabulary: int, *, device: torch.device) -> Tensor:
 
 
 def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> float:
-    """Return by how much two ways to compute ``logits`` may differ in the mean, in units of their standard deviation.
-
-    0.001 where all is computed in float32, whose rounding gives about 1e-6. Else 0.1, or twice what the model's own
-    rounding gives where that is more. In bfloat16 it gives about 0.01 for few layers, and 0.02 to 0.07 for the 30 of a
-    trained model of 135M parameters, where positions that are wrong by one give 0.1 to 0.5.
-
-    Args:
-        model: The model.
-        logits: Some that it gave, whose dtype tells.
-        ids: A sequence to measure its rounding on, [T].
-    """
+    """Return by how much two ways to compute ``logits`` may differ in the mean."""
     # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
     exact = {logits.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
     exact &= not torch.is_autocast_enabled(logits.device.type)

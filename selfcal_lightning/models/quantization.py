@@ -55,20 +55,6 @@ def load_nf4_causal_lm(
     """Load ``base_model`` with its linear layers in NF4, double quantised, straight onto ``device``.
 
     Embeddings, norms and the output layer keep ``dtype``, which is also what the 4-bit layers compute in.
-
-    Args:
-        base_model: Folder or hub name of an unquantised model, or "bundled".
-        device: Where the weights are put as they are read: the whole model is never there unquantised.
-        revision: Branch, tag or commit on the hub.
-        dtype: "auto" is bfloat16.
-        attn_implementation: Name that transformers knows; None takes the model's default.
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-        ValueError: The model is quantised already, or has no linear layer to quantise.
-
-    Reference:
-        Dettmers et al., QLoRA (arXiv 2305.14314), sections 3 and 4.
     """
     import_bitsandbytes()
     from transformers import BitsAndBytesConfig
@@ -104,18 +90,7 @@ def load_nf4_causal_lm(
 def build_optimizer(
     name: OptimizerName, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
 ) -> Optimizer:
-    """Return AdamW, with its two moments in 32 or 8 bits, on the device or in pages that can leave it.
-
-    Of bitsandbytes: 8-bit moments are scaled in blocks of 256, and tensors of fewer than 4,096 elements keep 32 bits.
-    Pages move to the host where the GPU's memory runs short; there are none on a CPU, of which it warns, and none in a
-    resumed run, whose moments lie on the GPU.
-
-    Raises:
-        ImportError: bitsandbytes is needed and not installed.
-
-    Reference:
-        Dettmers et al., 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861); paging: QLoRA, section 3.
-    """
+    """Return AdamW, with its two moments in 32 or 8 bits, on the device or in pages that can leave it."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     made = getattr(import_bitsandbytes().optim, CLASSES[name])
@@ -140,10 +115,6 @@ def keep_quantized_gradients(model: nn.Module) -> None:
 
 
 def import_bitsandbytes() -> ModuleType:
-    """Return the package, or say how to install it.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Return the package, or say how to install it."""
     keep_bitsandbytes_quiet()
     return require("bitsandbytes", extra="qlora")

@@ -76,9 +76,6 @@ def check_architecture(
     """Build the model without memory, so that what its classes or its adapter refuse is known before anything long.
 
     An architecture that cannot be built without values passes: ``attach_lora`` asks again.
-
-    Raises:
-        InputError: There is no such attention, or the adapter names layers that ``base_model`` has not.
     """
     from transformers import AutoModelForCausalLM
 
@@ -148,12 +145,7 @@ def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which every process holds a part.
-
-    Attributes:
-        model: The model, its parameters DTensors that are cut by rows.
-        files: What it was read from, and how much of that this process read.
-    """
+    """A model of which every process holds a part."""
 
     model: Any
     files: WeightFiles
@@ -172,29 +164,7 @@ def load_sharded_causal_lm(
     gradient_checkpointing: bool = False,
     policy: MixedPrecisionPolicy | None = None,
 ) -> ShardedModel:
-    """Load ``base_model`` with an adapter over the processes of ``mesh``; each reads only the rows that it keeps.
-
-    The parameters are those of ``load_causal_lm`` and ``attach_lora(seed=seed)`` to the last bit, so that training
-    follows the trajectory of one process. Every decoder layer is gathered and freed by itself; embeddings, output
-    layer and final norm form one more group. Groups may mix dtypes (a frozen bfloat16 base, a float32 adapter), as
-    long as what is trained has one.
-
-    Args:
-        base_model: Folder or hub name, or "bundled"; with safetensors files, whole or in several parts.
-        mesh: Mesh of all processes; of two dimensions where groups of them hold the weights in full: which group, and
-            which process of it.
-        device: Where this process's rows go.
-        revision: Branch, tag or commit on the hub.
-        dtype: Of the base weights, which are cast as they are read; "auto" takes the stored one.
-        attn_implementation: Name that transformers knows; None takes the model's default.
-        lora: The adapter, float32; None trains all weights.
-        seed: Of the adapter's start.
-        gradient_checkpointing: Recompute activations in the backward pass.
-        policy: Dtypes of gathering and of summing gradients; None keeps those of the parameters.
-
-    Raises:
-        ValueError: If the files do not hold every parameter under the model's own name, or hold quantised weights.
-    """
+    """Load ``base_model`` with an adapter over the processes of ``mesh``; each reads only the rows that it keeps."""
     files = WeightFiles.of_model(base_model, revision=revision)
     model = meta_causal_lm(
         base_model,
@@ -221,11 +191,7 @@ def load_sharded_causal_lm(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that transformers says must not be split: the decoder layers.
-
-    Raises:
-        ValueError: If the model names none.
-    """
+    """Return the modules that transformers says must not be split: the decoder layers."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -237,12 +203,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def local_rows(rows: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return which rows [start, stop) of ``rows`` part number ``part`` keeps: equal chunks, the last ones shorter.
-
-    Example:
-        >>> [local_rows(5, part, 4) for part in range(4)]
-        [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
+    """Return which rows [start, stop) of ``rows`` part number ``part`` keeps: equal chunks, the last ones shorter."""
     chunk = math.ceil(rows / num_parts)
     return min(part * chunk, rows), min((part + 1) * chunk, rows)
 
@@ -341,13 +302,7 @@ def files_on_this_disk(model: str, *, revision: str | None = None) -> WeightFile
 
 
 def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloat16"], nf4: bool) -> int:
-    """Return the bytes of the base weights in memory.
-
-    Args:
-        files: The stored weights.
-        dtype: What they are held in; "auto" is as they are stored.
-        nf4: Whether linear layers are held in four bits.
-    """
+    """Return the bytes of the base weights in memory."""
     held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
     if not nf4:
         return held

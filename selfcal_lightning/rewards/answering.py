@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSettings) -> bool:
-    """Return whether ``name`` is a search, after refusing what it could not be run with; nothing is loaded.
-
-    Args:
-        name: Name of a strategy.
-        fields: The fields that the user set.
-        reward: The reward model.
-
-    Raises:
-        InputError: A search without a reward model that can steer it, or a field that it has not.
-    """
+    """Return whether ``name`` is a search, after refusing what it could not be run with; nothing is loaded."""
     if name not in SEARCHES:
         return False
     format = check_rewards(reward)
@@ -53,18 +44,7 @@ def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSett
 def open_search(
     name: str, fields: Mapping[str, Any], reward: RewardSettings, *, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> tuple[Strategy, StepStops | None]:
-    """Load the reward model, and return the search, and where its steps end if it reads steps.
-
-    Args:
-        name: Its name.
-        fields: The fields that the user set.
-        reward: The reward model.
-        tokenizer: That of the policy.
-        dtype: Of the reward model's trunk.
-
-    Raises:
-        InputError: The reward model has another tokenizer than the policy, or its steps end at no token.
-    """
+    """Load the reward model, and return the search, and where its steps end if it reads steps."""
     own = load_tokenizer(str(reward.model))
     if own.get_vocab() != tokenizer.get_vocab() or own.chat_template != tokenizer.chat_template:
         raise InputError(
@@ -82,14 +62,7 @@ LIVE = "live"
 
 
 class LiveReward:
-    """A confidence that a reward model gives, by the estimator that `selfcal score` runs on recorded responses.
-
-    Args:
-        estimator: The estimator.
-        rewards: The model that it reads.
-        questions: The questions that responses come of.
-        chat: Renders their prompts, as for the engine.
-    """
+    """A confidence that a reward model gives, by the estimator that `selfcal score` runs on recorded responses."""
 
     requires: ClassVar[tuple[str, ...]] = ()
     needs_pool: ClassVar[bool] = False
@@ -121,11 +94,7 @@ class LiveReward:
 
 
 def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], reward: RewardSettings) -> list[str]:
-    """Return the confidences of a reward model that a strategy or its scorers read; nothing is loaded.
-
-    Raises:
-        InputError: They are read and no model is named, or one is named and nothing reads it, or it gives another kind.
-    """
+    """Return the confidences of a reward model that a strategy or its scorers read; nothing is loaded."""
     read = [strategy.confidence, *(name for scorer in scorers for name in scorer.requires)]
     names = [name for name in dict.fromkeys(read) if name in KINDS]
     if names and reward.model is None:
@@ -148,15 +117,7 @@ def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], rewa
 def open_live_rewards(
     names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str
 ) -> list[LiveReward]:
-    """Load a reward model, and return what gives confidences of these names; none loads nothing.
-
-    Args:
-        names: Those of ``check_live_rewards``.
-        reward: The model.
-        questions: What is answered.
-        chat: Renders their prompts.
-        dtype: Of the model's trunk.
-    """
+    """Load a reward model, and return what gives confidences of these names; none loads nothing."""
     if not names:
         return []
     reader = open_scaled_rewards(reward, dtype=dtype)

@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 
 
 class RewardScore:
-    """What they have in common; a member says which models it reads and how scores of steps become one.
-
-    Args:
-        rewards: Reads the scores.
-
-    Raises:
-        InputError: The model is not of the kind that it reads.
-    """
+    """What they have in common; a member says which models it reads and how scores of steps become one."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = True
@@ -96,9 +89,6 @@ REWARD_SCORES: tuple[type[RewardScore], ...] = (
 
 def check_judge(name: str, format: RewardFormat) -> None:
     """Raise unless the estimator ``name`` can read models of ``format``; estimators of plug-ins may read all.
-
-    Raises:
-        InputError: It cannot; the message names those that can.
 
     Example:
         >>> from selfcal_lightning.rewards.formats import reward_format

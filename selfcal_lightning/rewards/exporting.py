@@ -25,12 +25,7 @@ HEAD = "score"
 
 
 def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
-    """Raise InputError where transformers has no ``...ForTokenClassification`` of an architecture.
-
-    Args:
-        config: Configuration of the trunk.
-        base_model: Its name, for the message.
-    """
+    """Raise InputError where transformers has no ``...ForTokenClassification`` of an architecture."""
     from transformers import AutoModelForTokenClassification
 
     if type(config) not in AutoModelForTokenClassification._model_mapping:
@@ -50,16 +45,7 @@ def merged_trunk(
     dtype: torch.dtype,
     is_public: bool = False,
 ) -> PreTrainedModel:
-    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training stays as it is.
-
-    Args:
-        base_model: Folder or hub name that the trunk is read from anew.
-        model: The model in training, which holds the adapter.
-        revision: Of a hub model.
-        lora: Settings of the adapter; None where the trunk is frozen.
-        dtype: Of the copy.
-        is_public: Whether it is a public reward model, which has no output layer to keep.
-    """
+    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training stays as it is."""
     name = cast("Dtype", str(dtype).removeprefix("torch."))
     trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
     if lora is None:
@@ -81,12 +67,7 @@ def output_names(head: nn.Module) -> tuple[str, ...]:
 
 
 def about(head: nn.Module, public: RewardFormat | None) -> str:
-    """Return what the README of an export says of how it is read.
-
-    Args:
-        head: Its head.
-        public: Format of the model that training started from; None where that was the policy.
-    """
+    """Return what the README of an export says of how it is read."""
     places = "At the last token of a step, behind the chat that the policy was asked by,"
     if public is not None:
         places = f"Written and read at the places of the format {public.name!r},"
@@ -106,11 +87,6 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
 
     A head of two layers has no stock class: its folder names the bare trunk as its class, so that nothing takes it for
     a classifier, whose head would then be one of chance.
-
-    Args:
-        trunk: Causal language model; its output layer is left out.
-        head: Outputs over its last hidden states: a linear layer, or two with ReLU between.
-        folder: Where to.
     """
     from transformers import AutoModel, AutoModelForTokenClassification
 

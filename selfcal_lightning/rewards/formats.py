@@ -14,13 +14,7 @@ OUTPUT_LAYER = ("lm_head",)
 
 
 class Score(NamedTuple):
-    """What a model says at one place: ``low <= mean <= high``; all the same where it has no quantiles.
-
-    Attributes:
-        mean: The score.
-        low: Its lower quantile.
-        high: Its upper quantile.
-    """
+    """What a model says at one place: ``low <= mean <= high``; all the same where it has no quantiles."""
 
     mean: float
     low: float
@@ -291,15 +285,7 @@ def register_reward_format(format: RewardFormat) -> RewardFormat:
 
 
 def reward_format(name: str) -> RewardFormat:
-    """Return the format ``name``.
-
-    Raises:
-        InputError: There is none of that name; the message says which there are.
-
-    Example:
-        >>> reward_format("reasoneval").right
-        (1, 2)
-    """
+    """Return the format ``name``."""
     if name.startswith(QUANTILES_OF) and name.removeprefix(QUANTILES_OF) in REWARD_FORMATS:
         return quantiles_of(REWARD_FORMATS[name.removeprefix(QUANTILES_OF)])
     if name not in REWARD_FORMATS:
@@ -311,13 +297,6 @@ def quantiles_of(format: RewardFormat) -> RewardFormat:
     """Return the format of a model of ``format`` that was trained on: written and read alike, with quantiles.
 
     Its score starts as what it was: outputs that mean right stay rows of the mean, held against the one that does not.
-
-    Raises:
-        InputError: Models of ``format`` are no start: they judge whole responses, or give no probability of one kind.
-
-    Example:
-        >>> quantiles_of(reward_format("reasoneval")).num_outputs
-        4
     """
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
         raise InputError(

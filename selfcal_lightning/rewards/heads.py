@@ -31,18 +31,7 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 def read_head(
     files: WeightFiles, folder: Path, format: RewardFormat, trunk: PreTrainedModel, output_ids: Sequence[int]
 ) -> nn.Module:
-    """Return the stored head of a reward model, in float32 on the CPU: a linear layer, or several with ReLU between.
-
-    Args:
-        files: Its weights, which ``check_head`` has passed.
-        folder: Its folder.
-        format: Its format.
-        trunk: Its trunk, with or without an output layer of its own.
-        output_ids: Token ids of the format's output tokens.
-
-    Raises:
-        InputError: It is rows of an output layer, which is missing, or whose logits the model changes.
-    """
+    """Return the stored head of a reward model, in float32 on the CPU: a linear layer, or several with ReLU between."""
     if format.is_output_layer:
         return _output_rows(files, folder, trunk, output_ids)
     layers: list[nn.Module] = []
@@ -57,11 +46,6 @@ def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = F
 
     Its last layer gets one row for each output that means right, held against the one that does not, and two gaps that
     begin alike everywhere; see ``functional.folded_outputs`` and ``functional.quantile_head_from``.
-
-    Args:
-        head: As ``read_head`` returns it.
-        format: Its format, of which ``rewards.registry.quantiles_of`` makes that of the result.
-        gap: Distance of both quantiles from the mean in log-odds, above 0.
     """
     *before, last = cast("list[nn.Linear]", list(head) if isinstance(head, nn.Sequential) else [head])
     with torch.no_grad():

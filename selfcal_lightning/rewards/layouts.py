@@ -35,15 +35,7 @@ class RewardInput:
 
 
 class RewardEncoder:
-    """Writes questions and steps for a reward model. Texts are encoded, so another tokenizer than the policy's is fine.
-
-    Args:
-        format: The model's format.
-        tokenizer: Its tokenizer.
-
-    Raises:
-        InputError: A separator or an output token is not one token, or a chat template is missing.
-    """
+    """Writes questions and steps for a reward model. Texts are encoded."""
 
     def __init__(self, format: RewardFormat, tokenizer: PreTrainedTokenizerBase) -> None:
         self._format, self._tokenizer = format, tokenizer
@@ -94,11 +86,6 @@ class RewardEncoder:
 
         The tokens that were drawn are read where policy and reward model write the prompt alike; else its text is
         encoded. None where the response has no steps.
-
-        Args:
-            entry: The question, with the prompt of its responses.
-            sample: A response.
-            steps: Where steps end.
         """
         prompt = self._prompt_of(entry.question)
         drawn = sample.token_ids if entry.prompt_ids == prompt else None
@@ -214,13 +201,7 @@ class PackedRow(NamedTuple):
 
 
 def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
-    """Return the row of groups of inputs, each a tree; inputs of no common beginning are trees of their own.
-
-    Example:
-        >>> row = pack([[RewardInput((5, 6, 7), (1, 2)), RewardInput((5, 6, 8, 9), (3,))]])
-        >>> row.ids, row.trees[0], row.positions
-        ([5, 6, 7, 8, 9], PrefixTree(start=0, prompt=2, branches=(1, 2)), [[1, 2], [4]])
-    """
+    """Return the row of groups of inputs, each a tree; inputs of no common beginning are trees of their own."""
     row = PackedRow([], [], [])
     for group in groups:
         for tree in [group] if common_start(group) else [[one] for one in group]:
@@ -241,12 +222,7 @@ def common_start(group: Sequence[RewardInput]) -> int:
 
 
 def batches(groups: Iterable[Sequence[RewardInput]], *, limit: int) -> Iterator[list[Group]]:
-    """Yield groups whose rows have at most ``limit`` tokens; a longer group is cut, and one input may be longer.
-
-    Args:
-        groups: Inputs that begin alike.
-        limit: Tokens of a row.
-    """
+    """Yield groups whose rows have at most ``limit`` tokens; a longer group is cut, and one input may be longer."""
     batch: list[Group] = []
     room = limit
     for group in groups:

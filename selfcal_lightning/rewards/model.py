@@ -27,18 +27,7 @@ _LOADING = logging.getLogger("transformers.modeling_utils")
 
 
 class RewardModel:
-    """Puts scores on positions.
-
-    Args:
-        format: The model's format.
-        trunk: The network up to its last hidden states, in evaluation mode.
-        head: What makes outputs of them, in float32.
-
-    Attributes:
-        num_tokens: Tokens that it has embeddings of.
-        max_context: Longest input in tokens; None where the model's configuration does not say.
-        packs: Whether inputs that begin alike share their beginning.
-    """
+    """Puts scores on positions."""
 
     def __init__(self, format: RewardFormat, trunk: PreTrainedModel, head: nn.Module) -> None:
         self._format, self._trunk, self._head = format, trunk, head
@@ -85,17 +74,7 @@ class RewardModel:
 
 
 def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[int], *, dtype: str) -> RewardModel:
-    """Load a reward model for inference, on the accelerator where there is one; no code of its own is run.
-
-    Args:
-        folder: Its folder.
-        format: Its format.
-        output_ids: Token ids of the format's output tokens.
-        dtype: Of the trunk; "auto" is float32 on a CPU and bfloat16 elsewhere. The head computes in float32.
-
-    Raises:
-        InputError: The folder cannot be loaded, or a tensor of the head is missing, too many, or of another shape.
-    """
+    """Load a reward model for inference, on the accelerator where there is one; no code of its own is run."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"

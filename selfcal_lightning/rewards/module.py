@@ -162,11 +162,6 @@ def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> R
 
     Every response weighs the same, however many steps it has: long wrong ones would else outweigh the others. The
     quantiles do not pull the mean, which keeps what the cross-entropy makes of it.
-
-    Args:
-        raw: The three outputs at every place, [M, 3]; see ``functional.monotone_quantiles``.
-        batch: The places, with their targets and weights.
-        levels: Levels of the lower and the upper quantile.
     """
     known = ~batch.place_target.isnan()
     raw, target, row = raw[known], batch.place_target[known], batch.place_row[known]
@@ -192,13 +187,7 @@ class RewardStepLog:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, pinball: float, lr: float) -> dict[str, float]:
-        """Return what the step is logged as, by its key, and begin the next. One small collective.
-
-        Args:
-            strategy: What adds up over processes.
-            pinball: Weight of the quantiles in the loss.
-            lr: Learning rate.
-        """
+        """Return what the step is logged as, by its key, and begin the next. One small collective."""
         if self._sums is None:
             return {}
         entropy, quantiles, score, target, places = strategy.reduce(self._sums, reduce_op="sum").tolist()
@@ -243,16 +232,7 @@ class PlaceMetrics(torch.nn.Module):
 
 
 class ScoredRewardModel(CalibratedModel):
-    """A model with outputs on its last hidden states; logs ``val/...`` and ``test/...``.
-
-    Attributes:
-        head: The outputs; None until the model is loaded.
-        val_metrics: Metrics of the ends of the responses of the validation pool; they keep their points until the next
-            pass.
-        test_metrics: Likewise of the test pool.
-        val_places: Metrics of all places of the validation pool.
-        test_places: Likewise of the test pool.
-    """
+    """A model with outputs on its last hidden states; logs ``val/...`` and ``test/...``."""
 
     head: nn.Module | None
     val_metrics: CalibrationMetrics
@@ -333,11 +313,7 @@ class ScoredRewardModel(CalibratedModel):
 
 
 def starting_format(format: str | None) -> RewardFormat | None:
-    """Return the format of the public model that training starts from; None where it starts from the policy.
-
-    Raises:
-        InputError: There is no such format, or its models are no start.
-    """
+    """Return the format of the public model that training starts from; None where it starts from the policy."""
     if format is None:
         return None
     found = reward_format(format)
@@ -357,18 +333,7 @@ def first_head(width: int, *, device: torch.device) -> nn.Linear:
 def head_of_public(
     base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
 ) -> nn.Module:
-    """Return the head of a public reward model with quantiles beside its score, which it says as before.
-
-    Args:
-        base_model: Its folder or hub name.
-        format: Its format.
-        encoder: Writes for it, and knows its output tokens.
-        trunk: Its trunk.
-        revision: Of a hub model.
-
-    Raises:
-        InputError: The head is not that of the format, or its tokenizer has more tokens than it has embeddings.
-    """
+    """Return the head of a public reward model with quantiles beside its score, which it says as before."""
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
     check_head(files, folder, format)
@@ -404,10 +369,6 @@ def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
 
     A step of AdamW changes a weight by about its learning rate, and bfloat16 keeps 8 binary digits: at 5e-5 weights
     above about .02 would be rounded back to what they were, so that most of the trunk would never learn.
-
-    Args:
-        torch_dtype: Of the trunk's weights.
-        precision: That of the trainer.
     """
     halves = {"torch_dtype": torch_dtype == "bfloat16", "trainer.precision": precision in ("bf16-true", "16-true")}
     for name, value in {"torch_dtype": torch_dtype, "trainer.precision": precision}.items():
@@ -420,12 +381,7 @@ def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
 
 
 def check_no_sampling(callbacks: list[str], format: str) -> None:
-    """Raise InputError where a callback would sample from a public reward model, which answers no questions.
-
-    Args:
-        callbacks: Classes of the trainer's callbacks.
-        format: The model's format.
-    """
+    """Raise InputError where a callback would sample from a public reward model, which answers no questions."""
     if any(name.startswith("selfcal_lightning.callbacks.generation.") for name in callbacks):
         raise InputError(
             f"Expected no `SSCGeneration` with `format={format!r}`, whose `base_model` is a reward model, but got one. "

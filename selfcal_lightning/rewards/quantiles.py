@@ -22,13 +22,7 @@ from selfcal_lightning.training.losses import at_least_float32
 
 
 class StepScores(NamedTuple):
-    """A predicted chance of success with a lower and an upper quantile, each [...], in [0, 1]: ``low <= mean <= high``.
-
-    Attributes:
-        mean: The predicted chance.
-        low: The lower quantile.
-        high: The upper quantile.
-    """
+    """A predicted chance of success with a lower and an upper quantile, each [...], in [0, 1]."""
 
     mean: Tensor
     low: Tensor
@@ -53,13 +47,7 @@ class QuantileHead(NamedTuple):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How many observed rates fall outside a predicted quantile.
-
-    Attributes:
-        outside: Share of rates beyond the quantile by more than the tolerance.
-        nominal: The share that a right quantile leaves outside, at most.
-        count: Number of rates.
-    """
+    """How many observed rates fall outside a predicted quantile."""
 
     outside: float
     nominal: float
@@ -70,20 +58,6 @@ def monotone_quantiles(raw: Tensor) -> StepScores:
     """Turn three outputs of a head into a chance and two quantiles that cannot cross, whatever the outputs are.
 
     ``mean = sigmoid(m)``, ``low = sigmoid(m - softplus(a))``, ``high = sigmoid(m + softplus(b))``
-
-    Args:
-        raw: m, a and b, finite [..., 3].
-
-    Returns:
-        Mean, low and high, each [...], in float32 or wider; m is the log-odds of the mean.
-
-    Raises:
-        ValueError: If there are not three outputs.
-
-    Example:
-        >>> scores = monotone_quantiles(torch.tensor([0.0, 0.5413, 0.5413]))  # softplus(.5413) = 1
-        >>> [round(score.item(), 3) for score in scores]
-        [0.5, 0.269, 0.731]
     """
     if raw.dim() < 1 or raw.shape[-1] != 3:
         raise InputError(f"Expected `raw` to have shape [..., 3], but got {tuple(raw.shape)}.")
@@ -98,19 +72,6 @@ def folded_outputs(outputs: Tensor) -> Tensor:
     """Return the three outputs of ``monotone_quantiles`` from those of a head whose mean has P rows.
 
     ``m = log sum_p exp(o_p)``; the two gaps stay as they are. With one row nothing changes.
-
-    Args:
-        outputs: P rows of the mean, then the two gaps, [..., P + 2].
-
-    Returns:
-        m and the gaps, [..., 3], in the dtype of ``outputs``.
-
-    Raises:
-        ValueError: If there are fewer than three.
-
-    Example:
-        >>> folded_outputs(torch.tensor([0.0, 0.0, 1.0, 2.0])).tolist()  # log 2
-        [0.6931471824645996, 1.0, 2.0]
     """
     if outputs.dim() < 1 or outputs.shape[-1] < 3:
         raise InputError(f"Expected `outputs` to have shape [..., P + 2], but got {tuple(outputs.shape)}.")
@@ -124,22 +85,6 @@ def coverage(quantile: Array, rate: Array, level: float, *, tolerance: float = 0
 
     A level below one half is a lower bound, which a rate misses when it is below it; any other one is an upper bound.
     Rates of exactly 0 "miss" every positive lower quantile, however small; a tolerance keeps such misses out.
-
-    Args:
-        quantile: Predicted quantiles [N], in [0, 1].
-        rate: Observed rates [N], in [0, 1].
-        level: Level of the quantile, in (0, 1).
-        tolerance: By how much a rate may be beyond the quantile and still count as inside, at least 0.
-
-    Returns:
-        The share outside beside the nominal one; None without rates.
-
-    Raises:
-        ValueError: If the lengths differ or a value is out of its range.
-
-    Example:
-        >>> coverage([0.003, 0.2, 0.4, 0.6], [0.0, 0.5, 0.3, 0.6], 0.1, tolerance=0.05)
-        Coverage(outside=0.25, nominal=0.1, count=4)
     """
     if not 0.0 < level < 1.0:
         raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
@@ -158,21 +103,6 @@ def brier_excess(score: Array, rate: Array, num_rollouts: Array) -> float | None
     """Compute the Brier score against rates of a few rollouts, less the part that is noise of the rollouts.
 
     ``mean((s - r)^2 - r (1 - r) / (n - 1))``, an unbiased estimate of the squared error against the true chances.
-
-    Args:
-        score: s, the predicted chance of each prefix [N], in [0, 1].
-        rate: r, the share of its rollouts that succeeded [N].
-        num_rollouts: n, the rollouts of each prefix [N] or one number; at least 2.
-
-    Returns:
-        The mean; None without prefixes.
-
-    Raises:
-        ValueError: If the lengths differ, a value is out of its range, or a rate is no share of ``num_rollouts``.
-
-    Example:
-        >>> brier_excess([0.0, 1.0], [0.5, 1.0], 2)  # (1/4 - 1/4 / 1 + 0) / 2
-        0.0
     """
     observed, rollouts = as_rates(rate, "rate"), as_counts(num_rollouts, "num_rollouts")
     successes = observed * rollouts
@@ -189,35 +119,7 @@ def brier_excess(score: Array, rate: Array, num_rollouts: Array) -> float | None
 def quantile_head_from(
     weight: Tensor, bias: Tensor | None, *, positive: Sequence[int], negative: int, num_outputs: int
 ) -> QuantileHead:
-    """Turn the classes of a public reward model into outputs whose sigmoid is its score, exactly.
-
-    With class logits ``z_c = w_c . h + b_c`` the score ``sum_{c in positive} softmax(z)_c`` over positive and negative
-    classes is ``sigmoid(log sum_{c in positive} exp(z_c - z_negative))``.
-
-    - Qwen2.5-Math-PRM: rows of its last layer, ``positive=[1], negative=0``.
-    - Math-Shepherd: rows of the LM head, ``positive=[648], negative=387`` (the ids of ``+`` and ``-``).
-    - ReasonEval: rows of its score head, ``positive=[1, 2], negative=0`` (its validity). Its two rows do not add up to
-      one linear output, so that such a head keeps both.
-
-    Args:
-        weight: Rows of all classes [C, D].
-        bias: Likewise [C]; None where there is none, which is zero.
-        positive: Classes that mean right.
-        negative: The class that means wrong.
-        num_outputs: M; all start alike.
-
-    Returns:
-        The head, in the dtype of ``weight``. Nothing in it is random.
-
-    Raises:
-        ValueError: If the shapes do not fit, or a class is missing or stands on both sides.
-
-    Example:
-        >>> head = quantile_head_from(torch.eye(2), None, positive=[1], negative=0, num_outputs=2)
-        >>> head.weight.squeeze(1)
-        tensor([[-1.,  1.],
-                [-1.,  1.]])
-    """
+    """Turn the classes of a public reward model into outputs whose sigmoid is its score, exactly."""
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]) or num_outputs < 1:
         shape = None if bias is None else tuple(bias.shape)
         raise InputError(
@@ -236,24 +138,7 @@ def quantile_head_from(
 
 
 def monotone_head_from(head: QuantileHead, *, gap: float = 1.0) -> QuantileHead:
-    """Turn the first output of a head into the three of ``monotone_quantiles``: the same mean, and equal gaps to start.
-
-    Args:
-        head: Its first output becomes the mean.
-        gap: Distance of both quantiles from the mean in log-odds, above 0.
-
-    Returns:
-        A head of three outputs; for one row an output, as Qwen's and Shepherd's, it is linear.
-
-    Raises:
-        ValueError: If ``gap`` is not above 0.
-
-    Example:
-        >>> start = QuantileHead(torch.tensor([[[1.0, -1.0]]]), torch.tensor([[0.5]]))
-        >>> scores = monotone_quantiles(monotone_head_from(start, gap=1.0)(torch.tensor([0.0, 0.5])))
-        >>> [round(score.item(), 3) for score in scores]  # sigmoid of 0, -1 and 1
-        [0.5, 0.269, 0.731]
-    """
+    """Turn the first output of a head into the three of ``monotone_quantiles``: the same mean."""
     if not gap > 0.0:
         raise InputError(f"Expected `gap` to be above 0, but got {gap}.")
     rows = head.weight.shape[1]

@@ -23,15 +23,7 @@ PREFIXES_FILE = "prefixes.jsonl"
 
 
 def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> dict[str, Rate]:
-    """Return how the rollouts of a store ended, by ``prefix_id``; an unreadable one was wrong.
-
-    Args:
-        rollouts_dir: Folder that ``selfcal rollout`` filled.
-        policy: What sampled the responses that the prefixes are of; None leaves that open.
-
-    Raises:
-        InputError: The folder holds no rollouts, or those of another policy.
-    """
+    """Return how the rollouts of a store ended, by ``prefix_id``; an unreadable one was wrong."""
     index = _index_of(rollouts_dir, policy)
     labelled = ~np.isnan(index.correct)
     if not labelled.any():
@@ -50,16 +42,7 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
 def read_agreement(
     rollouts_dir: str, answers: Mapping[str, str | None], *, policy: StoreFingerprint | None = None
 ) -> dict[str, Rate]:
-    """Return how many rollouts of a store end with the answer of their question, by ``prefix_id``; no label is read.
-
-    Args:
-        rollouts_dir: Folder that ``selfcal rollout`` filled.
-        answers: The answer that most responses to a question give, by its id; None where there is none.
-        policy: See ``read_rates``.
-
-    Raises:
-        InputError: The folder holds no rollouts, or those of another policy.
-    """
+    """Return how many rollouts of a store end with the answer of their question, by ``prefix_id``; no label is read."""
     index = _index_of(rollouts_dir, policy)
     found: dict[str, Rate] = {}
     for name, rows in _prefixes_in(index):
@@ -76,10 +59,6 @@ def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str
     """Return rates by (question id, text of the prefix without white space around it).
 
     For readers with another tokenizer than the policy's.
-
-    Args:
-        rollouts_dir: Folder that they are of.
-        rates: By ``prefix_id``.
     """
     lines = (line for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE))
     return {(line["question_id"], line["reasoning_prefix"].strip()): rates[line["id"]]
@@ -87,12 +66,7 @@ def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str
 
 
 def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] = ()) -> Iterator[dict[str, Any]]:
-    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rate is known.
-
-    Args:
-        rollouts_dir: Folder that ``selfcal rollout`` filled: every inner prefix whose rollouts are there.
-        outer: Question, prefix and rate of those that need none, see ``RolloutSource.outer_rates``.
-    """
+    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rate is known."""
     for question, prefix, rate in outer:
         yield {"question": question, "reasoning_prefix": prefix, "success_prob": rate}
     rates = read_rates(rollouts_dir)
@@ -149,15 +123,6 @@ def response_targets(
     correct: Sequence[bool | None],
 ) -> list[float | None]:
     """Return what each response to a question learns as a whole; None where nobody can tell.
-
-    Args:
-        target: "vote_share" is the share of the responses that give the same answer, "ssc" the same with votes weighted
-            by confidence, "consensus" is 1 for the majority's answer and 0 for others; an unreadable response gets 0 of
-            any. All others are 1 for a right response and 0 for a
-            wrong one, which an unreadable one is where labels are known.
-        answers: The N answers; None where unreadable.
-        confidences: The N confidences; None where unknown.
-        correct: The N labels; None where unknown.
 
     Example:
         >>> response_targets("vote_share", ["7", "7", "8", None], confidences=[None] * 4, correct=[None] * 4)

@@ -30,14 +30,7 @@ REWARD_FILE = "reward.json"
 
 @dataclass(frozen=True)
 class RewardFile:
-    """``reward.json`` in the folder of a reward model.
-
-    Attributes:
-        format: Name of its format.
-        steps: Where steps ended in training.
-        levels: Levels of its lower and its upper quantile.
-        target: What its scores were trained to say.
-    """
+    """``reward.json`` in the folder of a reward model."""
 
     format: str
     steps: Steps
@@ -50,11 +43,7 @@ class RewardFile:
 
 
 def read_reward_file(folder: Path) -> RewardFile | None:
-    """Return what a folder says of its reward model; None where it was not trained here.
-
-    Raises:
-        InputError: The file is damaged.
-    """
+    """Return what a folder says of its reward model; None where it was not trained here."""
     path = folder / REWARD_FILE
     if not path.is_file():
         return None
@@ -84,14 +73,6 @@ class RewardReader:
     """Reads the scores of recorded responses.
 
     What one call has read is there for the next, so that several confidences of one model cost one forward pass.
-
-    Args:
-        model: The loaded model.
-        encoder: Writes for it.
-        format: Its format.
-        steps: Where steps end.
-        forward_tokens: Tokens of a forward pass, padding included; one response may be longer.
-        scale: Calibrates scores; None leaves them as they are.
     """
 
     def __init__(
@@ -114,21 +95,13 @@ class RewardReader:
 
         None stands for a response without text or steps, one that holds the separator or a special token, and one that
         has no room in the model's context: none is cut.
-
-        Raises:
-            RunError: A score is not finite.
         """
         return [
             [None if one is None else [score.mean for score in one] for one in row] for row in self.read_scores(pool)
         ]
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
-        """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``.
-
-        Raises:
-            InputError: It has none.
-            RunError: A score is not finite.
-        """
+        """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``."""
         if not self.format.has_quantiles:
             raise InputError(
                 f"Expected a reward model with quantiles, but got one of the format {self.format.name!r}. Train one "
@@ -145,16 +118,7 @@ class RewardReader:
         return [[None if one is None else known[one] for one in row] for row in inputs]
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
-        """Return what a model of the layout "continued" says of beginnings of responses, by their token ids.
-
-        Args:
-            question: The question.
-            paths: Tokens of the policy that stand already, up to the end of a step; none is the question itself.
-
-        Raises:
-            InputError: It is a model of another layout, or a path does not fit into its context.
-            RunError: A score is not finite.
-        """
+        """Return what a model of the layout "continued" says of beginnings of responses, by their token ids."""
         if self.format.layout != "continued":
             raise InputError(
                 "Expected a reward model that reads the tokens of its policy, as `selfcal fit` trains one, but got one "
@@ -227,11 +191,7 @@ class RewardReader:
 
 
 def completed(settings: RewardSettings) -> RewardSettings:
-    """Return the settings with the format and the rule for steps that the folder of the model states itself.
-
-    Raises:
-        InputError: The folder states others than were asked for.
-    """
+    """Return the settings with the format and the rule for steps that the folder of the model states itself."""
     stated = None if settings.model is None else read_reward_file(Path(settings.model))
     if stated is None:
         return settings
@@ -249,11 +209,7 @@ def completed(settings: RewardSettings) -> RewardSettings:
 
 
 def check_rewards(settings: RewardSettings) -> RewardFormat:
-    """Return the format of the reward model in ``settings``; nothing is loaded.
-
-    Raises:
-        InputError: The model or the format is not named, or not there.
-    """
+    """Return the format of the reward model in ``settings``; nothing is loaded."""
     settings = completed(settings)
     if settings.model is None:
         raise InputError(
@@ -304,16 +260,7 @@ def reward_identity(settings: RewardSettings) -> dict[str, Any]:
 
 
 def open_rewards(settings: RewardSettings, *, dtype: str = "auto", scale: Scale | None = None) -> RewardReader:
-    """Load the reward model of ``settings``; see ``confidence.fitting.step_scaling`` for the scaler that they name.
-
-    Args:
-        settings: Which model, and how it is read.
-        dtype: Of its trunk.
-        scale: Calibrates scores; None leaves them as they are.
-
-    Raises:
-        InputError: It is not there, or is not of the format that was named.
-    """
+    """Load the reward model of ``settings``; see ``confidence.fitting.step_scaling`` for the scaler that they name."""
     format = check_rewards(settings)
     steps = completed(settings).steps
     tokenizer = load_tokenizer(str(settings.model))

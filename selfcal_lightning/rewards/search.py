@@ -21,12 +21,7 @@ _LEAST_SCORE = 1e-7
 
 @dataclass(frozen=True)
 class Path:
-    """A response that a search has come to.
-
-    Attributes:
-        segments: Its steps so far.
-        is_done: Whether it is finished: it stays in the search and keeps its place, but does not grow.
-    """
+    """A response that a search has come to."""
 
     segments: tuple[Hashable, ...] = ()
     is_done: bool = False
@@ -34,68 +29,25 @@ class Path:
 
 @dataclass(frozen=True)
 class Continuation:
-    """One more step of a path.
-
-    Attributes:
-        segment: The step.
-        is_last: Whether the path ends with it: the model ended its turn, gave its answer, or ran out of tokens.
-    """
+    """One more step of a path."""
 
     segment: Hashable
     is_last: bool
 
 
 def select_topk(scores: Array, k: int) -> list[int]:
-    """Return the positions of the k best paths, best first; of equal scores the earlier one comes first.
-
-    Args:
-        scores: One of each path [P]; higher is better.
-        k: How many to keep; all where there are fewer.
-
-    Raises:
-        ValueError: If a score is unknown or k is not positive.
-
-    Example:
-        >>> select_topk([0.2, 0.9, 0.9, 0.1], 2)
-        [1, 2]
-    """
+    """Return the positions of the k best paths, best first; of equal scores the earlier one comes first."""
     check_positive(k, "k")
     return np.argsort(-as_scores(scores, "scores"), kind="stable")[:k].tolist()
 
 
 def update_done(is_done: Sequence[bool], is_last: Sequence[bool]) -> list[bool]:
-    """Return which paths are finished after a step of each; one that was finished stays so.
-
-    Args:
-        is_done: Which were finished before [P].
-        is_last: Which ended with the step [P].
-
-    Raises:
-        ValueError: If the lengths differ.
-
-    Example:
-        >>> update_done([False, True, False], [False, False, True])
-        [False, True, True]
-    """
+    """Return which paths are finished after a step of each; one that was finished stays so."""
     return [before or now for before, now in zip(is_done, is_last, strict=True)]
 
 
 def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]]) -> list[Path]:
-    """Return the paths after one more step: an open one with each of its continuations, a finished one as it is.
-
-    Args:
-        paths: The paths [P].
-        continuations: Those of each path [P]; none of a finished one.
-
-    Raises:
-        ValueError: If the lengths differ, a finished path has continuations, or an open one has none.
-
-    Example:
-        >>> paths = [Path(("a",)), Path(("b",), is_done=True)]
-        >>> grown = grow(paths, [[Continuation("c", False), Continuation("d", True)], []])
-        >>> [(path.segments, path.is_done) for path in grown]
-        [(('a', 'c'), False), (('a', 'd'), True), (('b',), True)]
-    """
+    """Return the paths after one more step: an open one with each of its continuations, a finished one as it is."""
     grown: list[Path] = []
     for path, steps in zip(paths, continuations, strict=True):
         if path.is_done == bool(steps):
@@ -106,12 +58,7 @@ def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]])
 
 
 def distinct(paths: Sequence[Path]) -> list[int]:
-    """Return the positions of the first of equal paths, in order: what is worth scoring or going on with.
-
-    Example:
-        >>> distinct([Path(("a",)), Path(("b",)), Path(("a",))])
-        [0, 1]
-    """
+    """Return the positions of the first of equal paths, in order: what is worth scoring or going on with."""
     first: dict[Path, int] = {}
     for position, path in enumerate(paths):
         first.setdefault(path, position)
@@ -119,34 +66,12 @@ def distinct(paths: Sequence[Path]) -> list[int]:
 
 
 def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
-    """Return the keys that have no score yet, each once, in order. A key names question and path.
-
-    Example:
-        >>> unscored(["a", "b", "a", "c"], known={"b": 0.5})
-        ['a', 'c']
-    """
+    """Return the keys that have no score yet, each once, in order. A key names question and path."""
     return [key for key in dict.fromkeys(keys) if key not in known]
 
 
 def particle_weights(scores: Array) -> Floats:
-    """Return the chances with which particles are drawn anew: ``p / (1 - p)`` of each, made to add up to 1.
-
-    Args:
-        scores: p, the chance of success of each particle [P], taken as at least 1e-7 and at most 1 - 1e-7.
-
-    Returns:
-        Chances [P].
-
-    Raises:
-        ValueError: If a score lies outside [0, 1].
-
-    Example:
-        >>> particle_weights([0.75, 0.5]).tolist()  # 3 to 1
-        [0.75, 0.25]
-
-    Reference:
-        Puri et al., A Probabilistic Inference Approach to Inference-Time Scaling, arXiv 2502.01618.
-    """
+    """Return the chances with which particles are drawn anew: ``p / (1 - p)`` of each, made to add up to 1."""
     p = as_rates(scores, "scores").clip(_LEAST_SCORE, 1.0 - _LEAST_SCORE)
     odds = p / (1.0 - p)
     return np.asarray(odds / odds.sum()) if odds.size else odds
@@ -160,24 +85,6 @@ def required_samples(p: Array, *, target: float = 0.99, num_paths: int = 1) -> I
     """Compute how many samples it takes until one of them is right with chance ``target``.
 
     ``N = ceil(log(1 - target) / log(1 - p) / num_paths)``, from ``1 - (1 - p)^N >= target``.
-
-    Args:
-        p: Chance that a sample is right [...], taken as at least 1e-4 and at most 1 - 1e-4.
-        target: Wanted chance, in (0, 1).
-        num_paths: Among how many paths the samples are shared; N is then the number for each.
-
-    Returns:
-        Numbers of samples [...], at least 1.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> required_samples([0.9, 0.5, 0.0]).tolist()  # .1^2 = .01; .5^7 < .01 < .5^6
-        [2, 7, 46050]
-
-    Reference:
-        Park et al., arXiv 2506.09338.
     """
     if not 0.0 < target < 1.0:
         raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
@@ -193,25 +100,6 @@ def paths_to_keep(scores: Sequence[float], *, samples_per_path: int, maximum: in
 
     The smallest k for which ``k * samples_per_path`` samples are enough for the k-th best path; at most ``maximum`` and
     at most all of them.
-
-    Args:
-        scores: Chance of success of each path, in any order; a lower bound where one wants to be careful.
-        samples_per_path: Samples that each kept path will get.
-        maximum: Most paths to keep.
-        target: Wanted chance of a right answer, in (0, 1).
-
-    Returns:
-        The number of paths; 0 without paths.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> paths_to_keep([0.9, 0.1, 0.5], samples_per_path=8, maximum=8)  # 8 samples suffice at .9, which needs 2
-        1
-
-    Reference:
-        Park et al., arXiv 2506.09338.
     """
     check_positive(samples_per_path, "samples_per_path")
     check_positive(maximum, "maximum")
@@ -226,23 +114,6 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
     """Compute how many samples each kept path of a beam search needs (IAS of M).
 
     ``min(ceil(N / num_paths), maximum)`` with N what the worst kept path needs, as published.
-
-    Args:
-        kept_scores: Chance of success of each kept path, in any order.
-        num_paths: Among how many paths the samples are shared. The published code takes the most that may be kept, also
-            where fewer are; their number shares them as they are.
-        maximum: Most samples of a path.
-        target: Wanted chance of a right answer, in (0, 1).
-
-    Returns:
-        Samples of each kept path, at least 1; 0 without paths.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> samples_per_path([0.9, 0.5], num_paths=2, maximum=8)  # .5 needs 7, which is 4 for each of 2
-        4
     """
     check_positive(maximum, "maximum")
     scores = as_rates(np.asarray(kept_scores, dtype=np.float64), "kept_scores")
@@ -259,12 +130,7 @@ class PathScorer(Protocol):
     """Says how likely the answer will be right, of beginnings of responses to a question."""
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
-        """Return a score for each.
-
-        Args:
-            question: The question.
-            paths: Token ids that stand already; none is the question itself.
-        """
+        """Return a score for each."""
         ...
 
 
@@ -286,11 +152,7 @@ def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -
 
 
 def tokens_of(sample: Sample) -> tuple[int, ...]:
-    """Return the tokens of a sample.
-
-    Raises:
-        InputError: They are not known, as of a pool that was made elsewhere.
-    """
+    """Return the tokens of a sample."""
     if sample.token_ids is None:
         raise InputError(
             f"Expected samples with token ids for a reward model to score, but got one of question "
@@ -304,12 +166,7 @@ Drawing = Generator[Ask, list[Sample], list[Path]]
 
 
 class SearchedPaths:
-    """What is known of the paths of a question: their scores and the samples that ended them.
-
-    Args:
-        question: The question.
-        scorer: The reward model.
-    """
+    """What is known of the paths of a question: their scores and the samples that ended them."""
 
     def __init__(self, question: Question, scorer: PathScorer) -> None:
         self._question, self._scorer = question, scorer
@@ -323,13 +180,7 @@ class SearchedPaths:
         return self._grown([Path()], [samples])
 
     def draw(self, paths: Sequence[Path], number: int = 1, *, to_step_end: bool = True) -> Drawing:
-        """Ask for a step of each open path, ``number`` times, and return the paths that follow; finished ones stay.
-
-        Args:
-            paths: The paths.
-            number: Continuations of each open one.
-            to_step_end: Whether they end with their next step, or with the response.
-        """
+        """Ask for a step of each open path, ``number`` times, and return the paths that follow; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
             if path.is_done:
@@ -387,12 +238,7 @@ class SearchedPaths:
 
 
 def tokens(path: Path) -> Tokens:
-    """Return the token ids of a path.
-
-    Example:
-        >>> tokens(Path(((1, 2), (3,))))
-        (1, 2, 3)
-    """
+    """Return the token ids of a path."""
     return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
 
 
@@ -406,25 +252,6 @@ class BeamSearch:
 
     A response that ended keeps its place among the best until better ones take it. After ``max_steps`` what is still
     open is drawn to its end. The answer is that of the best response by the mean score; ties go to the first.
-
-    Attributes:
-        scorer: The reward model.
-        width: First steps that are drawn, and most beginnings at any time.
-        keep: Beginnings that are kept, at most; ``width`` is a multiple of it, and ``width // keep`` samples go on from
-            each.
-        max_steps: Steps after which the search ends.
-        frequency: Steps that each beginning gets from one choice to the next.
-        lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
-            They are thrown away, and cost what they cost.
-        duplicates: What becomes of equal beginnings: "merge" counts them once, "refill" too, and goes on with others
-            more than once where fewer than ``keep`` are left, "keep" lets each have its place.
-        adaptive: What follows from the scores: nothing, how many beginnings are kept ("k"), how many samples go on from
-            each ("m"), or both.
-        target: Wanted chance of a right answer where something does, in (0, 1).
-        by: Whether that is told by the "mean" or the "low" quantile.
-
-    Reference:
-        Park et al., Know What You Don't Know, arXiv 2506.09338; Snell et al., arXiv 2408.03314.
     """
 
     name: ClassVar[str] = "beam_search"
@@ -506,17 +333,6 @@ class DiverseTreeSearch:
 
     In a tree ``width // trees`` steps are drawn at a time and one is kept. After ``max_steps`` what is still open is
     drawn to its end. The answer is that of the best response of all trees by the mean score; ties go to the first.
-
-    Attributes:
-        scorer: The reward model.
-        width: Steps that are drawn at a time, in all trees.
-        trees: Trees; ``width`` is a multiple of it.
-        max_steps: Steps after which the search ends.
-        lookahead: Further steps that are drawn of each beginning before a choice, which is made by the scores there.
-            They are thrown away, and cost what they cost.
-
-    Reference:
-        Beeching, Tunstall and Rush, Scaling Test-Time Compute with Open Models, 2024.
     """
 
     name: ClassVar[str] = "diverse_tree_search"
@@ -562,21 +378,7 @@ class DiverseTreeSearch:
 
 @dataclass(frozen=True)
 class ParticleFiltering:
-    """Let several responses grow step by step; after each, as many are drawn anew among them, with replacement.
-
-    The chance of a beginning is ``p / (1 - p)`` of its mean score p, made to add up to 1; a response that ended takes
-    part and does not grow. After ``max_steps`` what is still open is drawn to its end. The answer is that of the best
-    response by the mean score; ties go to the first.
-
-    Attributes:
-        scorer: The reward model.
-        particles: Responses at any time.
-        max_steps: Steps after which the search ends.
-        seed: Of the draws; each question has its own, derived from it and the question's id.
-
-    Reference:
-        Puri et al., A Probabilistic Inference Approach to Inference-Time Scaling, arXiv 2502.01618.
-    """
+    """Let several responses grow step by step; after each, as many are drawn anew among them, with replacement."""
 
     name: ClassVar[str] = "particle_filtering"
     confidence: ClassVar[None] = None
@@ -618,16 +420,6 @@ class AdaptiveBestOfN:
 
     ``N = min(ln(1 - target) / ln(1 - p), max_samples)`` with p the score of the question alone. The verdict's
     confidence is the score of the chosen response. Unreadable ones cannot be chosen.
-
-    Attributes:
-        scorer: The reward model.
-        max_samples: Most samples.
-        target: Wanted chance of a right answer among them, in (0, 1).
-        by: Whether p is the "mean" or the "low" quantile. That of outcomes is 0 unless p is near 1, which asks for
-            most samples always.
-
-    Reference:
-        Park et al., Know What You Don't Know, arXiv 2506.09338.
     """
 
     name: ClassVar[str] = "adaptive_best_of_n"

@@ -56,15 +56,7 @@ class StepRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepScaler:
-    """Turns the scores of a reward model's steps into calibrated ones; its order of steps stays.
-
-    Attributes:
-        map: The fitted function, which never falls.
-        target: What it was fitted to.
-        reward_model: Digest of the model, its format and its steps.
-        fitted_on: The questions of the fit.
-        scores: What the scores were worth before and after, by a name such as "held_out before" and a metric's key.
-    """
+    """Turns the scores of a reward model's steps into calibrated ones; its order of steps stays."""
 
     map: ScalerMap
     target: RewardTarget
@@ -90,11 +82,7 @@ class StepScaler:
 
     @classmethod
     def load(cls, path: str | Path) -> StepScaler:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            InputError: It is no such file, or damaged.
-        """
+        """Read what :meth:`save` wrote."""
         kind, content = load_fitted(path, STEP_SCALER_KINDS)
         try:
             return cls(
@@ -118,18 +106,7 @@ def step_rows(
     steps: Steps,
     rates: Mapping[tuple[str, str], Rate],
 ) -> StepRows:
-    """Return the scores of all steps beside what they should say.
-
-    Args:
-        pool: The responses.
-        scores: Of their steps, [question][sample][step]; None where there are none.
-        target: See ``datamodules.rewards.RewardDataModule``.
-        steps: Where steps end.
-        rates: How rollouts ended, by question and text of the prefix.
-
-    Raises:
-        InputError: The target is one of prefixes that were rolled out elsewhere.
-    """
+    """Return the scores of all steps beside what they should say."""
     if target == OF_PREFIXES:
         raise InputError(
             "Expected a `target` of whole responses to scale by, but got 'success_prob'. Use 'success_rate' with the "
@@ -161,11 +138,7 @@ def step_rows(
 
 
 def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
-    """Fit a function of the scores of steps to their targets; every step weighs the same.
-
-    Raises:
-        InputError: The kind is unknown, or nothing has a score and a target.
-    """
+    """Fit a function of the scores of steps to their targets; every step weighs the same."""
     if kind not in SCALER_KINDS:
         raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
     if not len(rows.score):
@@ -199,22 +172,14 @@ def reward_digest(settings: RewardSettings) -> str:
 
 
 def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
-    """Load the reward model of ``settings``, with the scaler of its steps where one is named.
-
-    Raises:
-        InputError: See ``open_rewards``; the scaler is damaged, or was fitted to another model.
-    """
+    """Load the reward model of ``settings``, with the scaler of its steps where one is named."""
     from selfcal_lightning.rewards.reading import open_rewards
 
     return open_rewards(settings, dtype=dtype, scale=load_step_scaler(settings))
 
 
 def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
-    """Return the scaler that ``settings`` name, held against their model; None where they name none.
-
-    Raises:
-        InputError: It is damaged, or was fitted to another model.
-    """
+    """Return the scaler that ``settings`` name, held against their model; None where they name none."""
     from selfcal_lightning.rewards.reading import check_rewards
 
     if settings.scaler is None:

@@ -21,22 +21,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 class VLLMRewardModel:
-    """Puts scores on positions, as ``rewards.model.RewardModel`` does, by vLLM's task ``token_classify``.
-
-    Args:
-        folder: Its folder.
-        format: Its format.
-        dtype: Of its weights.
-
-    Attributes:
-        num_tokens: Tokens that it has embeddings of.
-        max_context: Longest input in tokens.
-        packs: False: vLLM keeps what inputs begin with itself.
-
-    Raises:
-        InputError: vLLM cannot run such a model, with the reason.
-        RunError: It does not start.
-    """
+    """Puts scores on positions, as ``rewards.model.RewardModel`` does, by vLLM's task ``token_classify``."""
 
     packs = False
 
@@ -61,11 +46,7 @@ class VLLMRewardModel:
 
 
 def check_vllm_reads(folder: Path, format: RewardFormat) -> dict[str, Any]:
-    """Return the configuration of a reward model that vLLM can run: a stock token classifier with one linear layer.
-
-    Raises:
-        InputError: It is another, with the reason.
-    """
+    """Return the configuration of a reward model that vLLM can run: a stock token classifier with one linear layer."""
     config = read_json_object(folder / "config.json", what="the configuration of a model")
     architecture = next(iter(config.get("architectures") or ()), "")
     reason = None

@@ -29,12 +29,7 @@ class WrittenResponse:
 
 
 class RewardWriter:
-    """Writes responses for a public reward model.
-
-    Args:
-        encoder: The model's encoder.
-        steps: Where steps end.
-    """
+    """Writes responses for a public reward model."""
 
     def __init__(self, encoder: RewardEncoder, steps: Steps) -> None:
         self._encoder, self._steps = encoder, steps

@@ -29,13 +29,7 @@ class FrozenBatch:
         return type(self)(**{**self.__dict__, **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
-        """Return a copy whose tensors are on ``device``; dtypes stay.
-
-        Args:
-            device: Where to.
-            non_blocking: Whether the host goes on meanwhile; None is so towards another device than the CPU. (The
-                Trainer asks for it for bare tensors alone.)
-        """
+        """Return a copy whose tensors are on ``device``; dtypes stay."""
         if non_blocking is None:
             non_blocking = torch.device(device).type != "cpu"
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -51,14 +45,6 @@ class FrozenBatch:
 
 class SSCBatch(FrozenBatch):
     """A batch of responses with everything that both losses and the metrics need. Immutable.
-
-    Its B rows are responses. They lie in one of two ways:
-
-    - apart: sequence b is prompt + response + query of row b, right-padded; S = B and ``trees`` is empty;
-    - packed: S = 1, and the one sequence holds ``trees``: a prompt, then response + query after response + query. The
-      branches of all trees, in their order, are the B rows.
-
-    Positions are those in the flattened S * T tokens.
 
     Attributes:
         input_ids: Token ids, int64, [S, T].
@@ -83,18 +69,6 @@ class SSCBatch(FrozenBatch):
         position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
             sequences stand apart.
         beside_target: Targets of the adapters that are trained beside the first one, float32, [B, K]; None without any.
-
-    Example:
-        >>> batch = SSCBatch(
-        ...     input_ids=torch.tensor([[5, 6, 7, 8]]), attention_mask=torch.ones(1, 4, dtype=torch.long),
-        ...     query_position=torch.tensor([3]), label_position=torch.tensor([0]), label_id=torch.tensor([6]),
-        ...     label_row=torch.tensor([0]), target=torch.tensor([0.5]), correct=torch.tensor([1.0]),
-        ...     calibration_weight=torch.ones(1), generation_weight=torch.zeros(1), calibration_total=torch.tensor(1.0),
-        ...     generation_total=torch.tensor(0.0), question_index=torch.tensor([0]), task=("arithmetic",),
-        ...     row=torch.tensor([0]),
-        ... )
-        >>> batch.batch_size, batch.to("cpu").task
-        (1, ('arithmetic',))
     """
 
     input_ids: Tensor

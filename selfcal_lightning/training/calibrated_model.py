@@ -73,32 +73,13 @@ IDENTITY_KEY, CLASS_KEY = "base_model_identity", "module_class"
 
 
 class TrainedCheckpoint:
-    """Keeps what is trained, which base model it was trained on, and the random states; refuses what does not fit.
-
-    A module has one, and hands on to it::
-
-        def on_save_checkpoint(self, checkpoint):
-            self._checkpoint.save(self, checkpoint)
-
-        def on_load_checkpoint(self, checkpoint):
-            self._checkpoint.load(self, checkpoint)
-
-        def on_train_start(self):
-            self._checkpoint.start(self)
-
-    It sets ``strict_loading = False``, since the base weights are in no checkpoint. A run that is stopped and resumed
-    then ends where the unbroken one does, to the last bit, as far as the arithmetic itself does.
-    """
+    """Keeps what is trained, which base model it was trained on, and the random states; refuses what does not fit."""
 
     def __init__(self) -> None:
         self._resume = ResumeState()
 
     def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained parameters only, and note the base model and the class. A collective.
-
-        Raises:
-            InputError: The module lacks members of ``CheckpointedModule``.
-        """
+        """Keep the trained parameters only, and note the base model and the class. A collective."""
         checked = _checked(module)
         trained = trained_parameters(module)
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
@@ -110,9 +91,6 @@ class TrainedCheckpoint:
         """Refuse a checkpoint of another base model or of other parameters, and to go on under other settings.
 
         The class is not compared: its name may have changed, and what it trains tells more.
-
-        Raises:
-            InputError: In all cases, naming what was expected and what was found.
         """
         checked, trainer = _checked(module), trainer_of(module)
         check_base_model(checkpoint.get(IDENTITY_KEY), checked.identity, checked.base_model, kind=type(module).__name__)
@@ -166,11 +144,7 @@ class BesideSettings:
 def read_beside(
     beside: Mapping[str, BesideSettings | Mapping[str, Any]] | None, *, activated: bool
 ) -> dict[str, BesideSettings]:
-    """Return the settings of the adapters beside the first one, by name; those of a checkpoint are plain.
-
-    Raises:
-        InputError: A name that cannot be that of an adapter, or there is nothing that they could share.
-    """
+    """Return the settings of the adapters beside the first one, by name; those of a checkpoint are plain."""
     settings = {
         name: BesideSettings(**one) if isinstance(one, Mapping) else one for name, one in (beside or {}).items()
     }
@@ -204,15 +178,7 @@ def plain_beside(beside: Mapping[str, BesideSettings]) -> dict[str, dict[str, An
 
 
 def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict[str, ChatFormat]:
-    """Return the chat format of each adapter, with its own query.
-
-    Args:
-        beside: The adapters.
-        chat: The chat format of the first one.
-
-    Raises:
-        InputError: A query is longer than that of the first one, for which the rows leave room.
-    """
+    """Return the chat format of each adapter, with its own query."""
     chats = {
         name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query) for name, one in beside.items()
     }
@@ -274,11 +240,7 @@ class CalibratedModel(LightningModule):
         self._checkpoint.save(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings.
-
-        Raises:
-            InputError: In all cases, naming what was expected and what was found.
-        """
+        """Refuse a checkpoint of another base model or adapter, and to go on with training under other settings."""
         self._checkpoint.load(self, checkpoint)
 
     # ---- the model
@@ -437,12 +399,7 @@ PREFIX = "model."  # of the model's parameters in the module
 
 @dataclass(frozen=True)
 class ExportedAdapter:
-    """An adapter as it was exported.
-
-    Attributes:
-        folder: The folder.
-        base_model: What its manifest says of its base model; None where another tool wrote it.
-    """
+    """An adapter as it was exported."""
 
     folder: Path
     base_model: Mapping[str, Any] | None
@@ -454,11 +411,7 @@ class ExportedAdapter:
         return cls(folder, None if manifest is None else manifest["base_model"])
 
     def load_into(self, module: CalibratedModel) -> None:
-        """Overwrite the adapter of ``module``, whose model is configured; every process keeps its own part.
-
-        Raises:
-            ValueError: It is of another base model, or ``module`` has another adapter or query.
-        """
+        """Overwrite the adapter of ``module``, whose model is configured; every process keeps its own part."""
         if self.base_model is not None:
             check_base_model(self.base_model, module.identity, module.base_model)
         self._check_settings(module)
@@ -505,13 +458,7 @@ class ExportedAdapter:
 
 
 def write_weights(module: CalibratedModel, folder: Path, *, state: Mapping[str, torch.Tensor] | None) -> None:
-    """Write the adapter, or the whole model where all weights were trained, and the tokenizer with its chat template.
-
-    Args:
-        module: The module, its model configured.
-        folder: Where to, an empty folder.
-        state: The trained parameters by their names in the module, where its own are cut over processes.
-    """
+    """Write the adapter, or the whole model where all weights were trained."""
     own = None if state is None else {name.removeprefix(PREFIX): value for name, value in state.items()}
     if module.lora is None:
         module.model.save_pretrained(folder, state_dict=own)
@@ -529,12 +476,7 @@ def write_beside(module: CalibratedModel, name: str, folder: Path) -> None:
 
 
 def origin_of(identity: Mapping[str, Any], *, quantization: str | None) -> dict[str, Any]:
-    """Return what the confidences of a module depend on beside its trained weights.
-
-    Args:
-        identity: What the module says of itself.
-        quantization: How its frozen weights are quantised.
-    """
+    """Return what the confidences of a module depend on beside its trained weights."""
     lora = identity["hyper_parameters"]["lora"]
     return {
         "base_model": {name: identity["base_model"][name] for name in DIGESTS},
@@ -556,11 +498,7 @@ def _what_acts(lora: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ExportedModel(CalibratedModel):
-    """A calibrated model that is exported, and that may start from an export.
-
-    Attributes:
-        exported: Whose weights the adapter starts with, set before it is built; None where they are drawn.
-    """
+    """A calibrated model that is exported, and that may start from an export."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,17 +55,7 @@ def check_optimizer_settings(*, lr: float, weight_decay: float, seed: int) -> No
 def generation_settings(
     *, activated: bool, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
 ) -> dict[str, Any]:
-    """Return `omega` and `generation_loss` with what was left out as what it stands for.
-
-    Args:
-        activated: Whether the adapter is awake at the confidence query alone.
-        omega: Weight of the generation loss; None is 0.1, and 0 with an activated adapter.
-        generation_loss: Whether there is one; None is yes, and no with an activated adapter.
-        gradient_checkpointing: Whether activations are recomputed.
-
-    Raises:
-        ValueError: An activated adapter is asked for what it has no use for.
-    """
+    """Return `omega` and `generation_loss` with what was left out as what it stands for."""
     if not activated:
         return {
             "omega": DEFAULT_OMEGA if omega is None else omega,
@@ -104,14 +94,7 @@ def check_base_model(
     *,
     kind: str = "SelfCalibrationModule",
 ) -> None:
-    """Raise InputError where a checkpoint is not of this base model.
-
-    Args:
-        stored: What the checkpoint says of its base model; None where it says nothing.
-        identity: What is known of the model here.
-        base_model: Its name or folder.
-        kind: Class of the module.
-    """
+    """Raise InputError where a checkpoint is not of this base model."""
     if stored is None:
         raise InputError(f"Expected a checkpoint of {kind}, but got one that names no base model.")
     if not same_base_model(stored, identity):
@@ -122,13 +105,7 @@ def check_base_model(
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless a checkpoint holds just the parameters that are trained here.
-
-    Args:
-        state: Tensors of the checkpoint.
-        trained: Trained parameters of the module.
-        settings: Hyper-parameters of the checkpoint, for the message.
-    """
+    """Raise InputError unless a checkpoint holds just the parameters that are trained here."""
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     differing = [
@@ -148,14 +125,7 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
 
 
 def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any], *, resuming: bool) -> None:
-    """Raise InputError where a checkpoint was trained with settings that make it another model, or another run.
-
-    Args:
-        stored: Hyper-parameters in the checkpoint; what it does not say cannot be judged.
-        current: Those of the module.
-        resuming: Whether training goes on: then all must agree that it depends on. Else those of the adapter, without
-            its dropout, which only training has.
-    """
+    """Raise InputError where a checkpoint was trained with settings that make it another model, or another run."""
     before, now = _flat(stored), _flat(current)
     names = [
         name
@@ -260,10 +230,6 @@ def check_checkpoint_file(path: Path) -> None:
     """Refuse a file that is not a whole archive of torch, before anything in it is unpickled.
 
     Every byte is held against the checksums in the archive, which torch's own reader passes over.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is empty, cut short, damaged, or something else.
     """
     if path.is_dir():
         raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
@@ -287,11 +253,7 @@ def check_checkpoint_file(path: Path) -> None:
 
 
 def check_training_state(checkpoint: dict[str, Any]) -> None:
-    """Refuse to go on with training from weights alone.
-
-    Raises:
-        ValueError: The checkpoint holds no optimiser or no learning-rate schedule.
-    """
+    """Refuse to go on with training from weights alone."""
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
     if missing:
         raise InputError(

@@ -27,16 +27,7 @@ GUIDE = "docs/development/adding_a_module.md"
 
 
 def members_of(contract: type) -> list[str]:
-    """Return the names of what a protocol asks for, its own and those of the protocols that it extends, sorted.
-
-    Example:
-        >>> class Named(Protocol):
-        ...     name: str
-        >>> class Called(Named, Protocol):
-        ...     def call(self) -> None: ...
-        >>> members_of(Called)
-        ['call', 'name']
-    """
+    """Return the names of what a protocol asks for, its own and those of the protocols that it extends, sorted."""
     names = {name for base in _protocols(contract) for name in (*vars(base), *vars(base).get("__annotations__", ()))}
     return sorted(name for name in names if not name.startswith("_"))
 
@@ -55,13 +46,7 @@ def _protocols(contract: type) -> list[type]:
 
 
 def missing_members(value: object, contract: type) -> list[str]:
-    """Return what ``value`` lacks of ``contract``, by name; no property of it is read.
-
-    Args:
-        value: What should offer the members, or the class of it; of a class, methods alone are judged, since its
-            instances may set the rest.
-        contract: A protocol.
-    """
+    """Return what ``value`` lacks of ``contract``, by name; no property of it is read."""
     offered = set(dir(value))  # networks list their parts there, too
     wanted = methods_of(contract) if isinstance(value, type) else members_of(contract)
     return [name for name in wanted if name not in offered]
@@ -69,15 +54,6 @@ def missing_members(value: object, contract: type) -> list[str]:
 
 def check_members(value: object, contract: type, *, who: str, kind: str) -> None:
     """Raise InputError, naming what is missing, unless ``value`` offers all that ``contract`` asks for.
-
-    Args:
-        value: A module, a data module, or a class of such.
-        contract: A protocol.
-        who: Who needs it, for the message.
-        kind: What it is, for the message, such as "a data module".
-
-    Raises:
-        InputError: It lacks members.
 
     Example:
         >>> class Named(Protocol):
@@ -103,15 +79,7 @@ def class_path(kind: type) -> str:
 
 
 def import_class(path: str, *, option: str) -> type:
-    """Return the class that a path names.
-
-    Args:
-        path: Such as "my_package.my_module.MyClass".
-        option: What the user calls it.
-
-    Raises:
-        InputError: There is no such class.
-    """
+    """Return the class that a path names."""
     room, _, name = path.rpartition(".")
     try:
         # A package with a face gives its names when they are asked for; they are not among its variables before.
@@ -229,31 +197,16 @@ class Exportable(Protocol):
         ...
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the trained weights, and what they need to be used, into an empty folder.
-
-        Args:
-            folder: Where to.
-            state: The trained parameters by their names in the module, in full, where its own are cut over processes.
-        """
+        """Write the trained weights, and what they need to be used, into an empty folder."""
         ...
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights from a folder that :meth:`save_export` filled; asked before the model is loaded.
-
-        Raises:
-            InputError: They are of another base model, or of other settings; at the latest when the model is loaded.
-        """
+        """Take the weights from a folder that :meth:`save_export` filled; asked before the model is loaded."""
         ...
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint, to be exported: its model loaded, on the CPU.
-
-        Args:
-            path: The file.
-            base_model: Folder or hub name of the base model, where it is not where the checkpoint says.
-            dtype: Of the frozen weights.
-        """
+        """Return the module of a checkpoint, to be exported: its model loaded, on the CPU."""
         ...
 
 
@@ -341,11 +294,7 @@ class ScoringModule(Exportable, Protocol):
 
 
 def reading_module(module: object, *, who: str) -> ReadingModule:
-    """Return a module as what a data module reads of it.
-
-    Raises:
-        InputError: It lacks members of ``ReadingModule``.
-    """
+    """Return a module as what a data module reads of it."""
     check_members(module, ReadingModule, who=who, kind=MODULE)
     return cast("ReadingModule", module)
 
@@ -355,11 +304,6 @@ def linked_arguments(data_module: type, module: type, parameters: Mapping[type, 
 
     A class names what it takes over in ``linked_arguments``; one that names nothing takes nothing. What the module
     does not take itself is no link.
-
-    Args:
-        data_module: Class of the data module.
-        module: Class of the module.
-        parameters: Names of the arguments of both.
     """
     named = vars_of(data_module).get("linked_arguments", ())
     return tuple(name for name in named if name in parameters[module] and name in parameters[data_module])
@@ -557,94 +501,51 @@ class ProbeData(Protocol):
 
 
 def sampled_data(data: object, *, who: str) -> SampledData | None:
-    """Return a data module as what an export reads of it; None where loaders were given without one.
-
-    Raises:
-        InputError: It lacks members of ``SampledData``.
-    """
+    """Return a data module as what an export reads of it; None where loaders were given without one."""
     return _checked_or_none(data, SampledData, who=who)
 
 
 def question_data(data: object, *, who: str) -> QuestionData:
-    """Return a data module as what sampling reads of it.
-
-    Raises:
-        InputError: There is none, or it lacks members of ``QuestionData``.
-    """
+    """Return a data module as what sampling reads of it."""
     return _checked(data, QuestionData, who=who, holds="with questions", remedy="use SSCDataModule")
 
 
 def scored_data(data: object, *, who: str) -> ScoredData:
-    """Return a data module as what is written of the responses that it gave to be scored.
-
-    Raises:
-        InputError: There is none, or it lacks members of ``ScoredData``.
-    """
+    """Return a data module as what is written of the responses that it gave to be scored."""
     return _checked(data, ScoredData, who=who, holds="over a sample store", remedy="use SSCDataModule")
 
 
 def row_data(data: object, *, who: str) -> RowData | None:
-    """Return a data module as what a module reads of it; None where loaders were given without one.
-
-    Raises:
-        InputError: It lacks members of ``RowData``.
-    """
+    """Return a data module as what a module reads of it; None where loaders were given without one."""
     return _checked_or_none(data, RowData, who=who)
 
 
 def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str) -> None:
-    """Hold a data module against the steps, the target and the format that a reward model states, by their names.
-
-    Raises:
-        InputError: It lacks members of ``StepData``, or has others.
-    """
+    """Hold a data module against the steps, the target and the format that a reward model states, by their names."""
     checked = _checked_or_none(data, StepData, who=who)
     if checked is not None:
         _check_stated(stated, {"steps": checked.steps, "target": checked.target, "format": checked.format})
 
 
 def policy_data(data: object, *, reward: str, target: str | None, who: str) -> PolicyData:
-    """Return a data module as what test-time training reads of it, held against what the module states.
-
-    Raises:
-        InputError: There is none, it lacks members of ``PolicyData``, or has another reward or target.
-    """
+    """Return a data module as what test-time training reads of it, held against what the module states."""
     checked = _checked(data, PolicyData, who=who, holds="with rewards", remedy="use RolloutDataModule")
     _check_stated({"reward": reward, "target": target}, {"reward": checked.reward, "target": checked.learnt_target})
     return checked
 
 
 def anchor_data(data: object, *, who: str) -> AnchorData:
-    """Return a data module as what is read of its rounds.
-
-    Raises:
-        InputError: There is none, or it lacks members of ``AnchorData``.
-    """
+    """Return a data module as what is read of its rounds."""
     return _checked(data, AnchorData, who=who, holds="with rounds", remedy="use RolloutDataModule")
 
 
 def probe_data(data: object, *, who: str) -> ProbeData:
-    """Return a data module as what a probe reads of it.
-
-    Raises:
-        InputError: There is none, or it lacks members of ``ProbeData``.
-    """
+    """Return a data module as what a probe reads of it."""
     return _checked(data, ProbeData, who=who, holds="with features", remedy="use ProbeDataModule")
 
 
 def _checked(data: object, contract: type[C], *, who: str, holds: str, remedy: str) -> C:
-    """Return a data module that keeps a contract.
-
-    Args:
-        data: The data module.
-        contract: The protocol.
-        who: Who needs it, for the message.
-        holds: What is wanted of it, for the message where there is none.
-        remedy: What to do then.
-
-    Raises:
-        InputError: There is none, or it lacks members.
-    """
+    """Return a data module that keeps a contract."""
     checked = _checked_or_none(data, contract, who=who)
     if checked is None:
         raise InputError(f"Expected a data module {holds} for {who}, but got none: {remedy}.")

@@ -54,14 +54,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, others: bool = False) -> None:
-    """Raise ValueError where writing an export to ``target`` would lose something.
-
-    Args:
-        target: The folder.
-        kinds: What may be replaced, by the `kind` of its manifest.
-        overwrite: Whether that may be replaced here.
-        others: Whether other files may lie with it, since all of it is kept then; see ``reasons_to_keep``.
-    """
+    """Raise ValueError where writing an export to ``target`` would lose something."""
     if not target.exists() or is_empty_folder(target):
         return
     manifest = read_manifest(target) if target.is_dir() else None
@@ -92,10 +85,6 @@ def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return why the export in ``folder`` must not be lost when another one takes its place; nothing where it may be.
 
     It may where it is of the same training: of the same run, or with the same settings, so that it can be had again.
-
-    Args:
-        folder: What may hold an export.
-        manifest: What is known of the one that takes its place.
     """
     earlier = read_manifest(folder)
     if earlier is None:
@@ -109,12 +98,7 @@ def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
-    """Return "name: earlier -> now" for each setting in which two trainings differ, of those that both state.
-
-    Example:
-        >>> differences({"hyper_parameters": {"lr": 0.1, "omega": 0.1}}, {"hyper_parameters": {"lr": 0.2}})
-        ['hyper_parameters.lr: 0.1 -> 0.2']
-    """
+    """Return "name: earlier -> now" for each setting in which two trainings differ, of those that both state."""
     # JSON makes lists of tuples.
     sides = [json.loads(json.dumps({key: side.get(key) for key in TRAINING_KEYS})) for side in (earlier, manifest)]
     before, now = (dict(flatten(side)) for side in sides)
@@ -137,9 +121,6 @@ def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
 
     What lay there before is renamed to ``keep``, or removed without one; then it is called ``.<name>.old`` for the
     moment between the two renames, and after a crash in that moment until the next export is in its place.
-
-    Raises:
-        OSError: The disk is full or refuses, with the folder; what lay there before is untouched.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
@@ -216,11 +197,7 @@ LOCAL_BASE = "FOLDER_OF_THE_BASE_MODEL"  # where the base lies is not told: it m
 
 
 def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the lines of Markdown.
-
-    Args:
-        manifest: Of the export; ``activated``, with the chat format under ``prompt``.
-    """
+    """Return the lines of Markdown."""
     prompt, base = manifest["prompt"], manifest["base_model"]
     snippet = SNIPPET.format(
         base=LOCAL_BASE if base["model"] is None else resolve_model(base["model"]),
@@ -305,15 +282,7 @@ def public_configurations(folder: Path) -> dict[str, str]:
 
 
 def upload(folder: Path, repository: str, *, texts: Mapping[str, str], private: bool, token: str | None) -> None:
-    """Create the repository where it is missing and upload the folder as one commit.
-
-    Args:
-        folder: What is uploaded; it stays as it is.
-        repository: "owner/name".
-        texts: What is uploaded in the place of files of these names.
-        private: Whether a repository that is created is private.
-        token: Of the hub.
-    """
+    """Create the repository where it is missing and upload the folder as one commit."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)
@@ -368,18 +337,6 @@ def write_export(
     """Write what ``module`` has learned: a PEFT adapter, the whole model where all weights were trained, or its own.
 
     Beside it lies ``selfcal_manifest.json``.
-
-    Args:
-        module: The module, its model configured.
-        directory: Where to. An export of the same training that lies there is replaced in one step; one of another run
-            with other settings is first given a name with its date.
-        store: What identifies the samples that it was trained on.
-        metrics: Validation metrics to keep with it.
-        run: Name of the training, the same after a resume.
-        training: What else the weights depend on, JSON-able: the Trainer's settings, and those of the rows.
-        state: The trained parameters of ``module`` in full, where it is cut over processes.
-        described: Parts of the manifest that differ from what ``module`` says of itself.
-        beside: The adapter beside the first one that is meant; None is the first one.
     """
     manifest = {
         "kind": module.export_kind,
@@ -426,11 +383,7 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return a short model card: what the folder holds, and how its confidence is read.
-
-    Args:
-        manifest: As others may see it: see ``public_manifest``.
-    """
+    """Return a short model card: what the folder holds, and how its confidence is read."""
     kind, base = manifest["kind"], manifest["base_model"]["model"]
     library = "peft" if kind == "adapter" else "transformers"
     what = {

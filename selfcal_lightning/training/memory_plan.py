@@ -25,11 +25,6 @@ KIB = 1024
 def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
     """Return what is trained, in a line.
 
-    Args:
-        base_model: Folder or hub name of the model.
-        lora: The adapter; None trains all weights.
-        beside: Names of the adapters that are trained beside it.
-
     Example:
         >>> name_model("org/m", LoraSettings(r=4, target_modules=("q_proj",)), ["votes"])
         'org/m, LoRA of rank 4 on q_proj, and votes beside it'

@@ -52,16 +52,7 @@ KEYS = (
 
 @dataclass(frozen=True)
 class CalibrationPoints:
-    """The responses that ``CalibrationMetrics`` saw, sorted, as columns of length N.
-
-    Attributes:
-        confidence: P(True) in [0, 1]; NaN where unknown.
-        correct: 1.0 or 0.0; NaN where nobody can tell.
-        target: Soft self-consistency in [0, 1]; NaN where unknown.
-        yes_no_mass: P(Yes) + P(No).
-        question_index: The question, within its task.
-        task: Name of the task.
-    """
+    """The responses that ``CalibrationMetrics`` saw, sorted, as columns of length N."""
 
     confidence: Floats
     correct: Floats

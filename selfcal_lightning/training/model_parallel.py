@@ -65,12 +65,7 @@ def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> b
 
 
 def begin_epoch_after_whole_one(trainer: Trainer) -> None:
-    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch.
-
-    Resumed from such a checkpoint, Lightning 2.6.6 (``_FitLoop.reset``) counts the old epoch as done, yet takes itself
-    to be in the middle of one still: it neither counts the new epoch as begun nor calls ``on_train_epoch_start``, and
-    checkpoints written within it look like those of an epoch's end, from which it would start the epoch again.
-    """
+    """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch."""
     loop = trainer.fit_loop
     if loop.restarted_mid_epoch and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
         loop.reset_restart_stage()
@@ -144,11 +139,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return True
 
     def setup_environment(self) -> None:
-        """Start the process group and the meshes: of all processes, and of those that share the weights.
-
-        Raises:
-            ValueError: The processes cannot be divided into groups of ``data_parallel_size``.
-        """
+        """Start the process group and the meshes: of all processes, and of those that share the weights."""
         world_size = self.num_nodes * self.num_processes
         size = world_size if self._group_size is None else self._group_size
         if world_size % size:
@@ -240,11 +231,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint from the first process; every process has to call it.
-
-        Raises:
-            ValueError: ``filepath`` is an address, of which Lightning would make a folder on the disk of the machine.
-        """
+        """Write a checkpoint from the first process; every process has to call it."""
         _check_is_on_disk(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -292,11 +279,6 @@ def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> 
     """Take part in forward passes for which this process has no row: one token goes through, and is forgotten.
 
     Under FSDP2 every layer is gathered from all processes; one that stayed out would leave the others waiting.
-
-    Args:
-        model: The model.
-        device: Where it computes.
-        passes: Forward passes that the others make.
     """
     if not is_sharded(model):
         return

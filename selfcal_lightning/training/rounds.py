@@ -53,15 +53,6 @@ def keep_adapter(module: RoundModule, store_dir: str | Path, *, round: int, trai
 
     What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
     last bit, as on GPUs) of a run with the same settings, whose samples are then completed with *its* adapter.
-
-    Args:
-        module: The module at the end of an epoch.
-        store_dir: Folder of the sample store.
-        round: The round that will be sampled.
-        training: What identifies the training, such as a hash of its settings.
-
-    Raises:
-        ValueError: The store holds the adapter of another training.
     """
     folder = adapter_folder(store_dir, round)
     if not folder.exists():
@@ -128,12 +119,7 @@ class AdapterMismatchError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A sequence of tokens, of which some are compared.
-
-    Attributes:
-        ids: Prompt, response, confidence query, and the Yes after it.
-        places: Positions in ``ids``, each at least 1, whose token is predicted from all that stands before it.
-    """
+    """A sequence of tokens, of which some are compared."""
 
     ids: tuple[int, ...]
     places: tuple[int, ...]
@@ -146,12 +132,6 @@ def make_probes(
 
     Compared are up to ``max_tokens - 1`` tokens spread evenly over the response, and the Yes after the confidence
     query, which training moves most.
-
-    Args:
-        rows: Recorded responses.
-        chat: Chat format of the model.
-        max_tokens: Tokens to compare in a row.
-        max_length: Longest sequence in tokens; longer rows are left out. None takes all.
     """
     probes = []
     for row in rows:
@@ -174,23 +154,7 @@ def check_adapter(
     *,
     earlier: AbstractContextManager[Any] | None = None,
 ) -> float:
-    """Return the mean absolute difference of log-probability between the engine and the trainer's model, in nats.
-
-    Bound: 1e-4 where both compute in float32, else 0.02. In half precision two engines differ by more where a model's
-    logits are large: then they are asked once more with the adapter put aside on both sides. Twice the difference that
-    is left is the bound, and the engine must stand nearer to the adapter that was trained than to the earlier one: an
-    engine that still serves that passes only if the two agree to within 0.02 on these tokens.
-
-    Args:
-        engine: Who is to sample.
-        network: The trainer's model in evaluation mode, or its PEFT wrapper.
-        probes: What to compare; see ``make_probes``.
-        earlier: In its block ``network`` is the model that an engine may still serve; None is the base model.
-
-    Raises:
-        AdapterMismatchError: The engine serves something else, or something that is no number.
-        ValueError: There is nothing to compare.
-    """
+    """Return the mean absolute difference of log-probability between the engine and the trainer's model, in nats."""
     if not probes:
         raise InputError(
             "Expected recorded responses with token ids to check the engine's adapter on, but got none. Sample the "
@@ -312,13 +276,7 @@ def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list
 
 @dataclass(frozen=True, slots=True)
 class QuestionTargets:
-    """The soft self-consistency of a question's readable responses.
-
-    Attributes:
-        task: Task of the question.
-        mean: Mean over the responses.
-        leader: Answer with the largest target, the first seen among equals.
-    """
+    """The soft self-consistency of a question's readable responses."""
 
     task: str
     mean: float
@@ -326,13 +284,7 @@ class QuestionTargets:
 
 
 def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, QuestionTargets]:
-    """Return the targets of every question that has one, by its id.
-
-    Args:
-        index: Rows of one round, sorted by question.
-        raw: Whether confidences are P(Yes) rather than Yes / (Yes + No).
-        drop_none: As in ``soft_self_consistency``.
-    """
+    """Return the targets of every question that has one, by its id."""
     confidence = index.yes_mass if raw else index.p_true
     found: dict[str, QuestionTargets] = {}
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
@@ -349,17 +301,7 @@ def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool =
 
 
 def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, float]:
-    """Return what a round's own samples are like, by keys without their stage; what is not defined is left out.
-
-    ``rate/Unreadable``, ``rate/Truncated`` and ``rate/WithoutConfidence`` (shares of responses), ``target/Mean`` (mean
-    over questions of their mean target), and where labels are known ``accuracy/PassAt1``, ``calibration/ECE`` and
-    ``discrimination/AUROC`` of the sampling model's own confidence. An unreadable response is a wrong one.
-
-    Args:
-        index: Rows of one round.
-        raw: Whether confidences are P(Yes) rather than Yes / (Yes + No).
-        drop_none: As in ``soft_self_consistency``.
-    """
+    """Return what a round's own samples are like, by keys without their stage; what is not defined is left out."""
     unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
     confidence = index.yes_mass if raw else index.p_true
     targets = question_targets(index, raw=raw, drop_none=drop_none)
@@ -383,14 +325,6 @@ def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, Q
 
     ``shift/Mean`` and ``shift/MeanAbsolute``: later minus earlier of a question's mean target; ``shift/Spearman``: rank
     correlation of the questions' mean targets; ``shift/LeaderKept``: share of questions whose leading answer stayed.
-
-    Example:
-        >>> earlier, later = (
-        ...     {name: QuestionTargets("word_problems", mean, leader) for name, mean, leader in round}
-        ...     for round in ([("a", 0.5, "7"), ("b", 0.75, "3")], [("a", 0.75, "7"), ("b", 0.5, "4"), ("c", 1.0, "1")])
-        ... )
-        >>> describe_shift(earlier, later)
-        {'shift/Mean': 0.0, 'shift/MeanAbsolute': 0.25, 'shift/Spearman': -1.0, 'shift/LeaderKept': 0.5}
     """
     names = sorted(earlier.keys() & later.keys())
     if not names:

@@ -21,11 +21,6 @@ def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
 
     Linear from ``1 / (warmup + 1)`` at step 0 to 1 at step ``warmup``, then half a cosine to 0 at ``total``.
 
-    Args:
-        step: Optimiser step, from 0.
-        total: Optimiser steps of the training; where it is no more than ``warmup``, the factor never reaches 1.
-        warmup: Optimiser steps of the warm-up.
-
     Example:
         >>> [cosine_with_warmup(step, total=4, warmup=0) for step in (0, 2, 4)]
         [1.0, 0.5, 0.0]
@@ -43,11 +38,6 @@ def linear_with_warmup(step: int, *, total: int, warmup: int) -> float:
 
     Linear from ``1 / (warmup + 1)`` at step 0 to 1 at step ``warmup``, then linear to 0 at ``total``.
 
-    Args:
-        step: Optimiser step, from 0.
-        total: Optimiser steps of the training.
-        warmup: Optimiser steps of the warm-up.
-
     Example:
         >>> [linear_with_warmup(step, total=4, warmup=0) for step in (0, 1, 4)]
         [1.0, 0.75, 0.0]
@@ -58,16 +48,7 @@ def linear_with_warmup(step: int, *, total: int, warmup: int) -> float:
 
 
 def with_cosine(optimizer: Optimizer, trainer: Trainer, *, warmup_steps: int) -> OptimizerLRSchedulerConfig:
-    """Return the optimiser with a warm-up and a cosine to zero over the optimiser steps of a training.
-
-    Args:
-        optimizer: The optimiser, at its peak learning rate.
-        trainer: Who trains.
-        warmup_steps: Optimiser steps of linear warm-up; a warning where these are all.
-
-    Raises:
-        InputError: The number of steps is not known.
-    """
+    """Return the optimiser with a warm-up and a cosine to zero over the optimiser steps of a training."""
     total = trainer.estimated_stepping_batches
     if not math.isfinite(total) or total < 1:
         raise InputError(

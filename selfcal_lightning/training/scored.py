@@ -24,12 +24,7 @@ class ScoredRows(NamedTuple):
 
 
 class ScoredModel(CalibratedModel):
-    """A calibrated model that is scored on fixed pools of the base model's samples; logs ``val/...`` and ``test/...``.
-
-    Attributes:
-        val_metrics: Metrics of the validation pool; they keep their points until the next pass.
-        test_metrics: Metrics of the test pool.
-    """
+    """A calibrated model that is scored on fixed pools of the base model's samples."""
 
     val_metrics: CalibrationMetrics
     test_metrics: CalibrationMetrics

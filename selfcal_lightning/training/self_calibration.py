@@ -63,16 +63,7 @@ def calibration_part(
     ranking: float = 0.0,
     targets: Tensor | None = None,
 ) -> Tensor:
-    """Return the part of the calibration loss, a scalar.
-
-    Args:
-        batch: The rows, with their targets and weights.
-        confidence: P(True), [B].
-        loss: "smooth_l1" or "squared".
-        beta: Width of the quadratic part of SmoothL1.
-        ranking: Weight of the order of the responses to one question, of those in this micro-batch.
-        targets: Targets in the place of the batch's own, [B].
-    """
+    """Return the part of the calibration loss, a scalar."""
     weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
     target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
     per_row = squared_calibration_loss if loss == "squared" else partial(calibration_loss, beta=beta)

@@ -19,16 +19,7 @@ ADAPTER, SAMPLES, CONFIG = "adapter", "samples", "config.yaml"
 
 
 def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str, Any]:
-    """Return the settings of ``selfcal fit`` in a file, overridden by ``options``.
-
-    Args:
-        name: A file, or the name of one that ships with the package, such as "demo.yaml".
-        options: Nested or dotted settings; ``init_args`` may be left out.
-        stage: The verb's option, for messages.
-
-    Raises:
-        InputError: There is no such file, or it does not name a model and data as a file of ``selfcal fit`` does.
-    """
+    """Return the settings of ``selfcal fit`` in a file, overridden by ``options``."""
     path = Path(name)
     settings = read_config(path if path.exists() or not _ships(name) else Path(config_path(name)))
     for section in ("model", "data"):
@@ -41,29 +32,14 @@ def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str
 
 
 def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``options`` into settings of ``selfcal fit``, in place, and return these.
-
-    Args:
-        settings: The settings.
-        options: Nested or dotted; ``init_args`` may be left out.
-
-    Example:
-        >>> override({"data": {"class_path": "D", "init_args": {"seed": 0}}}, {"data": {"seed": 1}})
-        {'data': {'class_path': 'D', 'init_args': {'seed': 1}}}
-    """
+    """Put ``options`` into settings of ``selfcal fit``, in place, and return these."""
     for key, value in _leaves(options):
         _put(settings, key.split("."), value)
     return settings
 
 
 def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None) -> dict[str, Any]:
-    """Return the settings with all that the stage writes in ``folder``, and with what a resumed run needs.
-
-    Args:
-        settings: Settings of ``selfcal fit``.
-        folder: The stage's folder.
-        base_model: The model of the stage; None is that of the settings.
-    """
+    """Return the settings with all that the stage writes in ``folder``, and with what a resumed run needs."""
     laid = deepcopy(dict(settings))
     trainer = laid.setdefault("trainer", {})
     trainer["default_root_dir"] = str(folder)

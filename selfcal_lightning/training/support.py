@@ -71,16 +71,7 @@ def check_support(
     optimizer: str = "adamw",
     beside: bool = False,
 ) -> None:
-    """Raise ValueError for a combination that does not work, naming what does.
-
-    Args:
-        trainer: The trainer that the module is attached to; None where there is none, as in an export.
-        lora: Whether an adapter is trained, not all weights.
-        gradient_checkpointing: Whether activations are recomputed.
-        quantization: "nf4" for QLoRA.
-        optimizer: Name of the optimiser.
-        beside: Whether several adapters are trained side by side.
-    """
+    """Raise ValueError for a combination that does not work, naming what does."""
     if trainer is None:
         return
     asked = ["LoRA" if lora else "full fine-tuning"]
@@ -101,12 +92,6 @@ def check_features(
     """Raise InputError where the way in which a trainer runs does not support what a module does.
 
     Device and precision of the trainer are held against the table, too.
-
-    Args:
-        trainer: The trainer.
-        features: What the module does: rows of the table, or of its own.
-        rows: Rows of the module's own, in which "yes" stands for what its tests run.
-        reasons: Why they say no, with what to use instead.
     """
     table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
     if unknown := [name for name in features if name not in table]:
@@ -122,11 +107,7 @@ def check_features(
 
 
 def way_of(strategy: Strategy) -> Way:
-    """Return which column of the table a strategy of Lightning is.
-
-    Raises:
-        ValueError: If it is none, with what to use instead.
-    """
+    """Return which column of the table a strategy of Lightning is."""
     if isinstance(strategy, AdapterModelParallelStrategy):
         return "FSDP2"
     # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.
@@ -150,12 +131,7 @@ def way_of(strategy: Strategy) -> Way:
 
 
 def support_table() -> str:
-    """Return the table as Markdown, for the README.
-
-    Example:
-        >>> print(support_table().splitlines()[0])
-        | | one process | DDP | FSDP2 |
-    """
+    """Return the table as Markdown, for the README."""
     lines = [f"| | {' | '.join(WAYS)} |", "|---|" + "---|" * len(WAYS)]
     lines += [f"| {feature} | {' | '.join(row[way] for way in WAYS)} |" for feature, row in SUPPORT.items()]
     return "\n".join(lines)

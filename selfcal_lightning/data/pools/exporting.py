@@ -25,14 +25,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was written.
-
-    Attributes:
-        questions: Questions.
-        responses: Their responses.
-        dropped: Responses that the format cannot say and that were left out: those to questions of which one was not
-            judged, and empty ones that the engine could not give.
-    """
+    """What was written."""
 
     questions: int
     responses: int
@@ -49,20 +42,7 @@ def export_pool(
     token_ids: bool = False,
     confidences: Sequence[str] = (),
 ) -> ExportReport:
-    """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back.
-
-    Args:
-        store_dir: Folder of the store.
-        path: The pool, new or of an earlier export; appears when it is complete.
-        split: Split to write; None writes all.
-        round: Generation round to write.
-        task: Task to write; None writes all.
-        token_ids: Whether ``tokens`` is the list of ids instead of their number.
-        confidences: Annotations of the store that are written with the responses' own confidences.
-
-    Raises:
-        ValueError: There are no such samples, or something else lies in the place of the pool.
-    """
+    """Write joined samples of a store as a JSON-lines pool; :func:`import_pool` reads it back."""
     check_replaceable(path, is_written_pool, option="path", kind="a pool that was exported before")
     questions = responses = 0
 
@@ -84,18 +64,7 @@ def export_pool(
 def export_sampled(
     store_dir: str | Path, folder: str | Path, *, split: str | None = None, round: int = 0, task: str | None = None
 ) -> ExportReport:
-    """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back.
-
-    Args:
-        store_dir: Folder of the store.
-        folder: Where both files go.
-        split: Split to write; None writes all.
-        round: Generation round to write.
-        task: Task to write; None writes all.
-
-    Raises:
-        InputError: There are no judged samples, or something else lies in the place of a file.
-    """
+    """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back."""
     place = Path(folder)
     for name, keys in ((SAMPLED, SAMPLED_KEYS), (GROUND_TRUTH, TRUTH_KEYS)):
         check_replaceable(place / name, partial(_begins_with, keys), option="path", kind="an earlier file of its kind")

@@ -33,15 +33,7 @@ TRUTH_KEYS = (
 
 @dataclass
 class SampledPool:
-    """What the two files hold.
-
-    Attributes:
-        lines: Questions with their responses, in the order in which they first occur.
-        dropped: Rows that are left out, by reason.
-        overruled: Rows without an answer that were called right; they count as wrong.
-        differing: Questions of which the second file counts other responses, or other right ones, than the first has.
-        without_responses: Questions of the second file of which the first has no response.
-    """
+    """What the two files hold."""
 
     lines: list[PoolLine]
     dropped: Counter[str] = field(default_factory=Counter)
@@ -64,15 +56,6 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
 
     A question is told by its whole id. Rows whose response is no text, and those whose id and number occurred before,
     are left out and counted; others are numbered anew, from 0, in the order of their own numbers.
-
-    Args:
-        path: The file of responses.
-        task: Task of the questions.
-        split: Split of the questions.
-        stated: Whether answers and verdicts are those that the file states; else they are left to be read anew.
-
-    Raises:
-        InputError: A row is not as described, with file and line.
     """
     truths = _read_truths(path.with_name(GROUND_TRUTH))
     pool = SampledPool([])
@@ -170,12 +153,7 @@ def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[st
 
 
 def _text(value: object) -> str | None:
-    """Return an answer as text: a whole number without a point, no answer as None.
-
-    Example:
-        >>> _text(18.0), _text("B"), _text(" "), _text(None)
-        ('18', 'B', None, None)
-    """
+    """Return an answer as text: a whole number without a point, no answer as None."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = "" if value is None else str(value)
@@ -196,22 +174,7 @@ def _differs(truth: Mapping[str, Any], given: Mapping[object, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """What an import did.
-
-    Attributes:
-        questions: Questions read.
-        reused: Those of them that the store had from an earlier import of the same file.
-        without_responses: Those without a response, of which nothing can be stored.
-        responses: Responses stored now.
-        extracted: Answers that were not given and were read out of the text.
-        verified: Verdicts that were not given and were found by comparison with the reference.
-        unreadable: Stored responses without an answer.
-        truncated: Stored responses that the token limit cut; those that state no answer are unreadable.
-        undecided: Pairs of expressions that could not be compared within the limits and count as different.
-        dropped: Rows of `sampled.jsonl`, or records of prefixes, that were left out; a message says why.
-        overruled: Its rows without an answer that were called right, and count as wrong.
-        differing: Questions of which `ground_truth.jsonl` counts otherwise than the rows do.
-    """
+    """What an import did."""
 
     questions: int
     reused: int
@@ -243,17 +206,6 @@ def import_pool(
 
     A file of the task's own columns with a list of texts in ``responses`` is read too, where ``task`` is given. The
     whole file is checked before the first row is stored. Equal answers are named by the first seen of their class.
-
-    Args:
-        path: The pool.
-        store_dir: Folder of the store. Importing the same file again completes it.
-        task: Task of all questions; None takes the field ``task`` of every line.
-        split: Split of all questions; None takes the field ``split`` of every line.
-        tasks: Returns the task of a name.
-        questions_per_shard: Questions in one file of the store.
-
-    Raises:
-        InputError: A line is not as described, with the file and the number of the line.
     """
     path, before = Path(path), Undecided.so_far()
     responses: dict[str, int] = {}
@@ -282,20 +234,7 @@ def import_sampled(
     tasks: Callable[[str], Task] = get_task,
     questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read `sampled.jsonl`, with `ground_truth.jsonl` where it lies beside it, into a store of its own.
-
-    Args:
-        path: The file of responses.
-        store_dir: Folder of the store. Importing the same file again completes it.
-        task: Task of all questions.
-        split: Split of all questions.
-        stated: Whether answers and verdicts are those of the file; False reads and judges the texts anew.
-        tasks: Returns the task of a name.
-        questions_per_shard: Questions in one file of the store.
-
-    Raises:
-        InputError: A row is not as described, with the file and the number of the line.
-    """
+    """Read `sampled.jsonl`, with `ground_truth.jsonl` where it lies beside it, into a store of its own."""
     before = Undecided.so_far()
     tasks(task)
     with Stage(f"Reading {path.name}"):

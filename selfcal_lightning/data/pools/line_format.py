@@ -44,13 +44,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
-    """Open the store that holds what was imported from ``source``, and nothing else.
-
-    Args:
-        store_dir: Folder of the store.
-        source: The file; its sha256 is part of the fingerprint, its name is not.
-        settings: What else must be equal when the import is started again; plain JSON types.
-    """
+    """Open the store that holds what was imported from ``source``, and nothing else."""
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
@@ -90,17 +84,7 @@ class PoolLine:
 def read_pool(
     path: Path, *, task: str | None, split: str | None, default_split: str | None = None
 ) -> Iterator[tuple[int, PoolLine]]:
-    """Yield (line number, line) for every line of a pool.
-
-    Args:
-        path: The pool.
-        task: Task of all questions; None takes the field ``task`` of every line.
-        split: Split of all questions; None takes the field ``split`` of every line.
-        default_split: Split of the questions whose line has no field ``split``; None requires it.
-
-    Raises:
-        ValueError: A line is not as described, with file and line.
-    """
+    """Yield (line number, line) for every line of a pool."""
     assumed = {} if default_split is None else {"split": default_split}
     for number, line in read_json_lines(path):
         given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
@@ -261,16 +245,6 @@ def read_foreign_pool(
     """Yield (line number, line) of a pool in either form: lines of a pool, or rows of a data set with ``responses``.
 
     The second form is meant where ``task`` is given and the first line has no ``id``.
-
-    Args:
-        path: The pool.
-        task: Task of all questions; None takes the field ``task`` of every line.
-        split: Split of all questions; None takes the field ``split`` of every line.
-        tasks: Returns the task of a name.
-        default_split: Split of the questions whose line has no field ``split``; None requires it.
-
-    Raises:
-        ValueError: A line is not as described, or repeats an id, with file and line.
     """
     first = next((line for _, line in islice(read_json_lines(path), 1)), {})
     if task is not None and "id" not in first and "responses" in first:
@@ -309,12 +283,6 @@ TRL_FIELDS = ("prompt", "completions", "labels")
 def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
     """Return a row.
 
-    Args:
-        prompt: The question.
-        steps: The K steps.
-        rates: How often the answer turned out right from each on [K], in [0, 1].
-        labels: "hard" is true where any was, which TRL reads; "rate" is the rate itself, which TRL would cut to 0.
-
     Example:
         >>> trl_row("1+1?", ["It is 2."], [0.5], "hard")
         {'prompt': '1+1?', 'completions': ['It is 2.'], 'labels': [True]}
@@ -325,13 +293,6 @@ def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: S
 
 def read_trl_row(record: Mapping[str, Any], *, separator: str) -> tuple[str, list[tuple[str, float]]]:
     """Return the question of a row, and each of its prefixes with its label as a rate.
-
-    Args:
-        record: The row.
-        separator: What stands between two steps.
-
-    Raises:
-        InputError: A field is of another kind, or there are more or fewer labels than steps.
 
     Example:
         >>> read_trl_row({"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.25]}, separator=" ")

@@ -27,18 +27,7 @@ TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
 
 @dataclass(frozen=True, slots=True)
 class RecordsReport:
-    """What an import of training records did.
-
-    Attributes:
-        records: Records read; each is one stored response.
-        questions: Different prompts among them.
-        reused: Prompts that the store had from an earlier import of the same file.
-        unreadable: Records without an answer.
-        without_target: Records whose weighted consistency is missing (its sum of confidences was zero).
-        doubled_prompts: Records whose input repeats the prompt, of which one copy is kept.
-        ended: Responses from which the end-of-turn text was cut off.
-        other_fields: Fields that were left out.
-    """
+    """What an import of training records did."""
 
     records: int
     questions: int
@@ -63,35 +52,7 @@ def import_training_records(
     tasks: Callable[[str], Task] = get_task,
     questions_per_shard: int = 256,
 ) -> RecordsReport:
-    """Read published training records into a store of its own, as samples that carry finished targets.
-
-    A record is ``input = prompt + " " + response`` with the answer and the two consistencies of its answer. The
-    confidences and verdicts that they came from were not published, so this is the one place where targets are stored:
-    as the confidences "ssc" and "consistency", from which training takes them. ``correct``, the Yes and No masses and
-    the reference are unknown, and a question's samples are those that were published, in the order of the file. Equal
-    answers are named by the first seen of their class, as everywhere.
-
-    The prompt ends with the *last* ``prompt_separator`` of the input; records with equal prompts are one question,
-    whose id is a hash of the prompt and whose ``text`` is the rendered prompt. ``messages`` stay empty, since a
-    rendered prompt must not be put into a template again: give ``model`` to have its token ids stored, which training
-    needs. Records are grouped in memory.
-
-    Args:
-        path: JSON-lines file, or Parquet file (``.parquet``).
-        store_dir: Folder of the store. Importing the same file again completes it.
-        prompt_separator: What opens the assistant's turn in the chat template of the records, such as
-            "<|im_start|>assistant" and a line break.
-        task: Task of the questions, which says when answers are equal.
-        split: Split under which they are stored.
-        end_of_turn: Text of the end-of-turn token; responses that end with it finished by themselves.
-        model: Folder or hub name of the model whose tokenizer rendered the prompts.
-        revision: Its revision on the hub.
-        tasks: Returns the task of a name.
-        questions_per_shard: Questions in one file of the store.
-
-    Raises:
-        ValueError: A record lacks a field, holds no separator or an impossible number; with file and line.
-    """
+    """Read published training records into a store of its own, as samples that carry finished targets."""
     path = Path(path)
     if not prompt_separator:
         raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
@@ -201,13 +162,7 @@ _CONTROL = re.compile(r"<[|｜][^\s<>|｜]{2,}[|｜]>|</?s>|<(?:bos|eos|pad|star
 
 
 class SuccessCounts(NamedTuple):
-    """What became of records.
-
-    Attributes:
-        prefixes: Prefixes written.
-        bare: Records left out since their prefix is empty: there is nothing of a response to read.
-        without_steps: Rows of TRL left out since they have no step.
-    """
+    """What became of records."""
 
     prefixes: int
     bare: int
@@ -219,16 +174,6 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
 
     Records of one question, by its text, are one line. A record of the question alone, without a prefix, is left out
     and counted.
-
-    Args:
-        path: JSON lines.
-        pool: Where to.
-        task: Task of the questions.
-        split: Split of the questions.
-        separator: What stands between two steps of TRL's rows.
-
-    Raises:
-        InputError: A record lacks a field, a rate is none, or a prefix holds a control token; with file and line.
     """
     groups: dict[str, list[tuple[str, float]]] = {}
     bare = without_steps = 0

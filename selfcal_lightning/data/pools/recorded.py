@@ -29,15 +29,7 @@ from selfcal_lightning.records import QuestionSamples
 
 @dataclass(frozen=True)
 class RecordedPool:
-    """The recorded samples of some questions.
-
-    Attributes:
-        entries: The questions with their samples, each at least one; ids are unique. Of a pool that was read to be
-            counted the samples have no texts and no token ids.
-        query_tokens: Tokens of the confidence query that was put after each response; 0 where none was, or unknown.
-        estimators: The estimator that computed each of the annotations that were merged in, by the annotation's name.
-        sampled_by: "model", "prompt" and "sampling" of the store's fingerprint; None where nobody knows.
-    """
+    """The recorded samples of some questions."""
 
     entries: tuple[QuestionSamples, ...]
     query_tokens: int = 0
@@ -80,21 +72,6 @@ def load_recorded_pool(
 
     What a JSON-lines pool does not state (``answer``, ``correct``) is read out of the text and verified by the task,
     as in ``selfcal import-pool``, which keeps the outcome for the next time.
-
-    Args:
-        path: File of JSON lines, or folder of a store (its round 0).
-        split: Split to read; None reads all. Only lines that name another split are left out.
-        task: Of a file: the task of all questions, None takes the field ``task`` of every line. Of a store: the task
-            to read, None for all.
-        confidences: Annotations of the store to merge in (``selfcal score`` and ``selfcal predict`` write them).
-        limit: The first so many questions; None takes all.
-        texts: Whether the samples keep their texts and token ids. Without them a response of 300 tokens takes a
-            thirtieth of the memory, and all that evaluations and fits count is there.
-        tasks: Returns the task of a name.
-
-    Raises:
-        FileNotFoundError: There is neither a file nor a store.
-        InputError: The pool holds no question, the same question twice, or a line is not as described.
     """
     if limit is not None and limit < 1:
         raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
@@ -202,13 +179,7 @@ BITS = 128
 
 
 def texts_digest(path: str | Path, *, split: str | None = None, task: str | None = None) -> int:
-    """Return a number that two pools share if, and but for a chance of 2^-128 only if, their texts are the same.
-
-    Args:
-        path: A JSON-lines pool, or the folder of a store (its round 0).
-        split: The split; None takes all.
-        task: Of a store, the task; None takes all.
-    """
+    """Return a number that two pools share if, and but for a chance of 2^-128 only if, their texts are the same."""
     path = Path(path)
     return _digest_of_store(path, split, task) if path.is_dir() else _digest_of_file(path, split)
 

@@ -53,13 +53,7 @@ ANNOTATION_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
-    """What :meth:`Annotation.publish` made visible.
-
-    Attributes:
-        rows: Rows of this run.
-        unknown: Rows of this run whose value is unknown.
-        total: Rows that readers now see, those of earlier runs of the same origin included.
-    """
+    """What :meth:`Annotation.publish` made visible."""
 
     rows: int
     unknown: int
@@ -67,16 +61,7 @@ class AnnotationReport:
 
 
 class Annotation:
-    """One named confidence of the rows of a store. Opening it reads and writes nothing.
-
-    Writing takes two steps: every process writes a part (:meth:`write_part`), then one of them publishes all parts of
-    the run. A later run of the same origin adds to what is there, its own values first; a run of another origin is
-    refused, or takes the place of all.
-
-    Args:
-        store_path: Folder of the sample store.
-        name: Name of the confidence.
-    """
+    """One named confidence of the rows of a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         if not NAME.fullmatch(name):
@@ -91,15 +76,7 @@ class Annotation:
         return read_record(self._file, AnnotationRecord.from_json) if self._file.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Hold what is about to compute the values against what computed those that are there.
-
-        Args:
-            origin: What computes the values (model, checkpoint, query), JSON-able.
-            overwrite: Whether values of another origin may be replaced.
-
-        Raises:
-            ValueError: The name exists with another origin, naming each field that differs.
-        """
+        """Hold what is about to compute the values against what computed those that are there."""
         record = self.record
         if record is None or overwrite:
             return
@@ -113,15 +90,7 @@ class Annotation:
     def write_part(
         self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[ShardEntry]
     ) -> None:
-        """Write the values of one process; readers do not see them before :meth:`publish`.
-
-        Args:
-            run: Name of the run, the same in all its processes.
-            part: Name of this process.
-            index: The rows, R of them.
-            values: Confidence of each row, nan where unknown, [R].
-            shards: The store's shards (``manifest.shards``).
-        """
+        """Write the values of one process; readers do not see them before :meth:`publish`."""
         if np.isinf(values).any() or len(values) != len(index):
             raise InputError(f"Expected {len(index)} finite values or nan, but got {len(values)}: {values}.")
         known = {entry.file: entry for entry in shards}
@@ -147,19 +116,7 @@ class Annotation:
         details: Mapping[str, Any],
         overwrite: bool = False,
     ) -> AnnotationReport:
-        """Show readers the parts of a run, in one step. One process does this, when all have written theirs.
-
-        Args:
-            run: Name of the run.
-            parts: Names of all its processes.
-            origin: See :meth:`check_origin`.
-            details: What else is worth knowing about the run (file names, time); recorded, not compared.
-            overwrite: See :meth:`check_origin`.
-
-        Raises:
-            ValueError: The name exists with another origin.
-            RuntimeError: A part is missing.
-        """
+        """Show readers the parts of a run, in one step. One process does this, when all have written theirs."""
         files = [f"{run}-{part}.parquet" for part in parts]
         absent = [file for file in files if not (self.folder / file).exists()]
         if absent:
@@ -190,16 +147,7 @@ class Annotation:
         return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
 
     def annotate(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> SampleIndex:
-        """Return ``index`` with this confidence, nan where a row has none; how many have none is logged.
-
-        Args:
-            index: Rows sorted by question and sample, R of them.
-            shards: The store's shards.
-
-        Raises:
-            ValueError: Nothing is published under this name, or the rows bring a confidence of that name themselves.
-            StoreCorruptError: A file is missing or changed.
-        """
+        """Return ``index`` with this confidence, nan where a row has none; how many have none is logged."""
         record = self.record
         if record is None:
             raise InputError(
@@ -325,15 +273,7 @@ Kept = TypeVar("Kept", bound=HasOrigin)
 
 
 class NamedRecord(Generic[Kept]):
-    """One named record beside the rows of a store, with its origin. Opening it reads and writes nothing.
-
-    Args:
-        folder: Where the records of its kind lie.
-        name: Its name.
-        file: Name of the file.
-        read: Returns the record of its content.
-        held_to: What is said of one of another origin, "the values NAME in FOLDER to ...".
-    """
+    """One named record beside the rows of a store, with its origin. Opening it reads and writes nothing."""
 
     def __init__(
         self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
@@ -385,12 +325,7 @@ class QuestionValues:
 
 
 class QuestionAnnotation(NamedRecord[QuestionValues]):
-    """One named value of the questions of a store. Opening it reads and writes nothing.
-
-    Args:
-        store_path: Folder of the sample store.
-        name: Name of the value.
-    """
+    """One named value of the questions of a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         folder = Path(store_path) / FOLDER
@@ -404,11 +339,7 @@ class QuestionAnnotation(NamedRecord[QuestionValues]):
         return {} if record is None else dict(record.values)
 
     def write(self, values: Mapping[Key, float | None], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Add values; those of this origin that are there stay, unless a new one has their key.
-
-        Raises:
-            InputError: The name exists with another origin, or a value is infinite or nan.
-        """
+        """Add values; those of this origin that are there stay, unless a new one has their key."""
         self.check_origin(origin, overwrite=overwrite)
         if strange := [key for key, value in values.items() if value is not None and not math.isfinite(value)]:
             raise InputError(f"Expected values to be finite or None, but got another for {strange[0][0]!r}.")
@@ -423,11 +354,7 @@ def question_annotation_names(store_path: str | Path) -> list[str]:
 
 
 def question_values(store_path: str | Path, name: str, keys: Sequence[Key]) -> list[float | None]:
-    """Return the values of questions, in their order; None for one that has none.
-
-    Raises:
-        InputError: There is no such name.
-    """
+    """Return the values of questions, in their order; None for one that has none."""
     record = QuestionAnnotation(store_path, name).record
     if record is None:
         known = question_annotation_names(store_path)

@@ -45,15 +45,7 @@ TABLES_KEPT = 8
 
 @dataclass
 class Duplicates:
-    """Questions of one round that lie in two shards, by the file in which they are hidden.
-
-    Attributes:
-        equal: Those whose rows equal the earlier ones.
-        continued: Those whose rows are the first ones of another shard's, which are shown.
-        differing: Those whose rows are others; nobody can tell which to show.
-        continues: Of the shards that are shown: (question, number of its first samples, hash of the shard that these
-            were first written to), by file.
-    """
+    """Questions of one round that lie in two shards, by the file in which they are hidden."""
 
     equal: dict[str, list[str]] = field(default_factory=dict)
     continued: dict[str, list[str]] = field(default_factory=dict)
@@ -64,13 +56,7 @@ class Duplicates:
 def find_duplicates(
     root: Path, entries: Sequence[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
 ) -> Duplicates:
-    """Find questions of one round that lie in more than one shard.
-
-    Args:
-        root: The store's folder.
-        entries: Shards in the order that decides who is first.
-        questions: Returns the questions in a shard.
-    """
+    """Find questions of one round that lie in more than one shard."""
     found, shown = Duplicates(), dict[tuple[int, str], ShardEntry]()
     read = lru_cache(maxsize=TABLES_KEPT)(lambda file: read_shard(root / file))
     for entry in entries:
@@ -111,11 +97,7 @@ def _rows(table: pa.Table, name: str) -> pa.Table:
 
 
 def raise_samples(root: Path, round: int, splits: Collection[str], num_samples: int) -> RoundRecord:
-    """Note that the questions of some splits are to have more samples than they have; return what is noted then.
-
-    Raises:
-        InputError: The round's questions have any number of samples, by a plan or as they were imported.
-    """
+    """Note that the questions of some splits are to have more samples than they have; return what is noted then."""
     file = round_file(root, round)
     lock = PartLock(file.parent)
     lock.acquire()
@@ -136,13 +118,7 @@ def raise_samples(root: Path, round: int, splits: Collection[str], num_samples: 
 
 
 class EarlierSamples:
-    """The samples that questions have already, read one question at a time.
-
-    Args:
-        root: The store's folder.
-        entries: The committed shards of a round.
-        questions: Returns the questions in a shard, in the order of its rows.
-    """
+    """The samples that questions have already, read one question at a time."""
 
     def __init__(
         self, root: Path, entries: Iterable[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
@@ -169,12 +145,7 @@ class EarlierSamples:
 
 
 def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.ndarray, list[str]]:
-    """Return which shard each row was first written to: its number [R] in a list of hashes, and that list.
-
-    Args:
-        index: The rows, R of them.
-        shards: The store's shards.
-    """
+    """Return which shard each row was first written to: its number [R] in a list of hashes, and that list."""
     known = {entry.file: entry for entry in shards}
     entries = [known[file] for file in index.files]
     hashes = list(dict.fromkeys(sha for e in entries for sha in (e.origin, *(each[2] for each in e.continues))))
@@ -210,18 +181,7 @@ def merge_parts(
     check: Callable[[ShardEntry], None],
     questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]],
 ) -> StoreManifest:
-    """Return the manifest over the shards of all parts.
-
-    Args:
-        root: The store's folder.
-        entries: The shards, in the order that decides who is first.
-        check: Holds the content of a shard against its entry; those that an earlier join verified are spared it.
-        questions: Returns the questions in a shard.
-
-    Raises:
-        StoreCorruptError: A shard is missing, cut short or changed.
-        ValueError: Two parts hold different samples of one question.
-    """
+    """Return the manifest over the shards of all parts."""
     trusted = _joined_before(root)
     for entry in entries:
         if trusted.get(entry.file) == entry.sha256:

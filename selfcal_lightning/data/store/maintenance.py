@@ -61,15 +61,7 @@ from selfcal_lightning.records import QuestionSamples
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What :meth:`SampleStore.repair` did.
-
-    Attributes:
-        moved: Damaged files, now under ``aside/`` unless they were missing.
-        questions: Questions that were in them and have to be sampled again.
-        duplicates: Questions with different samples in two parts, of which the first part's were kept.
-        unfinished: Files of killed writers that were removed.
-        failed: Questions that were dropped since requests for their responses had failed.
-    """
+    """What :meth:`SampleStore.repair` did."""
 
     moved: tuple[str, ...]
     questions: int
@@ -78,13 +70,7 @@ class RepairReport:
     failed: int = 0
 
     def __str__(self) -> str:
-        """Say it to a user.
-
-        Example:
-            >>> print(RepairReport(("parts/a/round-000-shard-000000.parquet",), 64, 0, 1))
-            1 damaged file with 64 questions moved aside, 0 duplicates settled, 1 unfinished file removed, 0 failed \
-questions dropped
-        """
+        """Say it to a user."""
         files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
         return (
             f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
@@ -95,11 +81,7 @@ questions dropped
 
 @contextmanager
 def all_parts(root: Path) -> Iterator[list[Path]]:
-    """Hold the locks of all parts of the store in ``root``, and yield their folders.
-
-    Raises:
-        RuntimeError: A writer is at work.
-    """
+    """Hold the locks of all parts of the store in ``root``, and yield their folders."""
     folders = part_folders(root)
     locks = [PartLock(folder, wait_seconds=1.0) for folder in folders]
     try:
@@ -112,12 +94,7 @@ def all_parts(root: Path) -> Iterator[list[Path]]:
 
 
 def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]) -> RepairReport:
-    """Do what :meth:`SampleStore.repair` says, but for joining.
-
-    Args:
-        root: The store's folder.
-        questions: Returns the questions in a shard.
-    """
+    """Do what :meth:`SampleStore.repair` says, but for joining."""
     moved: list[str] = []
     lost = unfinished = 0
     with all_parts(root) as folders:
@@ -193,15 +170,6 @@ def write_reread(
     """Read every answer of the store in ``root`` anew, and let what changed take the place of what was there.
 
     The caller holds the locks of all parts.
-
-    Args:
-        root: The store's folder.
-        read: Returns a question with the answers and verdicts that its samples should have.
-        readers: What reads, by task, complete when all was read; recorded.
-        stale: Annotations that depend on answers: they are removed when one has changed.
-        hidden: Questions that readers do not see, by file: those that were topped up since, whose first samples must
-            go on equalling those of the longer copy, are read and not counted.
-        on_question: Called with every question that was read.
     """
     remove_unfinished_rereads(root)
     now = datetime.now(UTC)

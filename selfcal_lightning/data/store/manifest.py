@@ -23,15 +23,7 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class StoreFingerprint:
-    """What must be equal for samples to belong together.
-
-    Attributes:
-        model: The weights.
-        prompt: Template, confidence query and token ids of Yes and No.
-        sampling: How responses were drawn; None for responses made elsewhere.
-        seed: Seed of the run.
-        plan: Digest of the plan by which questions have different numbers of samples; None where all have as many.
-    """
+    """What must be equal for samples to belong together."""
 
     model: ModelIdentity
     prompt: PromptIdentity
@@ -62,13 +54,6 @@ class StoreFingerprint:
         """Return one "field: mine, theirs" for each field that must be equal and is not.
 
         Where the weights differ, the names of the models stand before the hashes.
-
-        Example:
-            >>> def drawn(temperature):
-            ...     sampling = SamplingSettings(temperature)
-            ...     return StoreFingerprint(ModelIdentity("m"), PromptIdentity(), sampling, 0)
-            >>> drawn(0.8).differences(drawn(1.0))
-            ['sampling.temperature: 0.8 in the store, 1.0 asked for']
         """
         mine, theirs = _identity(self.as_json()), _identity(other.as_json())
         changed = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
@@ -81,17 +66,7 @@ class StoreFingerprint:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What the samples of a round are.
-
-    Attributes:
-        round: Number of the round.
-        fingerprint: What they must have in common.
-        written: The fingerprint as it was written when the round was entered, plain JSON types: its digest does not
-            change when fingerprints get further fields.
-        num_samples: Samples a question; None for any number.
-        engine: What ran the model when the round was entered; recorded, not compared.
-        raised: Samples a question of the splits that were topped up.
-    """
+    """What the samples of a round are."""
 
     round: int
     fingerprint: StoreFingerprint
@@ -111,11 +86,7 @@ class RoundRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RoundRecord:
-        """Return the record that :meth:`as_json` gave.
-
-        Raises:
-            ValueError: The digest is not that of the fingerprint.
-        """
+        """Return the record that :meth:`as_json` gave."""
         written = content["fingerprint"]
         fingerprint = StoreFingerprint.from_json(written)
         numbers = content["num_samples"], content["engine"], content.get("raised", {})
@@ -138,16 +109,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class StoreManifest:
-    """What readers of a store see.
-
-    Attributes:
-        rounds: What is recorded about each round, by its number.
-        questions: Joined questions of all rounds.
-        rows: Joined samples, hidden ones included.
-        duplicate_questions: Questions that are hidden: they lie in two parts, or a repair dropped them.
-        shards: The joined shards; ``file`` is relative to the store's folder.
-        rereads: When answers were read anew, in that order.
-    """
+    """What readers of a store see."""
 
     rounds: Mapping[int, RoundRecord]
     questions: int = 0
@@ -256,10 +218,6 @@ _MOST_SHOWN = 200
 
 def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one "field: there, here" for each field in which two origins differ.
-
-    Args:
-        stored: What computed the values that are there, JSON-able.
-        now: What is about to compute more of them.
 
     Example:
         >>> origin_differences({"model": {"sha256": "a"}}, {"model": {"sha256": "b"}})

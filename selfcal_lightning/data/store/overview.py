@@ -34,15 +34,7 @@ def counted_samples(
     limit: int | None = None,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> Iterator[QuestionSamples]:
-    """Yield what ``SampleStore.samples`` yields, less the texts, the token ids and the prompts.
-
-    Args:
-        store: The store.
-        index: Its columns, of the questions that are wanted.
-        round: Generation round of the index.
-        limit: The first so many questions; None takes all.
-        on_rows: Called with the number of rows of every question.
-    """
+    """Yield what ``SampleStore.samples`` yields, less the texts, the token ids and the prompts."""
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
     edges = edges if limit is None else edges[: limit + 1]
     questions = _questions(store, index, edges[:-1])
@@ -115,20 +107,7 @@ def plan_sampling(
     rounds: int = 1,
     planned: Mapping[str, int] | None = None,
 ) -> Sampling:
-    """Return what has to be drawn into a store, and what its responses so far say of the rest.
-
-    Args:
-        store_dir: Folder of the store; it may not exist yet.
-        question_ids: Ids of the questions; None where only reading the hub would tell.
-        num_samples: Responses to each.
-        most_tokens: Longest response, in tokens.
-        most_questions: How many questions there are at most, where their ids are not known.
-        rounds: Generation rounds; those after the first are counted as not there yet.
-        planned: Responses by the id of the question, where they differ; None gives all of them ``num_samples``.
-
-    Raises:
-        InputError: ``store_dir`` is a file, or a folder that holds something else.
-    """
+    """Return what has to be drawn into a store, and what its responses so far say of the rest."""
     check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples * rounds

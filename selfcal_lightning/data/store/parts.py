@@ -101,10 +101,6 @@ class ShardWriter:
 
     Opening it (``with``) takes the part's lock and removes what a kill left behind in this part: temporary files, and
     shards that were renamed but never entered in the part manifest. Their questions are simply sampled again.
-
-    Attributes:
-        orphans: Number of such files removed on opening.
-        committed: Number of questions committed through this writer.
     """
 
     def __init__(
@@ -165,12 +161,7 @@ class ShardWriter:
             self._part = None
 
     def append(self, group: QuestionSamples) -> None:
-        """Add a question with all its samples, by index from 0; a full shard is committed at once.
-
-        Raises:
-            InputError: The samples are not those of this question, round and number, or the question is there already
-                with as many.
-        """
+        """Add a question with all its samples, by index from 0; a full shard is committed at once."""
         self._check(group)
         self._tables.append(encode_question(group))
         self._splits[group.split] = self._splits.get(group.split, 0) + 1
@@ -289,12 +280,7 @@ def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
 
 
 def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
-    """Find questions of which responses are empty since their requests failed; their ids by file.
-
-    Args:
-        root: The store's folder.
-        entries: The shards to look into.
-    """
+    """Find questions of which responses are empty since their requests failed; their ids by file."""
     failed: dict[str, list[str]] = {}
     for entry in entries:
         table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
@@ -306,12 +292,7 @@ def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str
 
 
 def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
-    """Move the damaged shards of one part to the folder ``aside`` and take them out of the part manifest.
-
-    Returns:
-        (damaged files, questions that were in them, unfinished files removed). The number of questions in a part
-        whose manifest itself is damaged is unknown and counts as 0.
-    """
+    """Move the damaged shards of one part to the folder ``aside`` and take them out of the part manifest."""
     name = folder.name
     try:
         part = read_part(folder)

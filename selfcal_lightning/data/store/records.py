@@ -22,22 +22,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """A shard as a manifest knows it.
-
-    Attributes:
-        file: Its name: in its part, or relative to the store's folder where a whole store is listed.
-        round: Generation round of its samples.
-        questions: Questions in it.
-        rows: Samples in it.
-        splits: Questions by split.
-        bytes: Size of the file.
-        sha256: Hash of the file.
-        engine: What ran the model (name, dtype, version); recorded, not compared.
-        dropped: Ids of questions in it that readers do not see.
-        replaces: The shard whose place it took, relative to the store's folder, where its answers were read anew.
-        sampled_sha256: Hash of the shard that its samples were first written to, where that is another one.
-        continues: Questions whose first samples were written to earlier shards: (id, how many, hash of that shard).
-    """
+    """A shard as a manifest knows it."""
 
     file: str
     round: int
@@ -72,15 +57,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """A time when the answers of a store were read anew from its texts.
-
-    Attributes:
-        at: When, in UTC.
-        readers: What read and judged them, by task: the version of the package and a hash of the code.
-        responses: Responses that were looked at.
-        answers_changed: Those that have another answer now.
-        verdicts_changed: Those that have another verdict now.
-    """
+    """A time when the answers of a store were read anew from its texts."""
 
     at: str
     readers: Mapping[str, str]
@@ -91,14 +68,7 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class PartManifest:
-    """What one writer has committed.
-
-    Attributes:
-        part: Name of the part.
-        next_shard: Number of its next shard; none is used twice.
-        shards: Its shards; ``file`` is a name in its folder.
-        reread: Set where the part holds what was read anew.
-    """
+    """What one writer has committed."""
 
     part: str
     next_shard: int = 0
@@ -180,16 +150,7 @@ def sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversioned: bool = False) -> Made:
-    """Return what ``make`` makes of the record in ``path``.
-
-    Args:
-        path: The file.
-        make: Makes the record of its fields.
-        unversioned: Whether a file of format 1 says nothing of its format.
-
-    Raises:
-        StoreCorruptError: It is damaged, of a later format, or lacks a field.
-    """
+    """Return what ``make`` makes of the record in ``path``."""
     content = _read_json(path)
     # A seal without a format is no file of format 1, but a damaged one.
     found = content.pop("format", 1 if unversioned and SEAL not in content else None)

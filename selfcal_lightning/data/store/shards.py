@@ -58,14 +58,7 @@ class StoreVersionError(StoreCorruptError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """One sample as it lies in the store, with its question.
-
-    Attributes:
-        question: The question that the sample answers.
-        sample: The sample.
-        split: The split that the question belongs to.
-        prompt_ids: Token ids of the rendered prompt, or None for responses made elsewhere.
-    """
+    """One sample as it lies in the store, with its question."""
 
     question: Question
     sample: Sample
@@ -80,11 +73,7 @@ def question_digest(question: Question) -> str:
 
 
 def encode_question(group: QuestionSamples) -> pa.Table:
-    """Return the rows of one question.
-
-    Raises:
-        InputError: A sample continues a prefix, which a row does not say.
-    """
+    """Return the rows of one question."""
     question, samples = group.question, group.samples
     if any(sample.prefix_tokens for sample in samples):
         raise InputError(
@@ -172,13 +161,7 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
-    """Hold a shard against what a manifest says of it. Raises StoreCorruptError, naming what was expected and found.
-
-    Args:
-        path: The shard.
-        size: Its size in bytes.
-        sha256: Its hash; None leaves the content unread.
-    """
+    """Hold a shard against what a manifest says of it. Raises StoreCorruptError, naming what was expected and found."""
     try:
         found_size = path.stat().st_size
     except FileNotFoundError as error:
@@ -289,13 +272,7 @@ class SampleIndex:
 
 
 def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: Sequence[str]) -> SampleIndex:
-    """Return the index over ``tables``.
-
-    Args:
-        tables: Columns ``INDEX_COLUMNS`` of each shard, without the rows that are left out.
-        rows: Row numbers in the shard's file that the rows of each table have.
-        files: Name of each shard.
-    """
+    """Return the index over ``tables``."""
     schema_only = pa.table({name: pa.array([], pa.string()) for name in INDEX_COLUMNS})
     table = pa.concat_tables(tables) if tables else schema_only
     codes, names = _ranks(table["question_id"])

@@ -35,10 +35,6 @@ def numbers_equal(answer: str | None, reference: str | None) -> bool:
     """Return whether two numbers differ by at most 1e-6 (relative below 1); None equals nothing.
 
     Numbers that are too long to calculate with are equal when they are written alike.
-
-    Example:
-        >>> numbers_equal("5.0", "5"), numbers_equal("50", "0.5"), numbers_equal(None, None)
-        (True, False, False)
     """
     left, right = _number(answer), _number(reference)
     if left is None or right is None:
@@ -52,12 +48,7 @@ def letters_equal(answer: str | None, reference: str | None) -> bool:
 
 
 def short_texts_equal(answer: str | None, reference: str | None) -> bool:
-    """Return whether an answer equals the reference, or one of its aliases, after normalisation.
-
-    Example:
-        >>> short_texts_equal("the Beatles", '["Beatles", "Fab Four"]'), short_texts_equal("", "Paris")
-        (True, False)
-    """
+    """Return whether an answer equals the reference, or one of its aliases, after normalisation."""
     if answer is None or reference is None:
         return False
     normalised = normalise_short_text(answer)
@@ -76,17 +67,7 @@ def split_aliases(reference: str) -> list[str]:
 
 
 def expressions_equal(answer: str | None, reference: str | None, *, pool: MathPool | None = None) -> bool:
-    r"""Return whether two expressions are mathematically equal; None equals nothing.
-
-    Equal normal forms are equal. Numbers are compared exactly, decimals within 1e-6, a decimal with a number that has
-    none within 1e-4. ``p\%`` equals both ``p`` and ``p/100``. Tuples are compared entry by entry; where the reference
-    has round brackets (a point or an open interval, nobody can tell), square ones do as well. Words are equal when
-    they are the same. Everything else goes to math-verify in a process with limits; what exceeds them is different.
-
-    Example:
-        >>> expressions_equal("0.5", r"\frac{1}{2}"), expressions_equal("50", "0.5"), expressions_equal("B", "b")
-        (True, False, True)
-    """
+    r"""Return whether two expressions are mathematically equal; None equals nothing."""
     if answer is None or reference is None:
         return False
     left = normalise_expression(answer, keep_percent=True)
@@ -97,12 +78,7 @@ def expressions_equal(answer: str | None, reference: str | None, *, pool: MathPo
 
 
 def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]) -> list[str | None]:
-    """Return ``answers`` with each replaced by the first seen that it equals, both ways round; None stays None.
-
-    Example:
-        >>> group_equal(["1", None, "1.0", "2"], numbers_equal)
-        ['1', None, '1', '2']
-    """
+    """Return ``answers`` with each replaced by the first seen that it equals, both ways round; None stays None."""
     representatives: dict[str, str] = {}
     for answer in answers:
         if answer is None or answer in representatives:
@@ -187,12 +163,7 @@ def _entries(text: str) -> list[str] | None:
 
 
 class Answers(Protocol):
-    """How answers of one type are read and judged.
-
-    Attributes:
-        answer_type: Name of the type.
-        hint: What the prompt asks for in the answer field, with an example.
-    """
+    """How answers of one type are read and judged."""
 
     answer_type: AnswerType
     hint: str
@@ -215,13 +186,7 @@ class Answers(Protocol):
 
 
 class NumberAnswers:
-    """Numbers, compared within 1e-6.
-
-    Example:
-        >>> numbers = NumberAnswers()
-        >>> numbers.canonical(51.0), numbers.extract("Answer: $1,234.50"), numbers.group(["1/2", "0.5"])
-        ('51', '1234.5', ['1/2', '1/2'])
-    """
+    """Numbers, compared within 1e-6."""
 
     answer_type: AnswerType = "number"
     hint = "one number, for example 42"
@@ -249,10 +214,6 @@ class NumberAnswers:
 
 class LetterAnswers:
     """Option letters.
-
-    Args:
-        letters: The letters that options have, in order.
-        digits: Whether 1, 2, ... stand for the letters, too.
 
     Example:
         >>> LetterAnswers(digits=True).canonical("3"), LetterAnswers().extract("Answer: (b)")
@@ -288,9 +249,6 @@ class LetterAnswers:
 
 class ExpressionAnswers:
     r"""Mathematical expressions, compared by normal form and math-verify.
-
-    Args:
-        pool: The processes that compare; None takes the process-wide pool.
 
     Example:
         >>> expressions = ExpressionAnswers()

@@ -62,11 +62,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class NamesJudge(Protocol):
-    """A task, or a data set, whose answers a model may judge where comparing texts falls short.
-
-    Attributes:
-        judge: What that model is asked; None where comparing decides.
-    """
+    """A task, or a data set, whose answers a model may judge where comparing texts falls short."""
 
     judge: JudgeForm | None
 
@@ -80,13 +76,7 @@ ROOM = Path(__file__).parent
 
 
 def reader_version(task: Task) -> str:
-    """Return the version of this package and a hash over the sources of its tasks, and of a task that lies elsewhere.
-
-    Example:
-        >>> from selfcal_lightning.data.tasks.registry import get_task
-        >>> reader_version(get_task("gsm8k")) == reader_version(get_task("svamp"))
-        True
-    """
+    """Return the version of this package and a hash over the sources of its tasks."""
     source = inspect.getsourcefile(type(task))
     own = () if source is None or ROOM in Path(source).parents else (source,)
     return f"selfcal_lightning {__version__}, {_hash(own)}"
@@ -111,14 +101,6 @@ def take_part(questions: Sequence[Question], part: Part) -> list[Question]:
 
     Which part a question belongs to follows from a hash of its text: the order of a file does not matter, and a text
     that occurs twice is in one part.
-
-    Raises:
-        InputError: The part is unknown, or there are fewer than ten different questions.
-
-    Example:
-        >>> questions = [Question(str(i), "t", (), text=f"What is {i}+1?") for i in range(30)]
-        >>> [len(take_part(questions, part)) for part in ("train", "validation", "calibration")]
-        [24, 3, 3]
     """
     if part not in get_args(Part):
         raise unknown_name("part", part, get_args(Part))

@@ -43,15 +43,7 @@ class UnusableRowError(InputError):
 
 
 class DataSet(Protocol):
-    """All that is particular to one data set; `DatasetTask` makes a task of it.
-
-    Attributes:
-        name: Name of the task.
-        answers: How its answers are read and judged.
-        source: Its place on the hub, or its own files; None for a data set that is always a file of the user's.
-        columns: Columns that a row must have.
-        id_column: The data set's own id column, used where the rows have it; None numbers the rows.
-    """
+    """All that is particular to one data set; `DatasetTask` makes a task of it."""
 
     name: str
     answers: Answers
@@ -77,11 +69,7 @@ class OwnFormat(Protocol):
 
 @runtime_checkable
 class RepeatedRows(Protocol):
-    """A data set that has a question in several rows, such as one a document: the first of each id counts.
-
-    Attributes:
-        repeated_rows: Yes.
-    """
+    """A data set that has a question in several rows, such as one a document: the first of each id counts."""
 
     repeated_rows: Literal[True]
 
@@ -95,13 +83,7 @@ class Prompt(Protocol):
 
 
 class DatasetTask:
-    """A data set as a task.
-
-    Args:
-        dataset: The data set.
-        prompt: Writes the chat that asks a question, from its text and the hint at what an answer looks like; see
-            :func:`write_messages`. Small models do not obey a layout: :func:`bare_question` asks without one.
-    """
+    """A data set as a task."""
 
     def __init__(self, dataset: DataSet, *, prompt: Prompt | None = None) -> None:
         self.dataset = dataset
@@ -113,18 +95,7 @@ class DatasetTask:
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
-        """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``.
-
-        A local file has the hub's columns and stands for the split that is asked for, whatever its name. Ids are
-        ``task/split/own id`` or ``task/split/row number``; rows that cannot be used are skipped with one warning. In a
-        file of questions of one's own, one that cannot be used is an error, an answer may be absent, and the lines that
-        name another task are that one's.
-
-        Raises:
-            InputError: If the split is unknown or without usable questions, an id occurs twice, or the file is broken.
-            FileNotFoundError: If ``path`` does not exist.
-            RunError: If the hub cannot be reached or refuses.
-        """
+        """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``."""
         if limit is not None and limit < 0:
             raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
         if isinstance(self.dataset, OwnFormat):
@@ -158,11 +129,7 @@ class DatasetTask:
         return questions
 
     def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
-        """Return a user's question in the form of this task: its prompt, and its form of the answer.
-
-        Raises:
-            InputError: The answer is none of the task's type.
-        """
+        """Return a user's question in the form of this task: its prompt, and its form of the answer."""
         answers = self.dataset.answers
         reference = answers.canonical(row.answer)
         if reference is None and row.answer is not None:
@@ -175,12 +142,7 @@ class DatasetTask:
         return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that is not there; nothing is read or downloaded.
-
-        Raises:
-            InputError: If the split is unknown, or a file is needed and none is named.
-            FileNotFoundError: If ``path`` does not exist.
-        """
+        """Refuse a split or a file that is not there; nothing is read or downloaded."""
         source = self.dataset.source
         if path is not None:
             if isinstance(self.dataset, OwnFormat):
@@ -292,21 +254,13 @@ def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Mes
 
 
 def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
-    """Return the question alone as the user's turn: no system text, no layout.
-
-    Example:
-        >>> bare_question("2+2?", "one number", chain_of_thought=True)
-        (Message(role='user', content='2+2?'),)
-    """
+    """Return the question alone as the user's turn: no system text, no layout."""
     del hint, chain_of_thought
     return (Message("user", body),)
 
 
 def write_options(question: str, options: Sequence[str]) -> str:
     """Return a question with its options on lines of their own, lettered from A.
-
-    Raises:
-        UnusableRowError: If there are fewer than two or more than five options.
 
     Example:
         >>> print(write_options("Which is red?", ["sky", "blood"]))

@@ -45,12 +45,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def final_part(text: str) -> str | None:
-    """Return what follows the last closed reasoning block, or None when such a block is still open.
-
-    Example:
-        >>> final_part("<think>2 or 3?</think>Answer: 3"), final_part("<think>2 or")
-        ('Answer: 3', None)
-    """
+    """Return what follows the last closed reasoning block, or None when such a block is still open."""
     text = text[-MAX_TEXT_LENGTH:]
     before, tag, after = text.rpartition("</think>")
     if "<think>" in after:
@@ -59,14 +54,7 @@ def final_part(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last outermost ``\boxed{...}`` with matched braces, inner boxes dissolved, or None.
-
-    Example:
-        >>> last_boxed(r"First \boxed{1}, no: \boxed{\frac{1}{\boxed{2}}}.")
-        '\\frac{1}{2}'
-        >>> last_boxed(r"\boxed{x") is None
-        True
-    """
+    r"""Return the content of the last outermost ``\boxed{...}`` with matched braces, inner boxes dissolved, or None."""
     closing = _matching_braces(text)
     found, position = None, 0
     while match := _BOXED.search(text, position):
@@ -104,10 +92,6 @@ def canonical_number(text: str) -> str | None:
     """Return the canonical form of the first number in ``text``, or None.
 
     That is an integer or decimal without separators and empty zeros; a fraction that no decimal equals stays ``p/q``.
-
-    Example:
-        >>> [canonical_number(text) for text in ("5.0", "$1,234.50", "-.5", "6/8", "2/6", "-0", "none")]
-        ['5', '1234.5', '-0.5', '0.75', '1/3', '0', None]
     """
     numbers = number_values(text, longest=MAX_CANONICAL_LENGTH)
     return format_number(numbers[0]) if numbers else None
@@ -117,12 +101,6 @@ def read_number(text: str, *, finished: bool = True) -> str | None:
     r"""Return the number that a response gives, in canonical form, or None.
 
     Order: the last box; what follows "####"; the last answer field with a number; the last number of a finished text.
-
-    Example:
-        >>> read_number("48/2 = 24 in May.\nAnswer: 48 + 24 = $72.00"), read_number(r"\boxed{1{,}234 \text{ km}}")
-        ('72', '1234')
-        >>> read_number("48/2 = 24 in"), read_number("48/2 = 24 in", finished=False)
-        ('24', None)
     """
     part = final_part(text)
     if part is None:
@@ -146,12 +124,6 @@ def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, fini
 
     Order: the last box; the last answer field that names an option; in a finished text a lone letter at the end, and
     the only line that begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
-
-    Example:
-        >>> [read_letter(text) for text in ("Answer: (B)", r"\boxed{\text{c}}", "Answer: Based on", "I think a dog")]
-        ['B', 'C', None, None]
-        >>> read_letter("Answer: 3", digits=True)
-        'C'
     """
     part = final_part(text)
     if part is None:
@@ -176,10 +148,6 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
     r"""Return the short answer that a response gives, normalised, or None.
 
     Order: the last box; the last answer field; the last line of a finished text.
-
-    Example:
-        >>> read_short_text("It was written in 1920.\nAnswer: The **Sinclair Lewis**."), read_short_text(" ")
-        ('sinclair lewis', None)
     """
     stated = stated_short_text(text, finished=finished)
     return None if stated is None else normalise_short_text(stated)
@@ -208,10 +176,6 @@ def normalise_short_text(text: str) -> str:
     """Return ``text`` in lower case without articles, punctuation and extra spaces (SQuAD's normalisation).
 
     The point and the sign of a number stay, as 1.5 is not 15.
-
-    Example:
-        >>> normalise_short_text("The  Beatles!"), normalise_short_text("A"), normalise_short_text("-1,000.5 m.")
-        ('beatles', 'a', '-1000.5 m')
     """
     lowered = _PUNCTUATION.sub("", text.lower())
     without_articles = " ".join(_ARTICLES.sub(" ", lowered).split())

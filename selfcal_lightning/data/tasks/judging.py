@@ -12,25 +12,7 @@ CUT = ("length", "step")
 
 
 class Judge:
-    """Reads and verifies the responses to one question, one after the other in index order.
-
-    An answer belongs to the class of the first seen that equals it, by which it is named; every class is verified once.
-    So judging as responses arrive gives the samples of judging them all at the end, also where equality is not
-    transitive.
-
-    Args:
-        question: The question.
-        task: Its task.
-        round: Generation round of the responses.
-
-    Example:
-        >>> from selfcal_lightning.data.tasks.registry import get_task
-        >>> judge = Judge(Question("q", "local_number", (), reference="0.5"), get_task("local_number"))
-        >>> texts = "Answer: 1/2", "Answer: 0.5000001", "no idea"
-        >>> responses = [Response("r", text, (), "stop", 0.0) for text in texts]
-        >>> [(sample.index, sample.answer, sample.correct) for sample in map(judge.read, responses)]
-        [(0, '0.5', True), (1, '0.5', True), (2, None, False)]
-    """
+    """Reads and verifies the responses to one question, one after the other in index order."""
 
     def __init__(self, question: Question, task: Task, *, round: int = 0) -> None:
         self._question, self._task, self._round = question, task, round
@@ -148,13 +130,7 @@ def is_failed(sample: Sample) -> bool:
 
 
 def sample_tokens(sample: Sample, query_tokens: int) -> int | None:
-    """Return what a sample cost: tokens drawn, and those of the confidence query; None where its length is unknown.
-
-    Example:
-        >>> sample = Sample("q", 0, 0, "It is 4.", (7, 8, 9), "stop", "4", None)
-        >>> sample_tokens(sample, 5)
-        8
-    """
+    """Return what a sample cost: tokens drawn, and those of the confidence query; None where its length is unknown."""
     if is_failed(sample):
         return 0
     return None if sample.drawn_tokens is None else sample.drawn_tokens + query_tokens

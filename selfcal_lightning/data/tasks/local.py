@@ -14,11 +14,6 @@ class LocalQuestions:
     """Questions of a local file; the gold answer may be a list of aliases where the answers are short texts.
 
     Multiple choice is asked with the options written out in ``question`` and the letter as ``answer``.
-
-    Args:
-        name: Name of the task.
-        answers: How its answers are read and judged.
-        judge: What a model is asked that judges them; None where comparing decides.
     """
 
     source = None

@@ -49,11 +49,7 @@ class MathWorker:
             raise RunError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
     def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
-        """Send a request; the reply is read with `read_reply`.
-
-        Raises:
-            BrokenPipeError: The process has ended, or said something unasked: its fork died while it had nothing to do.
-        """
+        """Send a request; the reply is read with `read_reply`."""
         if self.process.poll() is not None or select.select([self.process.stdout], [], [], 0.0)[0]:
             raise BrokenPipeError
         request = {"answer": answer, "reference": reference, "cpu_seconds": cpu_seconds}
@@ -92,28 +88,7 @@ class _Asked:
 
 
 class MathPool:
-    """Decides equality of expressions in processes with limits on CPU time, wall time and memory.
-
-    A pair that exceeds a limit is undecided (None). Decisions are remembered. Processes start at the first question,
-    not in the constructor, and belong to the process that asked: a forked child starts its own.
-
-    What undecided pairs take together is limited, too: to ``undecided_seconds``, and a twentieth of the time since the
-    first question, so that a run of days is not cut off by what a minute may hold. As that shrinks, pairs get less CPU
-    time, down to ``HURRIED_SECONDS``, in which almost all that can be decided are. When it is spent, pairs are left
-    undecided without a try.
-
-    Args:
-        num_workers: Most processes at a time.
-        cpu_seconds: CPU time that a pair may take; independent of the load of the machine.
-        wall_seconds: Wall time after which a pair is given up at the latest.
-        max_memory_bytes: Address space of each process.
-        cache_size: Decisions that are remembered.
-        undecided_seconds: Wall time that undecided pairs may take together.
-
-    Attributes:
-        num_undecided: Pairs that were not decided, the untried ones among them.
-        num_untried: Pairs that were left undecided without a try.
-    """
+    """Decides equality of expressions in processes with limits on CPU time, wall time and memory."""
 
     def __init__(
         self,
@@ -250,12 +225,7 @@ class Undecided:
         return Undecided(self.pairs - earlier.pairs, self.untried - earlier.untried)
 
     def __str__(self) -> str:
-        """Say it to a user.
-
-        Example:
-            >>> print(Undecided(3, 1))
-            3 pairs of expressions were left undecided and count as different, 1 of them untried for want of time
-        """
+        """Say it to a user."""
         pairs = "pair of expressions was" if self.pairs == 1 else "pairs of expressions were"
         untried = f", {self.untried:,} of them untried for want of time" if self.untried else ""
         return f"{self.pairs:,} {pairs} left undecided and count as different{untried}"
@@ -265,11 +235,7 @@ _default_pool: MathPool | None = None
 
 
 def allow_undecided(seconds: float) -> None:
-    """Set how long undecided pairs may take together in the process-wide pool.
-
-    Raises:
-        ValueError: It is no time.
-    """
+    """Set how long undecided pairs may take together in the process-wide pool."""
     if not seconds > 0.0:
         raise InputError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
     default_pool().undecided_seconds = seconds

@@ -16,12 +16,7 @@ from selfcal_lightning.records import question_hash
 
 
 class GSM8K:
-    r"""Grade-school mathematics (arXiv 2110.14168); the gold answer stands after "####" in the solution.
-
-    Example:
-        >>> GSM8K().read_row({"question": "1+1?", "answer": "1+1=2\n#### 2"}, "")
-        Item(body='1+1?', gold='2')
-    """
+    r"""Grade-school mathematics (arXiv 2110.14168); the gold answer stands after "####" in the solution."""
 
     name = "gsm8k"
     answers = NumberAnswers()
@@ -105,11 +100,7 @@ class CommonsenseQA:
 
 
 class ARC:
-    """School science (arXiv 1803.05457); some items are labelled 1-4 in the source.
-
-    Args:
-        level: "easy" or "challenge".
-    """
+    """School science (arXiv 1803.05457); some items are labelled 1-4 in the source."""
 
     answers = LetterAnswers(digits=True)
     columns = ("question", "choices", "answerKey")

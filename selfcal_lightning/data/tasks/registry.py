@@ -81,25 +81,7 @@ def load_some(
     limit: int | None = None,
     prompt: Prompt | None = None,
 ) -> list[Question]:
-    """Return some questions of a task: ``limit`` of them after the first ``offset``.
-
-    Args:
-        task: Name of the task.
-        split: Split of its data set.
-        path: Local file with the columns of the data set; None reads the hub.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-        part: The part of them that is set aside for this (``tasks.parts``); None takes all.
-        offset: Questions to skip.
-        limit: Most questions; None takes all that are left.
-        prompt: How they are put to the model; None is the task's own way.
-
-    Raises:
-        ValueError: A number is negative, or no question is left.
-
-    Example:
-        >>> [question.id for question in load_some("word_problems", "test_id", offset=2, limit=2)]
-        ['word_problems/test_id/000002', 'word_problems/test_id/000003']
-    """
+    """Return some questions of a task: ``limit`` of them after the first ``offset``."""
     check_slice(offset, limit)
     last = None if limit is None else offset + limit
     wanted = last if part is None else None
@@ -190,17 +172,7 @@ class QuestionPlace(Protocol):
 
 
 def load_source(place: QuestionPlace, task: str, *, prompt: Prompt | None = None) -> list[Question]:
-    """Return the questions of a place.
-
-    Args:
-        place: The place.
-        task: Their task.
-        prompt: How they are put to the model; None is their task's own way.
-
-    Raises:
-        InputError: There is no such task, split or part, or no question is left.
-        FileNotFoundError: There is no such file.
-    """
+    """Return the questions of a place."""
     return load_some(
         task, place.split, path=place.path, chain_of_thought=place.chain_of_thought, part=place.part,
         offset=place.offset, limit=place.limit, prompt=prompt,
@@ -208,24 +180,13 @@ def load_source(place: QuestionPlace, task: str, *, prompt: Prompt | None = None
 
 
 def check_source(place: QuestionPlace, task: str) -> None:
-    """Refuse a task, a split or a file that there is not, and a limit or an offset that leaves no question.
-
-    Raises:
-        InputError: A name is unknown, or a number out of its range; the message says which there are.
-        FileNotFoundError: There is no such file.
-    """
+    """Refuse a task, a split or a file that there is not, and a limit or an offset that leaves no question."""
     check_slice(place.offset, place.limit)
     get_task(task).check_source(place.split, path=place.path)
 
 
 def count_source(place: QuestionPlace, task: str, *, role: str) -> QuestionCount:
-    """Return how many questions a place has, as far as this machine knows: of the hub, the limit that was set.
-
-    Args:
-        place: The place.
-        task: Their task.
-        role: Split in which they take part.
-    """
+    """Return how many questions a place has, as far as this machine knows: of the hub, the limit that was set."""
     known, path, limit = get_task(task), place.path, place.limit
     if known.is_remote(path=path):
         return QuestionCount(role, task, limit, is_limit=limit is not None)

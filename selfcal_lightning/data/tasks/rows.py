@@ -43,13 +43,7 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class OtherRows:
-    """Rows of the hub that are left out of a split, since another one has them.
-
-    Attributes:
-        source: Where they are.
-        split: Their split, by its name in ``source``.
-        column: What tells rows apart, there and here.
-    """
+    """Rows of the hub that are left out of a split, since another one has them."""
 
     source: HubSource
     split: str
@@ -58,16 +52,7 @@ class OtherRows:
 
 @dataclass(frozen=True, slots=True)
 class HubRows:
-    """Rows of one place on the hub: a piece of a split that is put together.
-
-    Attributes:
-        source: The place.
-        split: Its split, by its name in ``source``.
-        renamed: Columns here -> what they are called there, where that differs.
-        number_column: Column that the number of each row, from 0, is put in; None for none.
-        mark: Stands before the ids of the rows, which are unique within their own place only.
-        without: Rows that are left out; None leaves out none.
-    """
+    """Rows of one place on the hub: a piece of a split that is put together."""
 
     source: HubSource
     split: str
@@ -119,23 +104,13 @@ class FileSource:
 
 
 def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines or Parquet file (by its ending), each with all of ``columns``.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        InputError: If the ending is another, the file is broken (naming the line), or columns are missing.
-    """
+    """Return the rows of a JSON-lines or Parquet file (by its ending), each with all of ``columns``."""
     file = check_file(path)
     return _load_parquet(file, columns) if file.suffix == PARQUET_ENDING else _load_json_lines(file, columns)
 
 
 def check_file(path: str) -> Path:
-    """Return the path of a JSON-lines or Parquet file.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        InputError: If the ending is another.
-    """
+    """Return the path of a JSON-lines or Parquet file."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, but there is none at {path}.")
@@ -145,12 +120,7 @@ def check_file(path: str) -> Path:
 
 
 def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iterable[Row]:
-    """Return the rows of a split from the hub (or the local cache of it), through the `datasets` library.
-
-    Raises:
-        RunError: If the hub cannot be reached, or does not give the data set away.
-        InputError: If columns are missing.
-    """
+    """Return the rows of a split from the hub (or the local cache of it), through the `datasets` library."""
     import datasets
 
     try:
@@ -173,18 +143,7 @@ def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iter
 def load_joined_rows(
     source: JoinedSource, split: str, columns: Sequence[str], *, id_column: str | None
 ) -> Iterator[Row]:
-    """Yield the rows of a split that is put together, each piece under the names of the columns here.
-
-    Args:
-        source: The pieces.
-        split: The split.
-        columns: Columns that a row must have, by their names here.
-        id_column: Column of the ids, that a piece may mark; None where there is none.
-
-    Raises:
-        RunError: The hub cannot be reached, or does not give a data set away.
-        InputError: Columns are missing.
-    """
+    """Yield the rows of a split that is put together, each piece under the names of the columns here."""
     for piece in source.pieces[split]:
         needed = [piece.renamed.get(column, column) for column in columns if column != piece.number_column]
         others: set[object] = set()
@@ -246,16 +205,7 @@ OF_POOLS = ("responses", "split", "messages")
 
 @dataclass(frozen=True, slots=True)
 class QuestionRow:
-    """A question as a user wrote it.
-
-    Attributes:
-        text: The question.
-        answer: Its gold answer as it was written, a text, a number or a list of aliases; None where none is known.
-        id: Its own id, or None.
-        task: The task that it names, or None.
-        origin: Where it stands, for messages, such as "questions.jsonl:3"; "" of a single question.
-        number: Which row it is: the line of a file, or the place in a list, from 1.
-    """
+    """A question as a user wrote it."""
 
     text: str
     answer: object
@@ -271,16 +221,7 @@ class QuestionRow:
 
 
 def read_question_file(path: str | Path, *, option: str = "questions") -> list[QuestionRow]:
-    """Return the questions of a file.
-
-    Args:
-        path: JSON lines (.jsonl, .ndjson, .json), Parquet (.parquet), or plain text with one question a line.
-        option: What takes the path, for messages.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It holds no question, or a row is not as described, with file and line.
-    """
+    """Return the questions of a file."""
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
         numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
@@ -313,11 +254,7 @@ def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questio
 
 
 def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:
-    """Return a row that is as the format says.
-
-    Raises:
-        InputError: `question` is absent or holds no text, a field is misspelt, or one is of another type.
-    """
+    """Return a row that is as the format says."""
     if not isinstance(row, Mapping):
         raise InputError(f"{origin}: Expected a question with its fields, but got {type(row).__name__}.")
     check_spelling(row, origin)

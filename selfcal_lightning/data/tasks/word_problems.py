@@ -55,25 +55,13 @@ class Equation:
                 return self.left // self.right
 
     def __str__(self) -> str:
-        """Return the equation as it is written in a solution.
-
-        Example:
-            >>> str(Equation(12, "*", 3))
-            '12*3=36'
-        """
+        """Return the equation as it is written in a solution."""
         return f"{self.left}{self.operator}{self.right}={self.result}"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A word problem with its solution.
-
-    Attributes:
-        family: Name of the template family.
-        level: Size of its numbers: 1 (to 20), 2 (two digits) or 3 (three digits).
-        question: The text.
-        equations: The steps of the solution; the result of the last one is the answer.
-    """
+    """A word problem with its solution."""
 
     family: str
     level: int
@@ -90,10 +78,6 @@ class Problem:
         """The family and its computations without wording, and without the order of terms, factors and steps.
 
         A text has one program, so that problems with different programs have different texts.
-
-        Example:
-            >>> Problem("trip", 1, "", (Equation(4, "*", 3), Equation(12, "+", 5))).program
-            'trip:3*4;5+12'
         """
         steps = []
         for equation in self.equations:
@@ -348,12 +332,7 @@ _NUMBER = re.compile(r"(?<![0-9.,])-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """How hard the problems of a stream are.
-
-    Attributes:
-        level_weights: Weights of the number sizes 1 (to 20), 2 (two digits) and 3 (three digits).
-        step_weights: Weights of 1 to 5 steps.
-    """
+    """How hard the problems of a stream are."""
 
     level_weights: tuple[float, float, float] = (0.25, 0.4, 0.35)
     step_weights: tuple[float, float, float, float, float] = (0.1, 0.25, 0.3, 0.2, 0.15)
@@ -409,15 +388,7 @@ def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | Non
 
 
 def write_solution(problem: Problem, rng: random.Random) -> str:
-    """Write the worked solution of a problem: one equation a step after a random connective, then the answer.
-
-    Example:
-        >>> from selfcal_lightning.data.tasks.word_problems import Equation
-        >>> problem = Problem("trip", 1, "", (Equation(4, "*", 3), Equation(12, "+", 5)))
-        >>> solution = write_solution(problem, random.Random(0))
-        >>> solution.startswith("First 4*3=12.") and solution.endswith("12+5=17. The answer is 17.")
-        True
-    """
+    """Write the worked solution of a problem: one equation a step after a random connective, then the answer."""
     steps = []
     for index, equation in enumerate(problem.equations):
         connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
@@ -426,30 +397,7 @@ def write_solution(problem: Problem, rng: random.Random) -> str:
 
 
 class WordProblems:
-    """Templated arithmetic word problems of one to five steps, with given numbers of one to three digits.
-
-    The split of a problem is a function of the hash of its program (the family and its computations, without wording
-    and order), so that no problem stands in two splits, whatever the seed. Within a split no program repeats.
-    ``train``, ``validation``, ``calibration`` and ``test_id`` hold the families of ``IN_DOMAIN_FAMILIES``; ``test_ood``
-    holds those of ``OUT_OF_DOMAIN_FAMILIES``, which calibration never sees. ``pretrain`` is for making the bundled
-    model alone and has all families (a tiny model could not answer the others at all): out-of-domain is meant with
-    respect to calibration.
-
-    ``load(split, limit=n)`` gives the first ``n`` questions of an unbounded stream; without ``limit`` the sizes in
-    ``SPLITS``: 10000, 2000, 500, 500, 1000 and 1000 in the order above. With ``path`` the questions are those of a
-    file with the columns ``question`` and ``answer`` (and ``id``, where it has one), asked in the same way; that they
-    are in no other split is then up to whoever wrote it.
-
-    Args:
-        seed: Seed of the streams; another seed gives other questions of the same splits, under other ids.
-
-    Example:
-        >>> question = WordProblems().load("test_id", limit=1)[0]
-        >>> question.id
-        'word_problems/test_id/000000'
-        >>> WordProblems().extract("First 4*3=12. The answer is 12.")
-        '12'
-    """
+    """Templated arithmetic word problems of one to five steps, with given numbers of one to three digits."""
 
     name = "word_problems"
     answer_type: AnswerType = "number"
@@ -460,13 +408,7 @@ class WordProblems:
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
-        """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn.
-
-        Raises:
-            InputError: If ``split`` is unknown, ``limit`` is negative, ``chain_of_thought`` is False (the bundled model
-                only ever answers in steps), or the file ``path`` is broken or empty.
-            FileNotFoundError: If ``path`` does not exist.
-        """
+        """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn."""
         if not chain_of_thought:
             raise InputError(
                 "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "
@@ -488,11 +430,7 @@ class WordProblems:
         ]
 
     def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
-        """Return the problems behind ``load``, in the same order, with their solutions.
-
-        Raises:
-            InputError: If ``split`` is unknown or ``limit`` is negative.
-        """
+        """Return the problems behind ``load``, in the same order, with their solutions."""
         plan = _split_plan(split)
         if limit is not None and limit < 0:
             raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
@@ -511,15 +449,7 @@ class WordProblems:
         return False
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the number after the last "answer is", else the last number of a finished text, else None.
-
-        Example:
-            >>> task = WordProblems()
-            >>> task.extract("The answer is 1,204.0. No, the answer is 0017."), task.extract("I am not sure.")
-            ('17', None)
-            >>> task.extract("First 4*3=12. Then", finished=False) is None
-            True
-        """
+        """Return the number after the last "answer is", else the last number of a finished text, else None."""
         matches = _ANSWER.findall(text)
         if not matches and finished:
             matches = _NUMBER.findall(text)

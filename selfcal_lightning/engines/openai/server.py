@@ -66,16 +66,7 @@ WAY_OUT = (
 
 
 def base_of(answer: Any, adapter: str) -> str:
-    """Return a server's name for the model that an adapter is on.
-
-    Args:
-        answer: What the server says to ``GET /models``.
-        adapter: Its name for the adapter.
-
-    Raises:
-        ServerError: When the answer is not a list of models.
-        ValueError: When the server does not tell, or has the name for no adapter.
-    """
+    """Return a server's name for the model that an adapter is on."""
     models = list_models(answer)
     parent = models[adapter].get("parent") if adapter in models else None
     if not isinstance(parent, str) or parent not in models:
@@ -87,17 +78,7 @@ def base_of(answer: Any, adapter: str) -> str:
 
 
 async def try_adapter(ask: Ask, probe: Probe, *, exact: bool) -> list[list[float]]:
-    """Hold a server's activated adapter against its base model, and return what it says awake, [contexts][tokens].
-
-    Args:
-        ask: Gives the probabilities of the probe's tokens.
-        probe: What is asked.
-        exact: Whether the server computes in float32.
-
-    Raises:
-        ServerError: When the server does not answer.
-        ValueError: The adapter does not sleep, or does not wake.
-    """
+    """Hold a server's activated adapter against its base model, and return what it says awake, [contexts][tokens]."""
 
     async def ask_all(prompts: Sequence[tuple[int, ...]], by_adapter: bool) -> list[list[float]]:
         return await asyncio.gather(*(ask(prompt, by_adapter) for prompt in prompts))
@@ -120,15 +101,7 @@ _KEY_IS_WRONG = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What is known of a server.
-
-    Attributes:
-        served_model: Its name for the model.
-        max_context: Longest prompt + response + query, in tokens.
-        version: Version of vLLM; None where it does not tell.
-        vocabulary: Number of token ids that it may send.
-        adapter: Its name for the activated adapter on that model; None without one.
-    """
+    """What is known of a server."""
 
     served_model: str
     max_context: int
@@ -150,24 +123,7 @@ async def inspect_server(
     key_name: str,
     deadline: float,
 ) -> ServerFacts:
-    """Ask a server what it has, and check what can be checked.
-
-    Args:
-        transport: The way to it.
-        served_model: The name that the user gave, or None.
-        default_model: The name to take where the server has it and none was given.
-        is_activated: Whether the name that was given is an activated adapter's, whose base model samples.
-        max_context: The limit that the user gave, or None.
-        chat: The chat format that prompts are rendered with.
-        vocabulary: Number of the model's token ids.
-        server_edt: Whether it should have our logits processor.
-        key_name: Environment variable of the key, for the message when it is refused.
-        deadline: Time of the loop's clock at which to give up.
-
-    Raises:
-        ServerError: The server cannot be used.
-        ValueError: A setting does not fit it.
-    """
+    """Ask a server what it has, and check what can be checked."""
     try:
         answer = await transport.get("models", deadline=deadline)
     except StatusError as error:
@@ -243,17 +199,7 @@ async def draw(
     interval: int,
     deadline: float,
 ) -> SampleReader:
-    """Sample a response and return what came in of it.
-
-    Args:
-        transport: The way to the server.
-        facts: What the server has.
-        flight: The request, which counts its attempts.
-        stops: Ids that end a response.
-        room: Most tokens of it.
-        interval: Tokens in a piece of the stream.
-        deadline: When the work must be done, by the clock of the loop.
-    """
+    """Sample a response and return what came in of it."""
     body = sample_body(flight.request, max_tokens=room, stop_token_ids=stops, interval=interval)
     return await transport.stream(
         "completions",

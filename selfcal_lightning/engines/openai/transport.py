@@ -37,20 +37,7 @@ _LONGEST = 800
 
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
-    """Return ``base_url`` without a trailing slash.
-
-    Args:
-        base_url: ``https://HOST[:PORT][/PATH]``, or ``http://`` for this machine.
-        allow_http: Whether ``http://`` may name another machine.
-
-    Raises:
-        ValueError: The address is not of this form, holds a user name, a password or a query, or would send prompts
-            and key over the network in the clear.
-
-    Example:
-        >>> check_base_url("http://127.0.0.1:8000/v1/")
-        'http://127.0.0.1:8000/v1'
-    """
+    """Return ``base_url`` without a trailing slash."""
     match = _BASE_URL.fullmatch(base_url)
     if match is None:  # it may hold a password, so it is not repeated
         raise InputError(
@@ -66,11 +53,7 @@ def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
 
 
 def read_key(name: str) -> str | None:
-    """Return the key in the environment variable ``name``, None where it is unset or empty.
-
-    Raises:
-        ValueError: When it holds what cannot stand in a header, such as a line break. It is not shown.
-    """
+    """Return the key in the environment variable ``name``, None where it is unset or empty."""
     key = os.environ.get(name, "").strip()
     if not key.isascii() or not key.isprintable():
         raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it anew.")
@@ -78,12 +61,7 @@ def read_key(name: str) -> str | None:
 
 
 def presentable(text: str, *, key: str | None) -> str:
-    r"""Return what may be shown of ``text`` that a server or a library wrote: short, printable, and without the key.
-
-    Example:
-        >>> presentable("wrong key sk-1\n", key="sk-1")
-        'wrong key [key]'
-    """
+    r"""Return what may be shown of ``text`` that a server or a library wrote: short, printable, and without the key."""
     hidden = text if key is None else text.replace(key, _HIDDEN)  # before it is cut, or half a key would stay
     line = " ".join("".join(c if c.isprintable() else " " for c in hidden).split())
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
@@ -104,20 +82,7 @@ Outcome = tuple[int, Any, BaseException | None]
 
 
 class BackgroundJobs:
-    """Runs numbered jobs in an event loop of its own and hands over what they return or raise.
-
-    Args:
-        limit: Most jobs that run at a time; the others wait in their order.
-
-    Example:
-        >>> async def double(n):
-        ...     return 2 * n
-        >>> jobs = BackgroundJobs(limit=2)
-        >>> jobs.add([(n, lambda n=n: double(n)) for n in range(3)])
-        >>> sorted(jobs.take()[:2] for _ in range(3))
-        [(0, 0), (1, 2), (2, 4)]
-        >>> jobs.close()
-    """
+    """Runs numbered jobs in an event loop of its own and hands over what they return or raise."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
@@ -232,11 +197,7 @@ class TrafficCounters:
 
 
 class StatusError(ServerError):
-    """The server refused a request.
-
-    Attributes:
-        status: The HTTP status.
-    """
+    """The server refused a request."""
 
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
@@ -262,21 +223,7 @@ def is_refusal(error: ServerError) -> bool:
 
 
 class Transport:
-    """Sends requests from within one event loop.
-
-    An attempt is repeated after HTTP 429 or 5xx and after a broken connection (refused, reset, ended in the middle of
-    an answer), and after nothing else. It waits as long as Retry-After says, else with exponential backoff and jitter.
-    Redirects are not followed, since they would carry the key to another place, and the environment's proxies are not
-    used.
-
-    Args:
-        base_url: Address without a trailing slash.
-        key: Sent as a bearer token; None sends none.
-        max_connections: Most connections at a time.
-        max_retries: Most further attempts at one request.
-        first_wait: Wait after the first failed attempt at most, in seconds.
-        longest_wait: Longest wait by backoff, in seconds. Retry-After may ask for more, up to the deadline.
-    """
+    """Sends requests from within one event loop."""
 
     def __init__(
         self,
@@ -296,15 +243,7 @@ class Transport:
         self.counters = TrafficCounters()
 
     async def get(self, path: str, *, deadline: float) -> Any:
-        """Return the JSON that the server has at ``path``.
-
-        Args:
-            path: Below the base URL, or a whole URL.
-            deadline: Time of the loop's clock at which to give up.
-
-        Raises:
-            ServerError: The request failed for good.
-        """
+        """Return the JSON that the server has at ``path``."""
         return await self._with_retries(lambda: self._json("GET", path, None), deadline)
 
     async def post(self, path: str, body: dict[str, Any], *, deadline: float) -> Any:

@@ -19,11 +19,7 @@ TOO_MANY_REQUESTS = 429
 
 
 class TransientError(Exception):
-    """An attempt failed in a way that another attempt may mend.
-
-    Attributes:
-        retry_after: Seconds that the server asks to wait; None where it asks for nothing.
-    """
+    """An attempt failed in a way that another attempt may mend."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -45,36 +41,13 @@ def is_transient(status: int) -> bool:
 
 
 def backoff_seconds(attempt: int, *, first: float, longest: float, chance: float) -> float:
-    """Return how long to wait after a failed attempt: between half and all of ``min(longest, first * 2^attempt)``.
-
-    Args:
-        attempt: Number of the attempt that failed, from 0.
-        first: The wait after attempt 0, at most, in seconds.
-        longest: Longest wait in seconds.
-        chance: A uniform random number in [0, 1), so that many clients do not come back together.
-
-    Example:
-        >>> [backoff_seconds(n, first=1.0, longest=8.0, chance=0.5) for n in range(5)]
-        [0.75, 1.5, 3.0, 6.0, 6.0]
-    """
+    """Return how long to wait after a failed attempt: between half and all of ``min(longest, first * 2^attempt)``."""
     whole = min(longest, first * 2.0 ** min(attempt, 60))
     return whole * (1.0 + chance) / 2.0
 
 
 def retry_after_seconds(header: str | None, *, now: datetime | None = None) -> float | None:
-    """Return the seconds that a Retry-After header asks for, None where it says nothing that can be understood.
-
-    Args:
-        header: A number of seconds or an HTTP date.
-        now: The present time, with a zone; None reads the clock.
-
-    Example:
-        >>> retry_after_seconds("1.5"), retry_after_seconds("soon")
-        (1.5, None)
-
-    Reference:
-        RFC 9110, section 10.2.3.
-    """
+    """Return the seconds that a Retry-After header asks for, None where it says nothing that can be understood."""
     if header is None:
         return None
     try:
@@ -112,12 +85,7 @@ def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
 
 
 def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
-    """Raise ValueError where a server would not draw as ``sampling`` says.
-
-    Args:
-        sampling: How responses are to be drawn.
-        server_edt: Whether the server runs our logits processor.
-    """
+    """Raise ValueError where a server would not draw as ``sampling`` says."""
     if edt_parameters(sampling) is not None and not server_edt:
         raise InputError(
             f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}: a plain server has no "
@@ -169,17 +137,7 @@ def edt_probe_body(token_id: int) -> dict[str, Any]:
 
 
 class SampleReader:
-    """Puts one response together from the events of a stream. Nothing that a server sends is taken on trust.
-
-    Args:
-        stop_token_ids: Ids that end the turn; what a server sends behind the first of them is no part of the response.
-        max_tokens: How many tokens were asked for.
-        vocabulary: Number of ids that there are.
-        step_ids: Ids that end a step; the first of them is the last token of the response.
-
-    Attributes:
-        token_ids: Ids so far, a token that ends the turn included.
-    """
+    """Puts one response together from the events of a stream. Nothing that a server sends is taken on trust."""
 
     def __init__(
         self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int, step_ids: Sequence[int] = ()
@@ -201,11 +159,7 @@ class SampleReader:
         return self._reason is not None
 
     def take(self, event: Any) -> None:
-        """Take in one event.
-
-        Raises:
-            ServerError: When it is not what the protocol says.
-        """
+        """Take in one event."""
         try:
             choices = event["choices"]
             if choices:  # the last event may tell the usage alone
@@ -234,11 +188,7 @@ class SampleReader:
         self._reason = reason
 
     def response(self, name: str, chat: ChatFormat) -> Response:
-        """Return the response to request ``name``.
-
-        Raises:
-            ServerError: When the server ended it for a reason that is none of a model's.
-        """
+        """Return the response to request ``name``."""
         if self._reason not in {"stop", "length"}:
             raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
         token_ids = self.token_ids[: self.num_tokens]
@@ -268,11 +218,7 @@ class SampleReader:
 
 
 def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
-    """Return the probabilities of ``token_ids`` from the answer to ``score_body``.
-
-    Raises:
-        ServerError: When the answer does not hold them.
-    """
+    """Return the probabilities of ``token_ids`` from the answer to ``score_body``."""
     try:
         (choice,) = answer["choices"]
         (position,) = _listed(choice["logprobs"]["top_logprobs"])
@@ -292,17 +238,7 @@ def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str, int | None]:
-    """Return the name of the model to ask for and the longest sequence that the server says it takes.
-
-    Args:
-        answer: What the server says to ``GET /models``.
-        wanted: The name that the user gave, or None.
-        default: The name to take where the server has it and none is wanted.
-
-    Raises:
-        ServerError: When the answer is not a list of models.
-        ValueError: When the server has not the model, or several and none was named.
-    """
+    """Return the name of the model to ask for and the longest sequence that the server says it takes."""
     limits = {name: item.get("max_model_len") for name, item in list_models(answer).items()}
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
@@ -314,11 +250,7 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
 
 
 def list_models(answer: Any) -> dict[str, Mapping[str, Any]]:
-    """Return what a server says of each of its models, by name, from its answer to ``GET /models``.
-
-    Raises:
-        ServerError: When it is not a list of models.
-    """
+    """Return what a server says of each of its models, by name, from its answer to ``GET /models``."""
     try:
         models = {str(item["id"]): item for item in _listed(answer["data"])}
         if not all(isinstance(item, dict) for item in models.values()):
@@ -362,15 +294,7 @@ def _garbage(expected: str, got: Any, error: Exception) -> ServerError:
 
 @dataclass(slots=True)
 class OpenAIStatistics:
-    """What the engine has done so far.
-
-    Attributes:
-        attempts: HTTP requests made.
-        retries: Those among them that repeated one that failed.
-        failed: Requests and scores that failed for good.
-        cancelled: Requests dropped on demand.
-        tokens_received: Response tokens that came in, also those of attempts that broke and of cancelled requests.
-    """
+    """What the engine has done so far."""
 
     attempts: int = 0
     retries: int = 0
@@ -381,13 +305,7 @@ class OpenAIStatistics:
 
 @dataclass(slots=True)
 class Flight:
-    """A request on its way, and what has come in of it.
-
-    Attributes:
-        request: The request.
-        reader: The response of the present attempt; None before the first.
-        wasted: Tokens of earlier attempts, which broke.
-    """
+    """A request on its way, and what has come in of it."""
 
     request: Request
     reader: SampleReader | None = None

@@ -24,15 +24,7 @@ FORMAT, VERSION = "selfcal_lightning.plan", 1
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many responses each question gets.
-
-    Attributes:
-        samples: Responses by the id of the question; 0 leaves a question out.
-        details: How the plan was made; recorded, not compared.
-
-    Raises:
-        InputError: A number is negative or not whole, or all are 0.
-    """
+    """How many responses each question gets."""
 
     samples: Mapping[str, int]
     details: Mapping[str, Any]
@@ -53,11 +45,7 @@ class SamplePlan:
         return hashlib.sha256(json.dumps(sorted(self.samples.items())).encode()).hexdigest()[:16]
 
     def chosen(self, questions: Sequence[Question]) -> list[Question]:
-        """Return the questions that get a response.
-
-        Raises:
-            InputError: The plan and the questions are not the same ones.
-        """
+        """Return the questions that get a response."""
         ids = {question.id for question in questions}
         absent, unknown = sorted(ids - self.samples.keys()), sorted(self.samples.keys() - ids)
         if absent or unknown:
@@ -90,12 +78,7 @@ def check_plan_target(path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> SamplePlan:
-    """Read a plan that :meth:`SamplePlan.save` wrote.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        InputError: It is no plan.
-    """
+    """Read a plan that :meth:`SamplePlan.save` wrote."""
     if not Path(path).is_file():
         raise FileNotFoundError(
             f"Expected `plan` to be a file, but there is none at {path}. `selfcal allocate` writes one."

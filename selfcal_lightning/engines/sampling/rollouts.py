@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
 
 class Prefix(NamedTuple):
-    """The first steps of a response.
-
-    Attributes:
-        question: The question, under the id of the prefix.
-        parent_id: Id of the question itself.
-        prefix_ids: Token ids of the steps.
-        steps: How many there are.
-        of: How many steps the response has, the first one that begins with them.
-    """
+    """The first steps of a response."""
 
     question: Question
     parent_id: str
@@ -46,14 +38,7 @@ class Prefix(NamedTuple):
 
 
 class StepsOfResponse(NamedTuple):
-    """A response.
-
-    Attributes:
-        question: Its question.
-        ids: Its token ids.
-        ends: How many of them stand up to the end of each step.
-        correct: Whether it is right; None where nobody knows.
-    """
+    """A response."""
 
     question: Question
     ids: tuple[int, ...]
@@ -84,15 +69,7 @@ class RolloutSource:
     at: tuple[int, ...] | None = None
 
     def read(self, chat: ChatFormat, *, longest: int) -> list[Prefix]:
-        """Return the distinct prefixes, by question.
-
-        Args:
-            chat: The policy's chat format.
-            longest: Tokens of a response at most; a prefix that fills them has no continuation and is left out.
-
-        Raises:
-            InputError: The store has no responses of the split, or they have no steps.
-        """
+        """Return the distinct prefixes, by question."""
         found: dict[str, Prefix] = {}
         response: StepsOfResponse | None = None
         for response in self._responses(chat):
@@ -117,10 +94,6 @@ class RolloutSource:
         """Yield the question, the steps, and how often each turned out right, of every response.
 
         None stands for one without steps, or of which a step was not rolled out or nobody knows how it ended.
-
-        Args:
-            chat: The policy's chat format.
-            rates: How rollouts ended, by ``prefix_id``.
         """
         for one in self._responses(chat):
             inner = [rates.get(prefix_id(one.question.id, one.ids[:end])) for end in one.ends[:-1]]
@@ -136,9 +109,6 @@ class RolloutSource:
 
         From no step on, the responses are the rollouts: the share of them that is right. A whole response is right or
         not; equal ones are one. What nobody can tell is left out.
-
-        Args:
-            chat: The policy's chat format.
         """
         for _, group in groupby(self._responses(chat), key=lambda one: one.question.id):
             known = [(one, float(one.correct)) for one in group if one.correct is not None]
@@ -169,12 +139,7 @@ class RolloutSource:
 
 
 def spread(inner: int, number: int | None) -> list[int]:
-    """Return which of the inner steps 1 to ``inner`` are taken, at most ``number`` of them, evenly spread.
-
-    Example:
-        >>> spread(5, None), spread(5, 2), spread(5, 3), spread(0, 4)
-        ([1, 2, 3, 4, 5], [1, 5], [1, 3, 5], [])
-    """
+    """Return which of the inner steps 1 to ``inner`` are taken, at most ``number`` of them, evenly spread."""
     if number is None or number >= inner:
         return list(range(1, inner + 1))
     if number == 1:

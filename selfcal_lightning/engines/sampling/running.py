@@ -136,13 +136,7 @@ class GenerationSettings:
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
-    """Load the model and sample one share into its own part of the store.
-
-    Args:
-        settings: The run.
-        shard: (i, n), this process's share.
-        progress: Whether to show how far it is.
-    """
+    """Load the model and sample one share into its own part of the store."""
     questions, chat, plan = settings.questions(), settings.chat(), settings.sample_plan()
     digest = None if plan is None else plan.digest
     engine = open_engine(settings.engine, settings.model, chat=chat)
@@ -191,15 +185,6 @@ def run_workers(
     """Run one worker for each of ``shards`` to the end and return their reports.
 
     When a worker fails the others go on, since what they commit is kept.
-
-    Args:
-        settings: Fields of ``pipelines.shares.GenerationSettings``, plain.
-        shards: (number, total) of each worker's share.
-        gpus: GPUs that each worker's engine takes, where there are any.
-        on_tick: Called about twice a second.
-
-    Raises:
-        RunError: Workers failed; their own messages stand above.
     """
     environments = [worker_environment(position, len(shards), gpus=gpus) for position in range(len(shards))]
     with tempfile.TemporaryDirectory(prefix="selfcal-") as folder:
@@ -226,16 +211,7 @@ def run_workers(
 
 
 def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[str, str]:
-    """Return the environment of a worker: its GPUs of those that this process sees, or a share of the CPU cores.
-
-    Args:
-        position: Number of the worker; it gets the GPUs from ``position * gpus`` on.
-        workers: Number of workers.
-        gpus: GPUs for each.
-
-    Raises:
-        InputError: There are GPUs, but fewer than the workers take.
-    """
+    """Return the environment of a worker: its GPUs of those that this process sees, or a share of the CPU cores."""
     import torch
 
     environment = dict(os.environ)
@@ -318,12 +294,7 @@ COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_o
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
-    """Return (i, n) of "i/n".
-
-    Example:
-        >>> parse_shard("1/4")
-        (1, 4)
-    """
+    """Return (i, n) of "i/n"."""
     match = re.fullmatch(r"(\d+)/(\d+)", shard)
     if match is None or int(match[1]) >= int(match[2]):
         raise InputError(f"Expected `shard` to be 'i/n' with 0 <= i < n, such as '0/4', but got {shard!r}.")
@@ -331,11 +302,7 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 
 def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1") -> tuple[int, int]:
-    """Refuse what can be refused before anything is loaded, and return (i, n) of ``shard``.
-
-    Raises:
-        InputError: A setting cannot be.
-    """
+    """Refuse what can be refused before anything is loaded, and return (i, n) of ``shard``."""
     check_place(Path(settings.store_dir))
     place = parse_shard(shard)
     if devices < 1:
@@ -347,22 +314,7 @@ def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0
 def sample_questions(
     settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1", repair: bool = False
 ) -> GenerationReport:
-    """Sample this machine's share of the questions into the store, and join its parts when all are there.
-
-    Args:
-        settings: The run.
-        devices: Worker processes on this machine.
-        shard: "i/n", this machine's share.
-        repair: First move damaged files of the store aside, and drop questions of which responses are empty.
-
-    Returns:
-        Counts of what this machine did.
-
-    Raises:
-        EngineStoppedError: The engine cannot go on, or too many requests failed in a row.
-        RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
-        InputError: A setting cannot be, or is not that of the store.
-    """
+    """Sample this machine's share of the questions into the store, and join its parts when all are there."""
     number, total = check_run(settings, devices=devices, shard=shard)
     folder = Path(settings.store_dir)
     say(f"Looking at the questions, the model {settings.model} and {folder}")
@@ -397,12 +349,7 @@ def sample_questions(
 
 
 def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None = None) -> Plan:
-    """Return what a run will do.
-
-    Args:
-        settings: The run.
-        questions: Its questions; None counts those of the hub by the limit that was set, without asking it.
-    """
+    """Return what a run will do."""
     counts = [count_source(settings, name, role=settings.store_split) for name in settings.task]
     known = questions
     if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):

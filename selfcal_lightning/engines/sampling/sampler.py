@@ -50,20 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
-    """What a run did.
-
-    Attributes:
-        store_dir: Where the samples are.
-        questions: Questions of this share.
-        reused: Those of them that the store had already.
-        generated: Responses sampled.
-        unreadable: Sampled responses without a readable answer.
-        truncated: Sampled responses that the token limit cut.
-        refused: Requests that the engine refuses by itself; stored as empty, unfinished responses.
-        left_out: Questions of which other requests failed; they are not stored, and the next run samples them.
-        seconds: Wall-clock time.
-        cut_read: Those of the responses that the token limit cut that have an answer all the same.
-    """
+    """What a run did."""
 
     store_dir: str
     questions: int
@@ -143,47 +130,7 @@ def generate_samples(
     planned: Mapping[str, int] | None = None,
     prefixes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> GenerationReport:
-    """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``.
-
-    A question belongs to share i of n when ``question_hash(id) % n == i``, so that a killed job may go on with another
-    number of processes: what any part has committed is not sampled again. The engine's queue is kept filled across
-    questions, and a question is stored when all its samples are there. At most ``questions_per_shard`` finished
-    questions, or those of five minutes, are lost by a kill.
-
-    A question one of whose requests fails (a server is out of order) is left out and counted: the next run samples it.
-    One that the engine refuses by itself (its prompt crashes the engine) is stored with empty responses.
-
-    Args:
-        questions: All questions of the run, of any tasks; ids must be unique.
-        split: Split under which they are stored.
-        engine: Who samples.
-        chat: Renders prompts and the confidence query.
-        store: Where to; opened with ``SampleStore.create_or_open`` for these settings.
-        num_samples: Responses to each question.
-        sampling: How to draw.
-        seed: Seed of the run.
-        tasks: Returns the task of a name.
-        round: Generation round.
-        part: Name of this process's part of the store.
-        shard: (i, n), this process's share.
-        questions_per_shard: Questions in a file of the store.
-        progress: Whether to show how far it is.
-        interrupt: Called whenever responses have come in; it raises to stop, and what is complete is stored.
-        shard_by_shard: Sample the questions of one file, then those of the next, and store none of a file that is not
-            complete. What lies together in the engine is then the same wherever a run was killed, and with it the last
-            bits of log-probabilities and confidences. The engine runs empty at the end of every file.
-        max_failures: Requests that may fail in a row; then the run stops, and what is complete is stored.
-        planned: Responses by the id of the question, for a store of any number a question; None gives all of them
-            ``num_samples``.
-        prefixes: Token ids that the responses to a question begin with, by its id: what is stored is the whole of
-            prefix and continuation, without a log-probability, which would be that of its end. Where there are any, no
-            confidence query is put.
-
-    Raises:
-        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
-        ValueError: No questions, repeated ids, prompts that do not fit, questions stored with another wording, split,
-            number of samples or other settings.
-    """
+    """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``."""
     started, undecided = time.monotonic(), Undecided.so_far()
     check_questions(questions)
     _check_settings(store, sampling=sampling, seed=seed, round=round)

@@ -39,13 +39,7 @@ def check_questions(questions: Sequence[Question]) -> None:
 
 
 def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[Question]:
-    """Return the questions of share i of n, ``shard = (i, n)``.
-
-    Example:
-        >>> questions = [Question(str(i), "t", ()) for i in range(10)]
-        >>> sum(len(select_share(questions, (i, 3))) for i in range(3))
-        10
-    """
+    """Return the questions of share i of n, ``shard = (i, n)``."""
     number, total = shard
     if not 0 <= number < total:
         raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
@@ -56,9 +50,6 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
     """Return the questions that no part of the store has committed, or with fewer samples than are wanted of them.
 
     Those are as many as the store was opened for, or as it says that questions of the split have.
-
-    Raises:
-        ValueError: A question lies there with another wording or reference, or in another split.
     """
     stored = store.stored_questions(round=round, include_parts=True)
     for question in questions:
@@ -93,30 +84,7 @@ def open_existing(
     splits: Collection[str] = (),
     top_up: bool = False,
 ) -> SampleStore | None:
-    """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not.
-
-    This is what an engine over the model would be held against, known without starting one: a run that has nothing
-    left to do, or whose settings are others than the store's, ends in seconds. Only what the output layer computes in
-    for P(True) is the engine's own affair: it is held against the store where samples are added.
-
-    Args:
-        store_dir: Folder of the store.
-        model: Folder or hub name of the model, "bundled" already resolved.
-        revision: Revision on the hub.
-        chat: Renders prompts and the confidence query.
-        sampling: How to draw.
-        seed: Seed of the run.
-        num_samples: Responses to each question; None where a plan tells.
-        adapter: Folder of a LoRA adapter.
-        quantization: How the engine's weights are quantised, such as "nf4".
-        plan: Digest of a plan by which questions have different numbers of responses; None without one.
-        round: Generation round.
-        splits: The splits that are meant, which may have more samples than others.
-        top_up: Whether these are to have ``num_samples`` from now on, where they have fewer.
-
-    Raises:
-        ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question.
-    """
+    """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not."""
     if not round_file(Path(store_dir), round).exists():
         return None
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
@@ -142,11 +110,7 @@ def is_complete(
     shard: tuple[int, int] = (0, 1),
     round: int = 0,
 ) -> bool:
-    """Return whether ``store`` holds ``round`` of share ``shard = (i, n)`` of the questions of every split.
-
-    Raises:
-        ValueError: A question lies there with another wording or reference, or in another split.
-    """
+    """Return whether ``store`` holds ``round`` of share ``shard = (i, n)`` of the questions of every split."""
     if store is None:
         return False
     shares = {split: select_share(questions, shard) for split, questions in splits.items()}

@@ -18,14 +18,7 @@ T = TypeVar("T")
 
 
 def encode_contexts(model: CachedModel, rows: SlotRows, requests: Mapping[int, Request], *, most: int) -> None:
-    """Bring all but the last token of each request's prompt and prefix into its slot.
-
-    Args:
-        model: The model and its cache.
-        rows: The rows of the requests that are being worked on, whose prompts are taken over where they are the same.
-        requests: New requests by slot.
-        most: Most prompts in a forward pass.
-    """
+    """Bring all but the last token of each request's prompt and prefix into its slot."""
     _encode_prompts(model, rows, requests, most=most)
     _encode_prefixes(model, requests, most=most)
 
@@ -94,14 +87,7 @@ def chunks_of(items: Sequence[T], lengths: Sequence[int], most: int) -> list[lis
 def read_queries(
     model: CachedModel, rows: SlotRows, slots: Sequence[int], *, awake: bool
 ) -> dict[int, tuple[float, float]]:
-    """Return the Yes and No masses after the query of each slot, in one forward pass over the slots' own caches.
-
-    Args:
-        model: The model and its cache.
-        rows: The rows of the requests.
-        slots: Slots whose requests are done and have a query.
-        awake: Whether an activated adapter, asleep otherwise, reads the query.
-    """
+    """Return the Yes and No masses after the query of each slot, in one forward pass over the slots' own caches."""
     if not slots:
         return {}
     where = torch.tensor(slots, device=model.device)
@@ -149,13 +135,6 @@ def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
     """Hold an adapter that sleeps while contexts are read against one that is awake for the query.
 
     Its loading has compared what it does asleep with the base model; this compares the engine's own two passes.
-
-    Args:
-        model: The model with its adapter, asleep.
-        query_ids: Tokens of the query.
-
-    Raises:
-        ValueError: The query is read without the adapter, or a context with it.
     """
     vocabulary = model.network.config.get_text_config().vocab_size
     context = [i % vocabulary for i in range(1, 9)]
@@ -177,18 +156,6 @@ def hold_against_module(
     """Return the largest difference of an engine's probabilities from those of the training module, both in float32.
 
     The module's are read on the CPU; the model is in memory for as long as this takes.
-
-    Args:
-        awake: What the engine says after ``contexts`` with the query, [contexts][tokens].
-        contexts: Token ids.
-        activated: The ``query`` and the ``token_ids`` that were asked for.
-        model: Folder or hub name of the base model.
-        revision: Its revision on the hub.
-        adapter: Folder of the activated adapter.
-        engine: Name of the engine, for the message.
-
-    Raises:
-        ValueError: They differ by more than 1e-4.
     """
     cached = CachedModel(load_network(model, revision=revision, adapter=adapter, dtype="float32", device="cpu"))
     with torch.no_grad():

@@ -30,12 +30,7 @@ from selfcal_lightning.models.outputs import float32_logits
 
 @contextmanager
 def contiguous_rows(network: PreTrainedModel) -> Iterator[None]:
-    """In the block the output layer gets its hidden states in one piece.
-
-    The last positions of a batch are a slice with gaps. Multiplied by frozen weights, such as those beside an adapter,
-    it makes PyTorch copy the weights once for every row: gigabytes at a vocabulary of 49,152, and eight in ten of the
-    CPU seconds of scoring.
-    """
+    """In the block the output layer gets its hidden states in one piece."""
     handle = network.get_output_embeddings().register_forward_pre_hook(_in_one_piece)
     try:
         yield
@@ -81,13 +76,7 @@ MASKABLE_ATTENTION = ("sdpa", "eager", _GROUPED)
 
 
 class SlotCache(Cache):
-    """A key-value cache of fixed slots, written in place, with every row at its own position.
-
-    The tokens of a row go to the columns of its slot that equal their positions, so that rows of any length share a
-    batch. Columns right of a row's position hold stale values and must be masked; they are overwritten when the row
-    gets there. Storage is [slots, heads, width, head_dim] a layer, for keys and for values, zero at first: masked
-    columns must be finite.
-    """
+    """A key-value cache of fixed slots, written in place, with every row at its own position."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -97,14 +86,7 @@ class SlotCache(Cache):
         self._width = 0
 
     def plan(self, slots: Tensor, columns: Tensor, read_width: int, *, leading: bool) -> None:
-        """Say where the next forward pass writes and reads.
-
-        Args:
-            slots: [rows] slot of each row.
-            columns: [rows, tokens] column of each new token.
-            read_width: Columns that attention reads.
-            leading: Whether ``slots`` are 0, 1, 2, ..., which are read without a copy.
-        """
+        """Say where the next forward pass writes and reads."""
         self._slots, self._columns, self._read_width, self._leading = slots, columns, read_width, leading
 
     def reserve(self, num_slots: int, width: int) -> None:
@@ -164,18 +146,6 @@ def grouped_sdpa(
 
     The heads of a group stand as further queries of their key head, so that the cache is read in place: four times
     faster than with the copies on a CPU.
-
-    Args:
-        module: The attention layer.
-        query: [rows, query heads, tokens, head_dim].
-        key: [rows, key heads, width, head_dim].
-        value: Like ``key``.
-        attention_mask: Additive mask [rows, 1, tokens, width].
-        scaling: Factor of the scores.
-        **kwargs: As for "sdpa".
-
-    Returns:
-        [rows, tokens, query heads, head_dim], and no attention weights.
     """
     rows, heads, tokens, head_dim = query.shape
     group = heads // key.shape[1]
@@ -188,15 +158,7 @@ def grouped_sdpa(
 
 
 class CachedModel:
-    """A causal model with a slot cache.
-
-    Attributes:
-        network: The Hugging Face model or its PEFT wrapper.
-        device: Where its embeddings live.
-        dtype: Of its embeddings, which is that of its activations.
-        head_dtype: What the output layer computes in for P(True).
-        max_positions: Longest sequence that it was made for, in tokens; None where its configuration does not say.
-    """
+    """A causal model with a slot cache."""
 
     def __init__(self, network: PreTrainedModel) -> None:
         config = network.config.get_text_config()
@@ -256,18 +218,7 @@ class CachedModel:
         in_float32: bool = False,
         awake: bool = False,
     ) -> Tensor:
-        """Append tokens to slots and return logits [rows, kept, vocabulary].
-
-        Args:
-            slots: [rows].
-            starts: [rows] tokens that each slot holds already.
-            ids: [rows, tokens], padded on the right; padding is overwritten by what comes next.
-            read_width: Upper bound of ``starts + tokens``. More is read, so that the shapes of steps repeat.
-            leading: Whether ``slots`` are 0, 1, 2, ....
-            keep: Positions among the new tokens whose logits are wanted; None wants none but the last.
-            in_float32: Whether the output layer computes in float32, as for P(True).
-            awake: Whether an activated adapter reads these tokens; the base model alone reads all others.
-        """
+        """Append tokens to slots and return logits [rows, kept, vocabulary]."""
         exact = exact_head(self.network) if in_float32 else nullcontext()
         with exact, adapter_asleep(self.network, asleep=False) if awake else nullcontext():
             return self._extend(self._cache, slots, starts, ids, read_width, leading=leading, keep=keep)
@@ -391,9 +342,6 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
     """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
 
     An activated adapter lies beside it, asleep.
-
-    Raises:
-        InputError: When ``dtype`` is unknown, or ``model`` or ``adapter`` cannot be loaded.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

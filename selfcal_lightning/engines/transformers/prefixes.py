@@ -15,12 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """Tokens that several contexts begin with.
-
-    Attributes:
-        length: How many tokens they are; the first member holds them.
-        members: Indices of the contexts.
-    """
+    """Tokens that several contexts begin with."""
 
     length: int
     members: tuple[int, ...]
@@ -28,13 +23,7 @@ class Stem:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one forward pass reads.
-
-    Attributes:
-        slots: [rows] slot of each row.
-        starts: [rows] tokens that its slot holds already.
-        ids: [rows][tokens] what it reads.
-    """
+    """What one forward pass reads."""
 
     slots: tuple[int, ...]
     starts: tuple[int, ...]
@@ -43,13 +32,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How contexts get into the slots of their indices.
-
-    Attributes:
-        stems: What several contexts begin with, each into the slot of its first member.
-        copies: Slots of first members, and those of others that they are copied to.
-        rests: What follows the stems.
-    """
+    """How contexts get into the slots of their indices."""
 
     stems: Rows
     copies: tuple[tuple[int, ...], tuple[int, ...]]
@@ -110,12 +93,7 @@ PADDING, TRUNK = -1, 0
 
 @dataclass(frozen=True, slots=True)
 class NestedRow:
-    """Contexts of which each begins the longest one.
-
-    Attributes:
-        members: Indices of the contexts, the longest first.
-        ends: Their lengths in tokens.
-    """
+    """Contexts of which each begins the longest one."""
 
     members: tuple[int, ...]
     ends: tuple[int, ...]
@@ -127,15 +105,7 @@ class NestedRow:
 
 @dataclass(frozen=True, slots=True)
 class NestedBatch:
-    """Rows as a forward pass reads them: the tails first, in columns that are the same for all rows.
-
-    Attributes:
-        ids: [rows, tokens].
-        positions: Position of each token in its own sequence [rows, tokens].
-        visible: Whether a token (third dimension) may attend to another (fourth), bool [rows, 1, tokens, tokens];
-            padding sees itself alone.
-        last: Columns of the last tokens of the tails [most tails of a row].
-    """
+    """Rows as a forward pass reads them: the tails first, in columns that are the same for all rows."""
 
     ids: Tensor
     positions: Tensor
@@ -144,12 +114,7 @@ class NestedBatch:
 
 
 def nested_rows(contexts: Sequence[Sequence[int]]) -> list[NestedRow]:
-    """Put every context into one row: with the longest that it begins, or alone.
-
-    Example:
-        >>> nested_rows([(1, 2), (1, 2, 3, 4), (5,), (1, 2, 3)])
-        [NestedRow(members=(2,), ends=(1,)), NestedRow(members=(1, 3, 0), ends=(4, 3, 2))]
-    """
+    """Put every context into one row: with the longest that it begins, or alone."""
     rows: list[NestedRow] = []
     # What begins another context comes behind it in this order, and directly behind one that it begins.
     for index in sorted(range(len(contexts)), key=lambda one: tuple(contexts[one]), reverse=True):
@@ -162,13 +127,7 @@ def nested_rows(contexts: Sequence[Sequence[int]]) -> list[NestedRow]:
 
 
 def nested_batch(rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]) -> NestedBatch:
-    """Return rows as a forward pass reads them, on the CPU.
-
-    Args:
-        rows: The rows.
-        contexts: The contexts that they name.
-        tail: What is put behind each context, at least one token.
-    """
+    """Return rows as a forward pass reads them, on the CPU."""
     most, size = max(len(row.ends) for row in rows), len(tail)
     width = most * size + max(row.ends[0] for row in rows)
     ids, positions = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)

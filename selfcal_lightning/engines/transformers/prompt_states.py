@@ -24,14 +24,7 @@ _FORWARD_TOKENS = 8192
 def read_prompt_states(
     model: CachedModel, prompts: Sequence[Sequence[int]], settings: LevelSettings, *, max_batch: int
 ) -> PromptStates:
-    """Return the hidden states of prompts in their order, in passes over prompts of about one length.
-
-    Args:
-        model: The model, in evaluation mode; an activated adapter sleeps.
-        prompts: Token ids, at least one each.
-        settings: Which levels.
-        max_batch: Prompts of a pass at most.
-    """
+    """Return the hidden states of prompts in their order, in passes over prompts of about one length."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     layers = decoder_layers(decoder_of(model.network))
     levels = settings.of(len(layers) + 1)
@@ -48,11 +41,7 @@ def read_prompt_states(
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """Return the layers of a decoder in their order.
-
-    Raises:
-        InputError: The decoder does not hold exactly one list of as many modules as its configuration has layers.
-    """
+    """Return the layers of a decoder in their order."""
     wanted = cast("PreTrainedModel", decoder).config.get_text_config().num_hidden_layers
     lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
     if len(lists) != 1:
@@ -99,14 +88,7 @@ class _Pools:
 def watch_levels(
     hooks: ExitStack, network: PreTrainedModel, take: Callable[[int, Tensor], None], *, final_norm: bool = True
 ) -> None:
-    """Let ``take`` see every level of the passes of ``network`` until ``hooks`` closes.
-
-    Args:
-        hooks: Closes the watch.
-        network: A causal language model, or its PEFT wrapper.
-        take: Called with a level and its states [rows, tokens, D], level 0 being the embeddings.
-        final_norm: Whether the last level is taken behind the final normalisation, as transformers returns it.
-    """
+    """Let ``take`` see every level of the passes of ``network`` until ``hooks`` closes."""
     decoder = decoder_of(network)
     layers = decoder_layers(decoder)
 

@@ -47,11 +47,7 @@ _LORA_KEY = "lora"
 
 
 def wake_at_query(adapter: str) -> None:
-    """Let the adapter of a folder act from the query on that a prompt ends with, in this process from now on.
-
-    Raises:
-        ValueError: It is no activated adapter, or this version of vLLM was not tried.
-    """
+    """Let the adapter of a folder act from the query on that a prompt ends with, in this process from now on."""
     query_ids = read_invocation_ids(adapter) if Path(adapter).is_dir() else None
     if not query_ids:
         raise InputError(
@@ -68,12 +64,7 @@ def wake_at_query(adapter: str) -> None:
 
 
 def wakes_at(lora: LoRARequest | None, prompt: Sequence[int] | None) -> int | None:
-    """Return the position of the first token that an adapter acts on; None where it is no activated one.
-
-    Args:
-        lora: The adapter of a request.
-        prompt: Its prompt in token ids; None where it was given in another form.
-    """
+    """Return the position of the first token that an adapter acts on; None where it is no activated one."""
     query_ids = None if lora is None else _query_of(lora.lora_path)
     if query_ids is None:
         return None
@@ -119,14 +110,7 @@ def _block_keys(
 
 
 def _awake(adapters: np.ndarray, wakes: np.ndarray, computed: np.ndarray, scheduled: np.ndarray) -> np.ndarray:
-    """Return the adapter of every token of a step, [tokens]; ``NO_LORA_ID`` where it sleeps.
-
-    Args:
-        adapters: Adapter of each request, [requests].
-        wakes: Position of the first token that it acts on, [requests].
-        computed: Tokens of each request that were computed before, [requests].
-        scheduled: Tokens of each in this step, [requests].
-    """
+    """Return the adapter of every token of a step, [tokens]; ``NO_LORA_ID`` where it sleeps."""
     firsts = scheduled.cumsum() - scheduled
     positions = np.arange(scheduled.sum()) - np.repeat(firsts - computed, scheduled)
     return np.where(positions >= np.repeat(wakes, scheduled), np.repeat(adapters, scheduled), NO_LORA_ID)

@@ -33,24 +33,7 @@ def sharpen_logits_(
     scale: float | torch.Tensor,
     theta: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Divide each row of ``logits`` in place by its temperature ``T = base * scale ** (theta / H)``.
-
-    The same rule as ``functional.sampling.dynamic_temperature``, with parameters per row and fused: it makes one
-    exponential per element where softmax, entropy and division would make three passes more. H is the entropy in nats
-    of the row at temperature 1; H = 0 is greedy.
-
-    Args:
-        logits: float32 [rows, vocabulary]; -inf masks a token. Overwritten.
-        base: T0, a number or [rows, 1].
-        scale: N0 in (0, 1], likewise.
-        theta: Exponent, at least 0, likewise.
-
-    Returns:
-        ``logits``.
-
-    Reference:
-        arXiv 2403.14541; parameters as in arXiv 2503.00031.
-    """
+    """Divide each row of ``logits`` in place by its temperature ``T = base * scale ** (theta / H)``."""
     size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     if len(logits) > size:
         for start in range(0, len(logits), size):
@@ -78,12 +61,7 @@ def _edt_parameters(sampling_params: SamplingParams) -> tuple[float, float, floa
 
 
 class DynamicTemperature(ProcessorV1, ProcessorV2):
-    """EDT for the requests that ask for it by ``extra_args={"edt": [base, scale, theta]}`` and ``temperature=1``.
-
-    V1 (vLLM on CPU) tells of requests by their row in the batch and runs this after the temperature; V2 (the default
-    on GPU) tells by slot and runs it before. With the request's own temperature at 1 both are the definition, and
-    top-p comes after in both.
-    """
+    """EDT for the requests that ask for it by ``extra_args={"edt": [base, scale, theta]}`` and ``temperature=1``."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

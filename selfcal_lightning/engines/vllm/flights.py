@@ -15,17 +15,7 @@ MAX_SCORED_IDS = 128
 
 @dataclass(slots=True)
 class Flight:
-    """One unit of the child's work: a sample, or the scores of one prompt for a few token ids.
-
-    Attributes:
-        name: What a message to the user calls it.
-        prompt: Token ids of the prompt, and of the prefix that a sample continues.
-        request: The sample's request; None for scores.
-        token_ids: The ids to score.
-        with_adapter: Whether the adapter takes part in the scores.
-        crashes: Crashes of the child while this was in it.
-        company: Most flights that may be in the child together with this one; None before its first crash.
-    """
+    """One unit of the child's work: a sample, or the scores of one prompt for a few token ids."""
 
     name: str
     prompt: tuple[int, ...]
@@ -37,22 +27,7 @@ class Flight:
 
 
 class FlightBook:
-    """Keeps flights by number in the order of their arrival, and isolates the one that crashes the child.
-
-    Flights that were in the child when it died are suspects. They run first, in groups of an eighth of those that
-    were in it, and nothing runs beside a group; the members of a group that finishes are cleared, those of a group
-    that crashes are split again. 512 suspects are down to one after three more crashes.
-
-    Example:
-        >>> book = FlightBook()
-        >>> numbers = book.add([Flight(name, (1,)) for name in "abc"])
-        >>> [flight.name for _, flight in book.take(window=2)]
-        ['a', 'b']
-        >>> book.crash(max_attempts=2), [flight.name for _, flight in book.take(window=2)]
-        ([], ['a'])
-        >>> [flight.name for _, flight in book.crash(max_attempts=2)]
-        ['a']
-    """
+    """Keeps flights by number in the order of their arrival, and isolates the one that crashes the child."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -70,11 +45,7 @@ class FlightBook:
         return list(added)
 
     def take(self, window: int) -> list[tuple[int, Flight]]:
-        """Move the flights that may run now to the running ones and return them.
-
-        Args:
-            window: Most flights in the child at a time.
-        """
+        """Move the flights that may run now to the running ones and return them."""
         head = next(iter(self._waiting.values()), None)
         if head is None:
             return []
@@ -114,9 +85,6 @@ class FlightBook:
 
 class CrashesInARow:
     """Counts crashes, and prompts that were quarantined, without a finished request in between.
-
-    Args:
-        most: Most of either; an engine that crashes over whatever it is given is broken.
 
     Example:
         >>> crashes = CrashesInARow(most=1)
@@ -178,11 +146,6 @@ def check_scored(
 
 def score_flights(prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool) -> list[Flight]:
     """Return the flights that score prompts: the same number for each prompt, one after the other.
-
-    Args:
-        prompts: Token ids of each.
-        token_ids: The ids to score, of which vLLM takes so many at a time.
-        with_adapter: Whether the adapter takes part.
 
     Example:
         >>> [(flight.name, len(flight.token_ids)) for flight in score_flights([[5, 6]], range(130), with_adapter=True)]

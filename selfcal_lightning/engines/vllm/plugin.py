@@ -8,11 +8,7 @@ from selfcal_lightning.engines.base import ADAPTER_VARIABLE
 
 
 def register() -> None:
-    """Let the adapters of the folders in ``SELFCAL_ACTIVATED_ADAPTER`` wake at their query; do nothing without it.
-
-    Raises:
-        ValueError: One of them is no activated adapter, or this version of vLLM was not tried.
-    """
+    """Let the adapters of the folders in ``SELFCAL_ACTIVATED_ADAPTER`` wake at their query; do nothing without it."""
     folders = [folder for folder in os.environ.get(ADAPTER_VARIABLE, "").split(os.pathsep) if folder]
     if not folders:
         return

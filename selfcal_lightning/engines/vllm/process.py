@@ -32,14 +32,6 @@ class Channel:
 
     Each message is a 4-byte big-endian length and that many bytes of UTF-8 JSON. Floats survive exactly, infinities
     and NaN included.
-
-    Example:
-        >>> left, right = (Channel(end) for end in socket.socketpair())
-        >>> left.send({"op": "cancel", "ids": [3]})
-        >>> right.receive(timeout=1.0)
-        [{'op': 'cancel', 'ids': [3]}]
-        >>> left.close(), right.close()
-        (None, None)
     """
 
     def __init__(self, connection: socket.socket, *, send_timeout: float | None = None) -> None:
@@ -53,17 +45,7 @@ class Channel:
         self._socket.sendall(_HEADER.pack(len(payload)) + payload)
 
     def receive(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """Wait for messages and return all that have arrived whole.
-
-        Args:
-            timeout: Longest wait in seconds; None waits for ever.
-
-        Returns:
-            At least one message, or an empty list after ``timeout``.
-
-        Raises:
-            EOFError: The other side is gone.
-        """
+        """Wait for messages and return all that have arrived whole."""
         while not (messages := self._whole_messages()):
             readable, _, _ = select.select([self._socket], [], [], timeout)
             if not readable:
@@ -123,12 +105,6 @@ class WorkerProcess:
 
     It leads a process group, so that it and whatever it starts end together; a keyboard interrupt in the terminal
     reaches the parent only.
-
-    Args:
-        environment: The whole environment of the child.
-        send_timeout: Longest wait in seconds for the child to take a message.
-        log_path: File that the child's output is appended to; None makes a temporary one, removed at a clean end.
-        module: What the child runs, with the number of its end of the channel; None runs the worker of the engine.
     """
 
     def __init__(
@@ -177,13 +153,7 @@ class WorkerProcess:
         self.channel.close()
 
     def start(self, settings: dict[str, Any], *, timeout: float) -> dict[str, Any]:
-        """Hand over the settings, wait until the engine is ready and return its limits.
-
-        Raises:
-            StartRefusedError: The child refused the settings.
-            EOFError: The child ended or was not ready in ``timeout`` seconds.
-            OSError: The child takes no messages.
-        """
+        """Hand over the settings, wait until the engine is ready and return its limits."""
         self.channel.send(settings)
         messages = self.channel.receive(timeout=timeout)
         if not messages:
@@ -224,24 +194,7 @@ def worker_environment(
     num_threads: int | None = None,
     activated_adapter: str | None = None,
 ) -> dict[str, str]:
-    """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs.
-
-    Args:
-        parent: The parent's environment.
-        on_cpu: Whether vLLM is the CPU build.
-        devices: GPUs of this rank as the parent counts them; None leaves the parent's choice.
-        num_threads: OpenMP threads; None takes one on CPU (more are slower on shared cores) and the parent's on GPU.
-        activated_adapter: Folder of an adapter that wakes at its query, for our plugin in the child's own children.
-
-    Raises:
-        ValueError: When ``devices`` names a GPU that the parent does not see.
-
-    Example:
-        >>> worker_environment({"RANK": "1", "CUDA_VISIBLE_DEVICES": "4,6"}, on_cpu=False, devices=[1])[
-        ...     "CUDA_VISIBLE_DEVICES"
-        ... ]
-        '6'
-    """
+    """Return the child's environment: the parent's without the launcher's variables, and bound to its GPUs."""
     environment = {
         name: value
         for name, value in parent.items()
@@ -309,18 +262,7 @@ def make_order(
     num_threads: int | None,
     timeout: float | None,
 ) -> StartOrder:
-    """Return the order of a start; the files of a hub model are downloaded here.
-
-    Args:
-        settings: Those of the engine.
-        model: Folder or hub name of the model.
-        revision: Its revision on the hub.
-        adapter: Folder of a LoRA adapter.
-        activated: What asks an activated one; None where it is awake throughout.
-        devices: GPUs, as the caller counts them.
-        num_threads: OpenMP threads of the child.
-        timeout: Longest start in seconds; None goes by the weights.
-    """
+    """Return the order of a start; the files of a hub model are downloaded here."""
     # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
     folder = model_folder(model, revision=revision)
     rank = None if adapter is None else lora_rank(adapter)

@@ -32,9 +32,6 @@ class MaskedProducts(PunicaWrapperCPU):
     """Applies each adapter to all tokens of a batch and keeps what it gives for its own.
 
     To take out the own tokens and put them back would cost more than the products, whose rank is low.
-
-    Raises:
-        ValueError: The model is compiled: what is compiled would keep the masks of the first batch.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -77,17 +74,7 @@ class MaskedProducts(PunicaWrapperCPU):
         output_slices: tuple[int, ...],
         **settings: Any,
     ) -> None:
-        """Add ``x A^T B^T * scale`` of its adapter to ``y`` for every token that has one.
-
-        Args:
-            y: Output of the layer, [tokens, sum of output_slices], changed in place.
-            x: Its input, [tokens, d].
-            lora_a_stacked: A of each slice of the output, [slots, 1, r, d].
-            lora_b_stacked: B likewise, [slots, 1, slice, r].
-            scale: Factor.
-            output_slices: Widths of the slices.
-            settings: What else vLLM hands over.
-        """
+        """Add ``x A^T B^T * scale`` of its adapter to ``y`` for every token that has one."""
         outputs, inputs, start = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), 0
         for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
             _add(outputs[:, start : start + width], inputs, a, b, self._tokens, scale)

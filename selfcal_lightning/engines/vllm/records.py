@@ -20,21 +20,7 @@ class EngineCrashedError(EngineStoppedError):
 
 @dataclass(frozen=True, slots=True)
 class VLLMStatistics:
-    """What the engine has done so far, restarts included.
-
-    Attributes:
-        starts: Child processes started.
-        crashes: Child processes lost.
-        quarantined: Requests given up because they crash the engine.
-        cancelled: Requests dropped on demand.
-        steps: Forward passes.
-        prompt_tokens: Prompt tokens of finished samples.
-        prompt_cached_tokens: Those that the prefix cache held.
-        query_tokens: Tokens of the P(True) passes (prompt + response + suffix).
-        query_cached_tokens: Those that the prefix cache held.
-        score_tokens: Tokens of the prompts that were scored.
-        score_cached_tokens: Those that the prefix cache held.
-    """
+    """What the engine has done so far, restarts included."""
 
     starts: int = 0
     crashes: int = 0
@@ -89,12 +75,7 @@ class Tally:
 
 
 def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request], int]) -> Iterator[dict[str, Any]]:
-    """Yield the messages that hand ``flights`` to the child: one of scores, one of samples with each prompt once.
-
-    Args:
-        flights: Flights with their numbers.
-        room: Most tokens to be drawn for a request.
-    """
+    """Yield the messages that hand ``flights`` to the child: one of scores, one of samples with each prompt once."""
     prompts: dict[tuple[int, ...], int] = {}
     scores, samples = [], []
     for number, flight in flights:
@@ -145,11 +126,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has room 
 
 
 def lora_rank(adapter: str) -> int:
-    """Return the rank that vLLM has to make room for: the next above the largest in an adapter's folder.
-
-    Raises:
-        InputError: It is no folder of a LoRA adapter, its files are damaged, or its rank is more than vLLM serves.
-    """
+    """Return the rank that vLLM has to make room for: the next above the largest in an adapter's folder."""
     config = check_adapter(adapter)
     rank = max([config["r"], *config.get("rank_pattern", {}).values()])
     if rank > LORA_RANKS[-1]:

@@ -30,17 +30,7 @@ _CPU_CACHE_BYTES = 1 << 28
 
 
 class VLLMTokenOutputs:
-    """Runs a ``...ForTokenClassification`` and returns its outputs at some tokens, as they are before any activation.
-
-    Args:
-        model: Its folder.
-        dtype: Of the weights; "auto" is float32 on a CPU and the stored one elsewhere.
-        engine_args: Further arguments of vLLM's ``LLM``.
-        start_timeout: Longest start in seconds.
-
-    Attributes:
-        max_context: Longest row in tokens.
-    """
+    """Runs a ``...ForTokenClassification`` and returns its outputs at some tokens."""
 
     def __init__(
         self,
@@ -61,14 +51,7 @@ class VLLMTokenOutputs:
         self.max_context: int = limits["max_context"]
 
     def read(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[list[float]]]:
-        """Return the outputs [row][position][output].
-
-        Args:
-            rows: Token ids, and the positions that are read, rising.
-
-        Raises:
-            RunError: The process failed.
-        """
+        """Return the outputs [row][position][output]."""
         if self._process is None:
             raise RunError("Expected the reward model to be open, but it was closed.")
         asked = [{"ids": list(ids), "positions": list(positions)} for ids, positions in rows]

@@ -43,14 +43,7 @@ COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with 
 
 
 def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_position: bool) -> SamplingParams:
-    """Return what draws one response.
-
-    Args:
-        spec: The wire form of a sample.
-        stop_ids: Ids that end a response.
-        by_position: Whether vLLM draws a token with a number that follows from the seed and the token's position, as
-            model runner V2 does. Runner V1 begins a stream with the first token drawn.
-    """
+    """Return what draws one response."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -99,15 +92,6 @@ def try_adapter(
     """Hold an activated adapter against the base model and return what was asked, and what it says awake.
 
     All is asked in steps that hold the tokens of both, over a cache that the base model has filled.
-
-    Args:
-        engine: Where nothing else is in flight.
-        lora: The adapter.
-        activated: Its ``query``, and the ``token_ids`` of Yes and No.
-        limits: What is known of the engine.
-
-    Raises:
-        ValueError: It does not sleep, or does not wake.
     """
     longest = limits["max_context"]
     probe = make_probe(activated["query"], activated["token_ids"], vocabulary=limits["vocabulary"], longest=longest)

@@ -9,7 +9,8 @@ import numpy as np
 from _reward_jobs import Plan
 from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated
 
-from selfcal_lightning.data.steps import POSITIONS, RewardSettings, prefix_id, step_position, token_step_ends
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import POSITIONS, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import Array, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights

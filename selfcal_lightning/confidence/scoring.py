@@ -59,27 +59,21 @@ class ScoreTarget(Protocol):
 
     def __enter__(self) -> object:
         """Begin."""
-        ...
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Keep what was put; after an error, as much of it as may be shown."""
-        ...
 
     def num_left(self, names: Sequence[str]) -> int:
         """Return how many scores ``names`` may lack, over all responses."""
-        ...
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
         """Yield the questions that may lack one of the confidences ``names``."""
-        ...
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return which samples of ``entry`` have no confidence ``name`` yet, nor were found to have none."""
-        ...
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Take the scores of the responses at ``positions``."""
-        ...
 
 
 def brings(sample: Sample, name: str) -> bool:

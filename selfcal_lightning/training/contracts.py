@@ -239,7 +239,10 @@ class Source(Protocol):
 class SampledData(Protocol):
     """What an export says of the data that a module was trained on."""
 
-    store_dir: str | None  # folder of the sample store; None where there is none
+    @property
+    def store_dir(self) -> str | None:
+        """Folder of the sample store; None where there is none."""
+
     # Sources of the questions by split; an empty list where the store alone knows them.
     sources: Mapping[Any, Sequence[Source]]
 

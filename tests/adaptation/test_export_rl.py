@@ -205,7 +205,7 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
 
 
 def test_a_source_that_was_not_exported_is_named(reward: ModuleType) -> None:
-    with pytest.raises(ValueError, match="data_source.*'gsm8k'"):
+    with pytest.raises(ValueError, match=r"data_source.*'gsm8k'"):
         reward.judge("gsm8k", "Answer: 7", "7")
 
 

@@ -52,9 +52,6 @@ def register_task(task: Task) -> None:
     TASKS[task.name] = task
 
 
-register = register_task  # its name before there were registries for more than tasks
-
-
 def get_task(name: str) -> Task:
     """Return the task of that name.
 

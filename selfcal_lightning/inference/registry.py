@@ -108,11 +108,3 @@ def setting_names(name: str) -> tuple[str, ...]:
     if name not in STRATEGIES:
         raise unknown_strategy("strategy", name, STRATEGIES)
     return tuple(field.name for field in fields(STRATEGIES[name]))
-
-
-def describe_strategy(strategy: Strategy) -> dict[str, Any]:
-    """Return the strategy's name here and its fields as plain values for JSON; ``make_strategy(**it)`` undoes it."""
-    for name, cls in STRATEGIES.items():
-        if type(strategy) is cls:
-            return {"name": name, **{field: getattr(strategy, field) for field in setting_names(name)}}
-    raise InputError(f"Expected `strategy` to be one of {', '.join(STRATEGIES)}, but got {type(strategy).__name__}.")

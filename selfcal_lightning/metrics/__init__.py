@@ -69,7 +69,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         ],
         "group_rewards": [
             "RewardQuality",
-            "anchored_share",
             "anchored_soft_share",
             "group_advantages",
             "majority",

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import Array, Floats, as_scores, check_positive, check_same_length
@@ -190,14 +189,6 @@ def masked_standardised_weights(scores: Floats) -> Floats:
     distance = np.where(is_known, values - _summed(values) / count, 0.0)
     spread = np.sqrt(_summed(distance**2) / count)
     return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)
-
-
-def lowest_share(values: Array, share: float = 0.8) -> NDArray[np.bool_]:
-    """Return which responses have a value of at most the quantile ``share`` of those to the question [N]."""
-    if not 0.0 < share <= 1.0:
-        raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
-    row = as_scores(values, "values")
-    return np.asarray(row <= np.quantile(row, share)) if len(row) else np.zeros(0, dtype=bool)
 
 
 def _standardised(row: Floats) -> Floats:

@@ -101,24 +101,6 @@ def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None
     return _without_gaps(soft_self_consistency(readable, confidences), readable)
 
 
-def anchored_share(answers: Sequence[str | None], anchor: Sequence[str | None]) -> list[float | None]:
-    """Return the share of an earlier pool of responses that gives the same answer; 0 for an answer not seen there.
-
-    Votes of the responses themselves rise as a policy is sharpened; those of the pool that was drawn first do not.
-
-    Args:
-        answers: The N answers; None where a response could not be read.
-        anchor: The answers of the earlier pool; unreadable ones leave it.
-
-    Example:
-        >>> anchored_share(["7", "9", None], ["7", "7", "8", None])
-        [0.6666666666666666, 0.0, 0.0]
-    """
-    votes = Counter(answer for answer in anchor if answer)
-    total = votes.total()
-    return [(votes[answer] / total if answer else 0.0) if total else None for answer in answers]
-
-
 def anchored_soft_share(
     answers: Sequence[str | None], anchor: Sequence[str | None], confidences: Sequence[float | None]
 ) -> list[float | None]:

@@ -222,24 +222,6 @@ def test_defaults_are_resolved() -> None:
     assert AdaptiveConsistency("beta", threshold=0.0).threshold == 0.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"criterion": "crp"}, "Expected `criterion` to be one of count_ratio, .*, but got 'crp'"),
-        ({"threshold": 1.5}, r"Expected `threshold` to be a number in \[0, 1\], but got 1.5"),
-        ({"threshold": -0.1}, "Expected `threshold`"),
-        ({"threshold": float("nan")}, "Expected `threshold`"),
-        ({"max_samples": 0}, "Expected `max_samples` to be a positive integer"),
-        ({"min_samples": 0}, "Expected `min_samples` to be a positive integer"),
-        ({"criterion": "beta", "confidence": "p_true"}, "Expected `confidence` to be None .* 'confidence_ratio'"),
-        ({"criterion": "confidence_ratio", "confidence": ""}, "Expected `confidence` to be the name"),
-    ],
-)
-def test_bad_fields_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AdaptiveConsistency(**settings)
-
-
 def test_bad_grids_are_refused() -> None:
     pool = PoolArrays.from_samples([make_entry(["a"], [0.5])])
     with pytest.raises(ValueError, match=r"Expected `threshold` to be a number in \[0, 1\], but got 2.0"):

@@ -263,20 +263,3 @@ def test_a_confidence_must_be_a_probability() -> None:
         replay(strategy, entry)
     with pytest.raises(ValueError, match=message):
         strategy.curve(PoolArrays.from_samples([entry], confidence="mean_logprob"), [0.5])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": 1.01}, r"Expected `threshold` to be a number in \[0, 1\]"),
-        ({"max_samples": 0}, "Expected `max_samples` to be a positive integer"),
-        ({"confidence": None}, "Expected `confidence` to be the name of a confidence"),
-        ({"wrong_answers": 0}, "Expected `wrong_answers` to be a positive integer"),
-        ({"evidence": 1.2}, r"Expected `evidence` to be a number in \[0, 1\]"),
-        ({"clamp": 0.0}, r"Expected `clamp` to lie in \(0, 0.5\), but got 0.0"),
-        ({"clamp": 0.5}, "Expected `clamp`"),
-    ],
-)
-def test_bad_fields_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CGES(**settings)

@@ -90,23 +90,6 @@ def test_it_asks_for_one_sample_at_a_time_and_for_none_too_many() -> None:
     assert outcome_of(done.value.value) == ("a", 3, True)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: EarlyStopping(1.5), r"Expected `threshold` to be a number in \[0, 1\], but got 1.5."),
-        (lambda: EarlyStopping(float("nan")), r"Expected `threshold` to be a number in \[0, 1\], but got nan."),
-        (lambda: EarlyStopping("0.9"), r"Expected `threshold` to be a number in \[0, 1\], but got '0.9'."),  # type: ignore[arg-type]
-        (lambda: EarlyStopping(max_samples=0), "Expected `max_samples` to be a positive integer, but got 0."),
-        (lambda: EarlyStopping(confidence=None), "Expected `confidence` to be the name of a confidence"),  # type: ignore[arg-type]
-        (lambda: EarlyStopping(fallback="vote"), "Expected `fallback` to be one of 'weighted_vote', 'best', 'last', "),  # type: ignore[arg-type]
-        (lambda: EarlyStopping().curve(PoolArrays.from_samples([]), [0.5, -0.1]), "Expected `threshold` .* got -0.1."),
-    ],
-)
-def test_bad_fields(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # ----------------------------------------------------------------------------------------------- reference vectors
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from support.strategy_pools import random_pool
 
-from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, describe_strategy, make_strategy, setting_names
+from selfcal_lightning.inference.registry import STRATEGIES, make_strategy, setting_names
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.vectorised import PoolArrays
-from selfcal_lightning.inference.voting import SelfConsistency
-
-
-def test_all_strategies_of_the_issue_are_there() -> None:
-    names = "best_of_n self_consistency early_stopping adaptive_consistency cges window_stopping cisc borda pass_at_n"
-    assert set(STRATEGIES) == {*names.split(), "standardised"}
-    assert set(ORACLES) == {"pass_at_n"}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -47,13 +39,57 @@ def test_contract(name: str) -> None:
     assert outcome.used.max() <= 5
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_description_goes_through_json_and_back(name: str) -> None:
-    strategy: Any = replace(make_strategy(name), max_samples=7)  # type: ignore[type-var]
-    described = json.loads(json.dumps(describe_strategy(strategy)))
-    assert described["name"] == name
-    assert described["max_samples"] == 7
-    assert make_strategy(**described) == strategy
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("adaptive_consistency", "criterion", "crp"),
+        ("adaptive_consistency", "threshold", -0.1),
+        ("adaptive_consistency", "min_samples", 0),
+        ("best_of_n", "max_samples", 2.5),
+        ("best_of_n", "confidence", None),
+        ("borda", "power", -1.0),
+        ("cges", "threshold", 1.01),
+        ("cges", "confidence", None),
+        ("cges", "wrong_answers", 0),
+        ("cges", "evidence", 1.2),
+        ("cges", "clamp", 0.0),
+        ("cges", "clamp", 0.5),
+        ("cisc", "temperature", 0.0),
+        ("cisc", "temperature", float("nan")),
+        ("cisc", "confidence", None),
+        ("early_stopping", "threshold", float("nan")),
+        ("early_stopping", "threshold", "0.9"),
+        ("early_stopping", "confidence", None),
+        ("early_stopping", "fallback", "vote"),
+        ("pass_at_n", "max_samples", True),
+        ("self_consistency", "confidence", ""),
+        ("standardised", "confidence", None),
+        ("window_stopping", "window", 0),
+        ("window_stopping", "mode", "both"),
+    ],
+)
+def test_bad_fields_are_named(name: str, field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`{field}` .* but got {value!r}"):
+        make_strategy(name, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("criterion", "confidence", "message"),
+    [("beta", "p_true", "to be None .* 'confidence_ratio'"), ("confidence_ratio", "", "to be the name")],
+)
+def test_a_criterion_says_whether_it_reads_a_confidence(criterion: str, confidence: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected `confidence` {message}"):
+        make_strategy("adaptive_consistency", criterion=criterion, confidence=confidence)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("self_consistency", "max_samples", 0), ("early_stopping", "threshold", -0.1), ("window_stopping", "window", 2.5)],
+)
+def test_bad_grids_are_named(name: str, field: str, value: float) -> None:
+    strategy: Any = make_strategy(name)
+    with pytest.raises(ValueError, match=f"Expected `{field}` .* but got {value}"):
+        strategy.curve(PoolArrays.from_samples([]), [1, value])
 
 
 def test_mistakes_are_answered_with_help() -> None:
@@ -73,12 +109,6 @@ def test_mistakes_are_answered_with_help() -> None:
         make_strategy("pass_at_n", confidence="p_true")
     with pytest.raises(ValueError, match=r"Expected `threshold` .* but got 1.2"):
         make_strategy("early_stopping", threshold=1.2)
-
-    class Other(SelfConsistency):
-        """Stands under no name."""
-
-    with pytest.raises(ValueError, match=r"Expected `strategy` to be one of .* but got Other\."):
-        describe_strategy(Other())
 
 
 def test_the_registry_loads_no_torch() -> None:

@@ -279,26 +279,6 @@ def test_first_crossing_against_a_loop() -> None:
     assert first_crossing(np.zeros((2, 0)), [0.0]).tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SelfConsistency(max_samples=0), "Expected `max_samples` to be a positive integer, but got 0."),
-        (lambda: BestOfN(max_samples=2.5), "Expected `max_samples` to be a positive integer, but got 2.5."),  # type: ignore[arg-type]
-        (lambda: PassAtN(max_samples=True), "Expected `max_samples` to be a positive integer, but got True."),
-        (lambda: SelfConsistency(confidence=""), "Expected `confidence` to be None or the name of a confidence"),
-        (lambda: BestOfN(confidence=None), "Expected `confidence` to be the name of a confidence .* but got None."),  # type: ignore[arg-type]
-        (lambda: CISC(confidence=None), "Plain votes are the strategy self_consistency."),  # type: ignore[arg-type]
-        (lambda: CISC(temperature=0.0), "Expected `temperature` to be a number of at least 1e-06, but got 0.0."),
-        (lambda: CISC(temperature=math.nan), "Expected `temperature` to be a number of at least 1e-06, but got nan."),
-        (lambda: BordaVoting(power=-1.0), r"Expected `power` to be a number in \[0, 100\], but got -1.0."),
-        (lambda: SelfConsistency().curve(PoolArrays.from_samples([]), [4, 0]), "Expected `max_samples` .* but got 0."),
-    ],
-)
-def test_bad_fields(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 # ----------------------------------------------------------------------------------------------- reference vectors
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.metrics.group_rewards import (
     RewardQuality,
-    anchored_share,
     majority,
     majority_answer,
     reward_quality,
@@ -37,19 +36,16 @@ def test_majority_equals_a_count(answers: list[str | None]) -> None:
 
 
 @settings(deadline=None)
-@given(ANSWERS, ANSWERS)
-def test_shares_equal_counts(answers: list[str | None], pool: list[str | None]) -> None:
-    def wanted(votes: list[str | None]) -> list[float | None]:
-        readable = Counter(answer for answer in votes if answer)
-        if not readable:
-            return [None] * len(answers)
-        return [pytest.approx(readable[answer] / readable.total()) if answer else 0.0 for answer in answers]
+@given(ANSWERS)
+def test_shares_equal_counts(answers: list[str | None]) -> None:
+    readable = Counter(answer for answer in answers if answer)
+    wanted: list[float | None] = [None] * len(answers)
+    if readable:
+        wanted = [pytest.approx(readable[answer] / readable.total()) if answer else 0.0 for answer in answers]
 
-    assert share(answers) == wanted(answers)
-    assert anchored_share(answers, pool) == wanted(pool)
+    assert share(answers) == wanted
     # Equal confidences weigh nothing.
-    assert soft_share(answers, [0.25] * len(answers)) == wanted(answers)
-    assert anchored_share(answers, answers) == share(answers)
+    assert soft_share(answers, [0.25] * len(answers)) == wanted
 
 
 def test_soft_share_by_hand() -> None:
@@ -66,7 +62,6 @@ def test_the_first_seen_wins_ties_and_nothing_is_no_label() -> None:
     for function in (majority, share):
         assert function([None, ""]) == [None, None]
         assert function([]) == []
-    assert anchored_share(["7"], [None]) == [None]
 
 
 def test_wrong_majorities_can_give_right_rewards() -> None:

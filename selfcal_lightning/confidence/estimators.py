@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
@@ -138,125 +139,53 @@ def p_true_of(
     return found
 
 
-class _TokenStatistic(ABC):
-    """What the statistics have in common; a member adds its name and how it is read."""
+Read = Callable[["ResponseStatistics"], float]
 
-    name: ClassVar[str]
+
+@dataclass(frozen=True)
+class TokenStatistic:
+    """An estimator that reads one number off the statistics of a response's tokens; called with a reader it is made.
+
+    Attributes:
+        name: Name of the confidence.
+        read: Returns the statistic of a response; nan where it has no token to take a mean over.
+    """
+
+    name: str
+    read: Read
     is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
 
-    def __init__(self, tokens: TokenReader) -> None:
-        self._tokens = tokens
+    def __call__(self, tokens: TokenReader) -> ReadStatistic:
+        """Return the estimator that reads by ``tokens``."""
+        return ReadStatistic(self.name, self.read, tokens)
+
+
+@dataclass(frozen=True)
+class ReadStatistic(TokenStatistic):
+    """A token statistic with the model that reads it."""
+
+    tokens: TokenReader
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the statistic of every sample, [question][sample]; None where it has none, or no room is left."""
-        return self._tokens.scores(pool, self.read)
-
-    @staticmethod
-    @abstractmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the statistic of a response; nan where it has no token to take a mean over."""
+        return self.tokens.scores(pool, self.read)
 
 
-class SequenceLogprob(_TokenStatistic):
-    """``sum_t log p(y_t | x, y_<t)`` over the response tokens, in nats; higher is better.
-
-    Generation stores the same number with every sample.
-    """
-
-    name = LOGPROB
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the sum."""
-        return statistics.logprob
-
-
-class MeanLogprob(_TokenStatistic):
-    """``1/n sum_t log p(y_t | x, y_<t)`` over the n response tokens, in nats; higher is better.
-
-    Unlike the sum it does not favour short responses.
-    """
-
-    name = MEAN_LOGPROB
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the mean."""
-        return statistics.logprob / statistics.num_tokens if statistics.num_tokens else math.nan
-
-
-class LowestLogprob(_TokenStatistic):
-    """``min_t log p(y_t | x, y_<t)``: how likely the least likely token was, in nats; higher is better."""
-
-    name = "min_logprob"
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the lowest one."""
-        return statistics.tokens.logprob.min().item() if statistics.num_tokens else math.nan
-
-
-class SelfCertainty(_TokenStatistic):
-    """Mean ``KL(uniform || p_t)`` over the response tokens, in nats; higher is better.
-
-    See ``functional.certainty.self_certainty``. It depends on the size of the vocabulary, so compare it within a model.
-
-    Reference:
-        Kang et al., Scalable Best-of-N Selection for Large Language Models via Self-Certainty, arXiv 2502.18581.
-    """
-
-    name = "self_certainty"
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the mean divergence."""
-        return statistics.certainty
-
-
-class ResponseCertainty(_TokenStatistic):
-    """Mean ``-1/V sum_v log p_t(v)`` over the response tokens, in nats, at least log V; higher is better.
-
-    It is self-certainty plus log V, so that it orders responses as self-certainty does.
-    """
-
-    name = "response_certainty"
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return the mean cross-entropy."""
-        return statistics.certainty + math.log(statistics.vocabulary_size) if statistics.num_tokens else math.nan
-
-
-class TokenEntropy(_TokenStatistic):
-    """*Minus* the mean entropy of the response tokens' distributions, in nats, at most 0; higher is better.
-
-    The sign makes it a confidence: the value -0.2 says that the tokens were drawn at .2 nats of entropy on average.
-    See ``functional.certainty.token_entropy`` for the entropy itself.
-    """
-
-    name = "token_entropy"
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return minus the entropy."""
-        return -statistics.entropy
-
-
-class TokenSteadiness(_TokenStatistic):
-    """*Minus* the standard deviation of the entropies of the response tokens, in nats, at most 0; higher is better.
-
-    How unevenly a response was sure, whatever its mean. Votes that are weighed by how it stands out among the responses
-    to a question are those of SASC: the strategy ``standardised``.
-    """
-
-    name = "token_steadiness"
-
-    @staticmethod
-    def read(statistics: ResponseStatistics) -> float:
-        """Return minus the deviation."""
-        return -statistics.tokens.entropy.std(correction=0).item() if statistics.num_tokens else math.nan
+# All are in nats, and higher is better: entropies stand with a minus. Self-certainty is the mean KL(uniform || p_t)
+# (Kang et al., arXiv 2502.18581), response certainty the same plus log V; steadiness minus the deviation of entropies.
+SequenceLogprob = TokenStatistic(LOGPROB, lambda response: response.logprob)
+MeanLogprob = TokenStatistic(MEAN_LOGPROB, lambda r: r.logprob / r.num_tokens if r.num_tokens else math.nan)
+LowestLogprob = TokenStatistic("min_logprob", lambda r: r.tokens.logprob.min().item() if r.num_tokens else math.nan)
+SelfCertainty = TokenStatistic("self_certainty", lambda r: r.certainty)
+ResponseCertainty = TokenStatistic(
+    "response_certainty", lambda r: r.certainty + math.log(r.vocabulary_size) if r.num_tokens else math.nan
+)
+TokenEntropy = TokenStatistic("token_entropy", lambda r: -r.entropy)
+TokenSteadiness = TokenStatistic(
+    "token_steadiness", lambda r: -r.tokens.entropy.std(correction=0).item() if r.num_tokens else math.nan
+)
 
 
 class LowestGroupConfidence:
@@ -287,9 +216,6 @@ class LowestGroupConfidence:
 
         found = lowest_group_confidence(statistics.top_confidence, window=self._window, share=self._lowest)
         return math.nan if found is None else found
-
-
-Read = Callable[["ResponseStatistics"], float]
 
 
 class _Standardised(ABC):

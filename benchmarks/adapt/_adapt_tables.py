@@ -16,14 +16,7 @@ def targets(
     packing: Packing | None,
     guarded: Guarded | None,
 ) -> list[dict[str, str]]:
-    """Return what was asked of the figures, what came out, and whether that is met, missed or not measured.
-
-    Args:
-        tables: Levels and changes by the name of the questions.
-        rounds_gain: Change of pass@1 at temperature 1 from the first round of TTRL to the last; None with one round.
-        packing: What packed groups cost; None where that was not measured.
-        guarded: How the run at too high a rate ended; None where there was none.
-    """
+    """Return what was asked of the figures, what came out, and whether that is met, missed or not measured."""
     trans, ind = tables["transductive"], tables["inductive"]
     ece = ind["changes"]["anchor less TTRL"]["ece"]
     gained = {name: table["changes"]["anchor less start"] for name, table in (("trans", trans), ("ind", ind))}

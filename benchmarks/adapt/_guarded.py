@@ -26,13 +26,7 @@ WRECKING_RATE, MOST_ROUNDS = 3e-2, 3
 
 @dataclass(frozen=True)
 class Guarded:
-    """How a run ended.
-
-    Attributes:
-        rounds: The round before which it was stopped; None where it was not.
-        problems: What was wrong then.
-        is_restored: Whether the adapter that it left is that of the last good round; none at all after round 0.
-    """
+    """How a run ended."""
 
     rounds: int | None
     problems: tuple[str, ...]
@@ -40,15 +34,7 @@ class Guarded:
 
 
 def run_guarded(folder: Path, start: Path, samples: Path, *, questions: QuestionSlice, sizes: dict[str, Any]) -> None:
-    """Adapt at the wrecking rate under the guard with its own limits, as far as that was not done.
-
-    Args:
-        folder: Where the run goes.
-        start: Folder of the model.
-        samples: Store of round 0, which is copied.
-        questions: The questions.
-        sizes: ``num_samples``, ``batch_size``, ``max_new_tokens`` and ``seed``.
-    """
+    """Adapt at the wrecking rate under the guard with its own limits, as far as that was not done."""
     if read_manifest(folder / fitting.ADAPTER) is not None:
         return
     if not (folder / fitting.SAMPLES).exists():

@@ -24,14 +24,7 @@ FILE, GROUPS, REPEATS = "packing.json", 5, 3
 
 @dataclass(frozen=True)
 class Packing:
-    """Costs of the same responses, packed and apart.
-
-    Attributes:
-        packed_tokens: Positions that are computed for a response, padding among them, where groups are packed.
-        apart_tokens: Likewise for rows of their own.
-        packed_seconds: CPU seconds of a response, forward and backward; the least of some repetitions.
-        apart_seconds: Likewise for rows of their own.
-    """
+    """Costs of the same responses, packed and apart."""
 
     packed_tokens: float
     apart_tokens: float
@@ -67,14 +60,7 @@ class Clock(Callback):
 
 
 def measure_packing(folder: Path, model: Path, store: Path, samples: int) -> None:
-    """Measure as far as that was not done; the two ways take turns.
-
-    Args:
-        folder: Where the figures go.
-        model: Folder of the model.
-        store: Its responses at temperature 1.
-        samples: Responses to a question.
-    """
+    """Measure as far as that was not done; the two ways take turns."""
     if (folder / FILE).exists():
         return
     clocks: dict[Way, list[Clock]] = {"shared_prefix": [], "off": []}

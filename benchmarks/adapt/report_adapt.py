@@ -63,18 +63,7 @@ TEMPERATURES = [1.0, 0.5]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done; the sizes stand above the tables.
-
-    Attributes:
-        seeds: Adaptations of each kind, each with a seed of its own.
-        start_questions: Questions that the model is calibrated on first.
-        questions: Questions adapted on, and as many others.
-        out_of_domain: Questions of the other split.
-        samples: Responses to a question, in rounds and in the evaluation.
-        rounds: Rounds.
-        batch_size: Responses of an optimiser step.
-        lr: Peak learning rate of the adaptation.
-    """
+    """How much is done; the sizes stand above the tables."""
 
     seeds: int = 3
     start_questions: int = 400

@@ -46,12 +46,7 @@ Columns = dict[str, Column]
 
 
 def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
-    """Return the columns of a seed, those of both test sets under "id/" and "ood/".
-
-    Args:
-        folder: Of the seed.
-        without: Estimates that it does not have.
-    """
+    """Return the columns of a seed, those of both test sets under "id/" and "ood/"."""
     found: Columns = {}
     for split in TESTS:
         own: Columns = {}

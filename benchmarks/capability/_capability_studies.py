@@ -72,12 +72,7 @@ def size_columns(folder: Path) -> Columns:
 
 
 def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
-    """Return how well the probe, and P(True) before and after calibration, know about single responses.
-
-    Args:
-        folder: Of the seed.
-        without: Confidences that it does not have.
-    """
+    """Return how well the probe, and P(True) before and after calibration, know about single responses."""
     found: Columns = {}
     beside = [name for name in (AWAKE,) if name not in without]
     for split in TESTS:

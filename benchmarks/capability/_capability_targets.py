@@ -22,14 +22,7 @@ LOST_AT = 0.2
 
 @dataclass(frozen=True)
 class Check:
-    """A target, and what was found.
-
-    Attributes:
-        what: What is measured.
-        found: Its mean over seeds.
-        held_to: The bound in words.
-        holds: Whether it is kept.
-    """
+    """A target, and what was found."""
 
     what: str
     found: Estimate
@@ -38,12 +31,7 @@ class Check:
 
 
 def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
-    """Return the targets.
-
-    Args:
-        columns: Means over seeds of what was measured, by key.
-        seconds: Processor seconds of reading a prompt and of a response.
-    """
+    """Return the targets."""
     probe, labelled = columns[f"id/{PROBE}/mse"], columns[f"id/{LABELLED}/mse"]
     agreeing = columns["id/agreeing_pairs/mse"] - columns["id/top_share/mse"]
     sizes = {kind: columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions")}
@@ -111,13 +99,7 @@ def _application_checks(columns: Columns) -> list[Check]:
 
 
 def check(what: str, column: Column, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
-    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound.
-
-    Example:
-        >>> found = check("error", np.array([0.25, 0.125, 0.375]), ("high", "<=", 0.3))
-        >>> found.found.value, found.held_to, found.holds
-        (0.25, 'upper end <= 0.3', False)
-    """
+    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
     found = estimated(column)
     end, sign, limit = bound
     value = {"value": found.value, "low": found.low, "high": found.high}[end]

@@ -26,20 +26,7 @@ LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
 
 @dataclass(frozen=True)
 class Contender:
-    """A confidence in the responses of one generator.
-
-    Attributes:
-        key: In tables of numbers.
-        label: What it is, in words.
-        generator: Whose responses: those of the base model (the activated adapter has the same ones) or the joint one.
-        confidence: Its name on a sample.
-        fuses: Features of the fusion that it is; empty where it is none.
-        scales: The confidence that it scales by Platt; None where it scales none.
-        is_trained: Whether an adapter was trained for it.
-        reads_all: Whether it needs all responses to the question, not this one alone.
-        asks: Whether the confidence query has to be asked.
-        of_question: Whether it is the same for all responses to a question, so that it weighs no vote.
-    """
+    """A confidence in the responses of one generator."""
 
     key: str
     label: str

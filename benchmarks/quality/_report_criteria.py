@@ -22,14 +22,7 @@ def criteria(
     unequal: int,
     compared: int,
 ) -> list[Criterion]:
-    """Return the demands in their order.
-
-    Args:
-        rows: By test set, then by contender: one measurement a seed.
-        curves: Accuracy of votes over seeds, by test set, then by what weighs.
-        unequal: Texts that the sleeping adapter changed.
-        compared: Texts that were compared.
-    """
+    """Return the demands in their order."""
     here, there = rows["id"], rows["ood"]
     error = summary(here[ACTIVATED])[SHORT_NAMES[ECE]]
     below = difference(here[ACTIVATED], here[JOINT], ECE)

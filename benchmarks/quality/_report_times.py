@@ -33,10 +33,6 @@ def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, floa
     """Return the processor seconds of a response, and those that its confidence query adds, by what is trained.
 
     Medians over turns, the ways taking turns.
-
-    Args:
-        activated: Folder of the activated adapter.
-        joint: Folder of the merged joint model.
     """
     torch.set_num_threads(1)
     questions = get_task(TASK).load("calibration", limit=QUESTIONS)

@@ -25,14 +25,7 @@ WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_a
 
 @dataclass(frozen=True)
 class Saving:
-    """What a weighing needs for the accuracy of plain votes of the base model.
-
-    Attributes:
-        target: Samples of the plain votes.
-        samples: Samples needed, None where that accuracy is never reached.
-        tokens: Tokens that they take, those of the confidence query among them.
-        seconds: Seconds of one thread that they take.
-    """
+    """What a weighing needs for the accuracy of plain votes of the base model."""
 
     target: int
     samples: Estimate
@@ -41,14 +34,7 @@ class Saving:
 
 
 def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
-    """Return the accuracy of the vote of 1, 2 ... K samples, on all questions and on resamples [K, 1 + R].
-
-    Args:
-        pools: Responses of one seed to one test set, by generator, with all fitted confidences.
-
-    Returns:
-        By key of the contender that weighs, and by those of plain votes.
-    """
+    """Return the accuracy of the vote of 1, 2 ... K samples, on all questions and on resamples [K, 1 + R]."""
     curves: dict[str, Floats] = {}
     for generator, pool in pools.items():
         width = len(pool.shortest.samples)
@@ -73,10 +59,6 @@ def samples_needed(curve: Floats, wanted: Floats) -> Floats:
     """Return the samples at which a curve [K, 1 + R] first reaches an accuracy [1 + R]; NaN where it never does.
 
     Between two numbers of samples the accuracy is taken as a straight line, and more samples as no worse.
-
-    Example:
-        >>> samples_needed(np.array([[0.25, 0.5], [0.5, 0.25], [0.75, 0.25]]), np.array([0.625, 0.75])).tolist()
-        [2.5, nan]
     """
     best = np.maximum.accumulate(curve, axis=0)
     reached = best >= wanted
@@ -94,14 +76,7 @@ def savings(
     tokens: Mapping[str, tuple[float, int]],
     seconds: Mapping[str, tuple[float, float]],
 ) -> dict[str, list[Saving]]:
-    """Return what each weighing needs at equal accuracy.
-
-    Args:
-        curves: Over seeds; see :func:`over_seeds`.
-        targets: Sizes of the base model's plain votes.
-        tokens: Of a response and of a query, by model.
-        seconds: Of a response and of a query, by model.
-    """
+    """Return what each weighing needs at equal accuracy."""
     model_of = {contender.key: contender.model for contender in WEIGHING}
     model_of |= {key: model for model, key in PLAIN.items()}
     asks = {contender.key for contender in WEIGHING if contender.asks}

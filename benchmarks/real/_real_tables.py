@@ -34,13 +34,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Columns:
-    """A confidence on the test responses: each metric's value and resamples [1 + R], mean over seeds, and by seed.
-
-    Attributes:
-        metrics: Value and resamples by metric; the calibration error is in ``error`` instead.
-        error: The calibration error with its bounds.
-        by_seed: Value of each seed, by metric.
-    """
+    """A confidence on the test responses: each metric's value and resamples [1 + R], mean over seeds, and by seed."""
 
     metrics: Mapping[str, Floats]
     error: ErrorBounds
@@ -103,13 +97,7 @@ def with_fitted(pool: Pool, calibration: Pool, fusions: Mapping[str, Sequence[st
 
 
 def vote_columns(pool: Pool, names: Sequence[str | None], budgets: Sequence[int]) -> Floats:
-    """Return the accuracy of votes at each budget with its resamples [K, 1 + R], over random orders of the samples.
-
-    Args:
-        pool: Test responses.
-        names: What weighs the votes, the mean over several seeds; None counts them.
-        budgets: Samples of a question, K.
-    """
+    """Return the accuracy of votes at each budget with its resamples [K, 1 + R], over random orders of the samples."""
     hits = np.mean([grid_outcome(SelfConsistency(confidence=name), pool, budgets).correct for name in names], axis=0)
     return hits @ resample_weights(len(pool), num_resamples=RESAMPLES)
 

@@ -25,14 +25,7 @@ SCORING = Path(__file__).resolve().parents[1] / "results" / "reward_scoring.json
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that was measured.
-
-    Attributes:
-        places: By test set and model, one record a seed.
-        responses: By test set and confidence, one record a seed.
-        votes: By test set, way and setting.
-        searches: By name, on the searched questions; votes there as "vote" and best-of-N as "best".
-    """
+    """Everything that was measured."""
 
     places: Mapping[str, Mapping[str, Sequence[Places]]]
     responses: Mapping[str, Mapping[str, Sequence[Measured]]]
@@ -168,13 +161,7 @@ def _reported(found: Found) -> list[Criterion]:
 
 
 def at_equal_tokens(curve: Mapping[str, Spent], tokens: Floats) -> Floats:
-    """Return the accuracy of a way at so many tokens [1 + R], read off between its settings in each resample.
-
-    Example:
-        >>> points = [Spent(np.array([c]), np.array([1.0]), np.array([t])) for c, t in ((0.5, 10.0), (0.7, 20.0))]
-        >>> at_equal_tokens({"1": points[0], "2": points[1]}, np.array([15.0])).round(3).tolist()
-        [0.6]
-    """
+    """Return the accuracy of a way at so many tokens [1 + R], read off between its settings in each resample."""
     points = sorted(curve.values(), key=lambda one: float(one.tokens[0]))
     cost, hits = (np.array([getattr(one, name) for one in points]) for name in ("tokens", "correct"))
     return np.array([np.interp(tokens[r], cost[:, r], hits[:, r]) for r in range(len(tokens))])

@@ -145,11 +145,7 @@ def calibration(rows: Sequence[Places], position: str) -> list[tuple[float, floa
 
 
 def _columns(seeds: Sequence[Floats]) -> dict[str, Floats]:
-    """Return each mean over places [1 + R], on all questions and on resamples of questions and seeds.
-
-    Args:
-        seeds: Sums [Q, C] of each seed.
-    """
+    """Return each mean over places [1 + R], on all questions and on resamples of questions and seeds."""
     weights = resample_weights(len(seeds[0]), num_resamples=RESAMPLES)
     totals = np.array([weights.T @ sums for sums in seeds])
     means = totals[..., 1:_PLAIN] / np.where(totals[..., :1] > 0.0, totals[..., :1], np.nan)

@@ -47,13 +47,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Spent:
-    """A way to choose answers at one setting, over seeds.
-
-    Attributes:
-        correct: Accuracy on all questions and on resamples of questions and seeds [1 + R].
-        samples: Samples of a question likewise.
-        tokens: Tokens of a question likewise.
-    """
+    """A way to choose answers at one setting, over seeds."""
 
     correct: Floats
     samples: Floats
@@ -82,12 +76,7 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
 
 
 def spend(pools: Sequence[RecordedPool], priors: Sequence[Floats]) -> dict[str, dict[str, Spent]]:
-    """Return accuracy and cost by way, then by setting.
-
-    Args:
-        pools: The responses, one pool a seed.
-        priors: What the reward model says of their questions, likewise.
-    """
+    """Return accuracy and cost by way, then by setting."""
     found: dict[str, dict[str, Spent]] = {}
     per_seed = [_outcomes(pool, prior) for pool, prior in zip(pools, priors, strict=True)]
     for way, settings in per_seed[0].items():

@@ -17,16 +17,7 @@ CUT = "length"
 
 @dataclass(frozen=True)
 class HandedOn:
-    """What was counted.
-
-    Attributes:
-        kept: Responses that are kept.
-        with_steps: Those of them that have key steps.
-        steps: Key steps.
-        ungrounded_forms: Forms with a number that the response lacks.
-        judged: Responses that the token limit did not cut, kept or not.
-        judged_otherwise: Those of them on which the reward file and the task differ.
-    """
+    """What was counted."""
 
     kept: int
     with_steps: int
@@ -37,13 +28,7 @@ class HandedOn:
 
 
 def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
-    """Select by the defaults, extract key steps by rules, export, and judge all responses by the reward file.
-
-    Args:
-        store: Folder of the store.
-        folder: Where selection/ and export/ go.
-        kept: Share of the questions that is kept.
-    """
+    """Select by the defaults, extract key steps by rules, export, and judge all responses by the reward file."""
     selection, export = folder / "selection", folder / "export"
     chosen = run_select(str(store), str(selection), keep_top=kept)
     rates = run_extract_steps(str(selection), overwrite=True).rates

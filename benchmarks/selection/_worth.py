@@ -25,14 +25,7 @@ Score = Callable[[QuestionSamples, Sample], float | None]
 
 @dataclass(frozen=True)
 class Worth:
-    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R].
-
-    Attributes:
-        best: Accuracy of the picked responses.
-        gain: That less the mean accuracy of the responses to the same questions.
-        picked: AUROC of the picked responses by the score that keeps questions.
-        kept: Accuracy of those that are kept.
-    """
+    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R]."""
 
     best: Floats
     gain: Floats
@@ -42,12 +35,7 @@ class Worth:
 
 @dataclass(frozen=True)
 class Told:
-    """How well a score tells right from wrong responses, of one seed, [1 + R] each.
-
-    Attributes:
-        responses: AUROC over all responses.
-        within: Mean AUROC within questions that have right and wrong ones.
-    """
+    """How well a score tells right from wrong responses, of one seed, [1 + R] each."""
 
     responses: Floats
     within: Floats
@@ -57,10 +45,6 @@ def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSetti
     """Select without gold answers, and judge the selection by them.
 
     A resample draws questions of the one selection that was made; it does not select anew.
-
-    Args:
-        entries: Questions with judged responses, in the same order for all seeds.
-        settings: The selection.
     """
     rows = select_rows(entries, settings).rows
     right = np.array([_is_right(entry, row) for entry, row in zip(entries, rows, strict=True)], dtype=np.float64)

@@ -64,14 +64,7 @@ PAIRS = ((FUSED, SHARE), (FUSED, SSC), (FUSED, PICK), (MEAN_LOGPROB, SHARE), (SH
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done; the sizes stand above the tables.
-
-    Attributes:
-        seeds: Pools of responses, each with a seed of its own.
-        questions: Questions of the in-domain test split.
-        samples: Responses to a question.
-        kept: Share of the questions that is kept.
-    """
+    """How much is done; the sizes stand above the tables."""
 
     seeds: int = 3
     questions: int = 300

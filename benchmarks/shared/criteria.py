@@ -13,13 +13,7 @@ from selfcal_lightning.metrics.bootstrap import Estimate
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand.
-
-    Attributes:
-        text: What is demanded, in words.
-        measured: What came out.
-        met: Whether it is enough; None where nothing is demanded.
-    """
+    """One demand."""
 
     text: str
     measured: Estimate

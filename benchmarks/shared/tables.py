@@ -19,12 +19,7 @@ def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
 
 
 def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
-    """Write a value with its interval: (value, low, high).
-
-    Example:
-        >>> show([0.5, 0.25, 0.75]), show([0.0, None, None], digits=0), show([None, None, None])
-        ('0.500 [0.250, 0.750]', '0', 'never')
-    """
+    """Write a value with its interval: (value, low, high)."""
     value, low, high = entry
     if value is None:
         return "never"

@@ -45,19 +45,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One process of the set.
-
-    Attributes:
-        name: What it is called in the results.
-        way: A way of training; "" for the jobs that train nothing.
-        attention: The model's attention.
-        dtype: Of the frozen weights; float32 trains without autocast.
-        checkpointing: Whether activations are computed again in the backward pass.
-        varlen: Whether the candidate of ``_varlen_attention`` takes the place of attention by segments.
-        preset: Rows as the published preset draws them, instead of all responses to a few questions.
-        batch: Rows of a batch; None takes the setting's.
-        limit: Seconds that it may take.
-    """
+    """One process of the set."""
 
     name: str
     way: str = ""

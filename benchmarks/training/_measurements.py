@@ -15,12 +15,7 @@ MADE_WITH = "made with"
 
 
 class Measurements:
-    """Measured values by key, one JSON line each in ``path``; what is there already is not measured again.
-
-    Args:
-        path: JSON lines file.
-        made_with: What the values depend on, such as versions. Values made with something else are refused.
-    """
+    """Measured values by key, one JSON line each in ``path``; what is there already is not measured again."""
 
     def __init__(self, path: Path, made_with: Mapping[str, Any]) -> None:
         self.path = path

@@ -67,13 +67,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Load:
-    """What a batch asks for, padding left out.
-
-    Attributes:
-        tokens: Tokens that go through the blocks.
-        pairs: Pairs of a token and a key that it attends to.
-        logits: Positions whose logits are asked for.
-    """
+    """What a batch asks for, padding left out."""
 
     tokens: int
     pairs: int

@@ -30,13 +30,7 @@ TARGET = 0.5  # of every row; see TrainingRows.tuples
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of one way, with what it costs in tokens.
-
-    Attributes:
-        loss: Gives this batch's part of the loss; the graph is freed by its backward pass.
-        slots: Tokens that are computed, padding included.
-        load: What is computed, padding and needless logits left out.
-    """
+    """A batch of one way, with what it costs in tokens."""
 
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int

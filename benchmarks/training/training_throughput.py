@@ -47,19 +47,7 @@ PRESET_BATCH = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting in which several ways are compared.
-
-    Attributes:
-        section: What the cell is for: "kept", "preset", "samples" or "length".
-        size: Model size.
-        mix: Name of the length mix.
-        lengths: Mean tokens of prompt and response.
-        samples: Responses to a question.
-        rows: Responses in all, which make an optimiser step; 0 takes a step of the preset's draw.
-        ways: The ways that are compared.
-        repeats: Passes of each way in ``CORE``.
-        other_repeats: Passes of each other way.
-    """
+    """One setting in which several ways are compared."""
 
     section: str
     size: str

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from _adapt_methods import ANCHOR
-from _guarded import MOST_ROUNDS, WRECKING_RATE, Guarded
-from _packing import Packing
+from _adapt_extras import MOST_ROUNDS, WRECKING_RATE, Guarded, Packing
+
+from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
+
+# The reward, and what P(True) learns meanwhile.
+METHODS: dict[str, tuple[GroupReward, PoolTarget | None]] = {
+    "TTRL": ("majority", None),
+    "calibrated, anchor": ("majority", "anchor"),
+    "calibrated, round": ("majority", "round"),
+    "equations": ("equations", None),
+}
+PLAIN, ANCHOR, ROUND, EQUATIONS = METHODS
+ADAPTER: dict[str, Any] = {
+    "r": 16, "alpha": 32, "dropout": 0.0, "activated": False,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
 
 
 def targets(

@@ -18,10 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _handed_on import HandedOn, hand_on
-from _worth import Score, over_seeds, score_tells, selection_worth
-from shared.criteria import Criterion, above, at_least, criteria_table, exactly
-from shared.tables import section, show, triple, write_report
+from _selection_measures import HandedOn, Score, hand_on, over_seeds, score_tells, selection_worth
+from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, triple, write_report
 
 from selfcal_lightning.adaptation.picking import (
     FUSED,

@@ -13,11 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from _training_flops import Shape, training_flops
-from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, collator_of, draw_preset, random_module
+from _training_rows import (
+    LORA,
+    SIZES,
+    Lengths,
+    Shape,
+    TrainingRows,
+    bundled_chat,
+    collator_of,
+    draw_preset,
+    random_module,
+    register_varlen_attention,
+    training_flops,
+)
 from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
-from _varlen_attention import register_varlen_attention
 
 from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.models.packing import FLEX, SEGMENTS

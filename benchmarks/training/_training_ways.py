@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _training_flops import Load, batch_load, causal_pairs
-from _training_rows import MAX_LENGTH, TrainingRows, collator_of
+from _training_rows import MAX_LENGTH, Load, TrainingRows, batch_load, causal_pairs, collator_of
 from torch import Tensor
 
 from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt

@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 import transformers
-from _measurements import MIB, Measurements, digest_of, peak_memory_of
 from _training_rows import MIXES, SIZES, Lengths, PresetDraw, TrainingRows, bundled_chat, draw_preset, random_module
 from _training_rows import random_rows as make_rows
-from _training_tables import markdown
+from _training_tables import MIB, Measurements, digest_of, markdown, peak_memory_of
 from _training_ways import WAYS, Work, collator_name
 
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from selfcal_lightning.adaptation.picking import SelectedRow, SelectionSettings, select_rows
+from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps, run_select
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.metrics.bootstrap import (
     Estimate,
@@ -92,3 +97,46 @@ def _columns(values: Sequence[float], correct: Sequence[bool], questions: Sequen
     whole = bootstrap_interval(values, correct, questions, metrics=[metric], num_resamples=1)[metric].value
     resampled = question_bootstrap(values, correct, questions, metrics=[metric], num_resamples=RESAMPLES)[metric]
     return np.append(np.nan if whole is None else whole, resampled)
+
+
+Judge = Callable[[str, str, str], float | None]
+CUT = "length"
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """What was counted."""
+
+    kept: int
+    with_steps: int
+    steps: int
+    ungrounded_forms: int
+    judged: int
+    judged_otherwise: int
+
+
+def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
+    """Select by the defaults, extract key steps by rules, export, and judge all responses by the reward file."""
+    selection, export = folder / "selection", folder / "export"
+    chosen = run_select(str(store), str(selection), keep_top=kept)
+    rates = run_extract_steps(str(selection), overwrite=True).rates
+    run_export_rl(str(selection), str(export), "verl")
+    judge = _judge_of(export / "reward.py")
+    judged = otherwise = 0
+    for entry in SampleStore(str(store)).samples():
+        for sample in entry.samples:
+            if sample.finish != CUT and entry.question.reference is not None:
+                judged += 1
+                given = judge(f"selfcal/{entry.question.task}", sample.text, entry.question.reference)
+                otherwise += given != float(bool(sample.correct))
+    return HandedOn(len(chosen.kept), rates["with_steps"], rates["steps"], rates["ungrounded_forms"], judged, otherwise)
+
+
+def _judge_of(file: Path) -> Judge:
+    """Return the function of a reward file that judges one response, as a trainer would load it."""
+    spec = importlib.util.spec_from_file_location("exported_reward", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Expected {file} to be a module, but got something else.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast("Judge", module.judge)

@@ -71,9 +71,10 @@ report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 200 ad
 report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours; goes on from what is there)
 	$(BIN)/python benchmarks/real/report_real.py
 
-lint: $(VENV)/.ready  ## ruff, check and format, and mypy on the files that pyproject.toml names
+lint: $(VENV)/.ready  ## ruff, the direction of imports, and mypy on the files that pyproject.toml names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/python -m mypy
 
 docs: $(VENV)/.ready  ## build the documentation into site/, every broken link an error

@@ -14,17 +14,8 @@ import torch
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import (
-    MARK,
-    POSITIONS,
-    Rate,
-    Steps,
-    check_marker,
-    check_steps,
-    prefix_id,
-    step_position,
-    token_step_ends,
-)
+from selfcal_lightning.data.step_settings import Steps, check_steps
+from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
 from selfcal_lightning.datamodules.questions import QuestionSource

@@ -48,7 +48,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "core.errors": ["InputError", "MissingPackageError", "RunError", "UserError"],
         "core.plugins": ["load_plugins"],
         "data.pools.recorded": ["load_pool"],
-        "data.steps": ["RewardSettings"],
+        "data.step_settings": ["RewardSettings"],
         "data.store.sample_store": ["SampleStore"],
         "data.tasks.base": ["Task"],
         "data.tasks.registry": ["get_task", "register_task"],

@@ -24,8 +24,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _adapt_extras import measure_packing, read_guarded, read_packing, run_guarded
-from _adapt_tables import ADAPTER, ANCHOR, EQUATIONS, METHODS, PLAIN, ROUND, markdown, targets
+from _adapt_tables import (
+    ADAPTER,
+    ANCHOR,
+    EQUATIONS,
+    METHODS,
+    PLAIN,
+    ROUND,
+    markdown,
+    measure_packing,
+    read_guarded,
+    read_packing,
+    run_guarded,
+    targets,
+)
 from shared.estimates import Measured, difference
 from shared.tables import write_report
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from bundled_model_data import CONTEXT, Schedule, stream_batches
-from bundled_model_measuring import Figures, Lesson
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -68,7 +63,12 @@ def attend_plainly(model: LlamaForCausalLM) -> None:
 def build_optimizers(
     matrices: Sequence[tuple[nn.Module, float]], others: Sequence[tuple[nn.Module, float]]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Return optimisers with their learning rates: Muon for the matrices of some modules, Adam for what is left."""
+    """Return optimisers with their learning rates: Muon for the matrices of some modules, Adam for what is left.
+
+    Args:
+        matrices: Modules whose matrices Muon trains, and its learning rates.
+        others: Modules of whose parameters Adam trains those that Muon does not, and its learning rates.
+    """
     optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     taken: set[int] = set()
     for module, rate in matrices:
@@ -121,102 +121,3 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-
-
-RECORD = "stage.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage."""
-
-    name: str
-    settings: Schedule | Lesson
-    run: Callable[[LlamaForCausalLM], LlamaForCausalLM]
-
-
-@dataclass(frozen=True, slots=True)
-class StageRecord:
-    """What a finished stage took."""
-
-    name: str
-    seed: int
-    settings: dict[str, Any]
-    minutes: float
-    processor_minutes: float
-    taken_over: bool = False
-
-
-def run_stages(
-    stages: Sequence[Stage], model: LlamaForCausalLM, *, folder: Path, seed: int, resume: bool
-) -> tuple[LlamaForCausalLM, list[StageRecord]]:
-    """Run ``stages`` in turn, each on the model of the one before, and keep their float32 weights in ``folder``."""
-    records: list[StageRecord] = []
-    for stage in stages:
-        kept = load_record(folder / stage.name) if resume else None
-        resume = kept is not None and (kept.seed, kept.settings) == (seed, asdict(stage.settings))
-        if kept is not None and resume:
-            print(f"{stage.name}: taken over from {folder / stage.name}", flush=True)
-            model = LlamaForCausalLM.from_pretrained(folder / stage.name, dtype=torch.float32, use_safetensors=True)
-            records.append(replace(kept, taken_over=True))
-            continue
-        started, processor_started = time.perf_counter(), time.process_time()
-        model = stage.run(model)
-        minutes = (time.perf_counter() - started) / 60
-        processor_minutes = (time.process_time() - processor_started) / 60
-        records.append(
-            StageRecord(stage.name, seed, asdict(stage.settings), round(minutes, 1), round(processor_minutes, 1))
-        )
-        keep_stage(folder / stage.name, model, records[-1])
-    return model, records
-
-
-def keep_stage(folder: Path, model: LlamaForCausalLM, record: StageRecord) -> None:
-    """Write the weights, and the record last: a folder without it is not finished."""
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
-    (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
-
-
-def load_record(folder: Path) -> StageRecord | None:
-    """Return the record of a finished stage, None where there is none."""
-    path = folder / RECORD
-    return StageRecord(**json.loads(path.read_text())) if path.exists() else None
-
-
-COLUMN = "test_id, EDT"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A range for one measured figure; ends are included."""
-
-    figure: str
-    low: float = float("-inf")
-    high: float = float("inf")
-
-    def is_met(self, figures: Figures) -> bool:
-        """Return whether the value lies in the range."""
-        value = figures[self.figure]["value"]
-        return value is not None and self.low <= value <= self.high
-
-
-TARGETS = (
-    Target("within_auroc_p_true", low=0.70),
-    Target("auroc_p_true", low=0.80),
-    Target("overconfidence", low=0.15),
-    Target("pass_at_1", low=0.40, high=0.55),
-    Target("majority_gain", low=0.08),
-    Target("unreadable", high=0.02),
-)
-
-
-def unmet_targets(columns: dict[str, Figures]) -> list[str]:
-    """Return a sentence for each target that the measured ``columns`` miss."""
-    figures = columns[COLUMN]
-    sentences = []
-    for target in TARGETS:
-        if not target.is_met(figures):
-            value = figures[target.figure]["value"]
-            sentences.append(f"Expected `{target.figure}` to lie in [{target.low}, {target.high}], but got {value}.")
-    return sentences

@@ -30,9 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bundled_model_card import write_card
 from bundled_model_data import Schedule, train_tokenizer
-from bundled_model_measuring import BELIEVING, VERIFYING, add_upper_layers, evaluate, give_lesson, write_card
-from bundled_model_training import Stage, build_model, run_stages, save, train, unmet_targets
+from bundled_model_measuring import evaluate
+from bundled_model_stages import Stage, run_stages
+from bundled_model_targets import unmet_targets
+from bundled_model_training import build_model, save, train
+from bundled_model_verification import BELIEVING, VERIFYING, add_upper_layers, give_lesson
 from transformers import LlamaForCausalLM
 
 from selfcal_lightning.core.files import is_empty_folder, json_object_or_none

@@ -15,7 +15,8 @@ from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.confidence.fusion import fit_fusion
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
-from selfcal_lightning.data.steps import POSITIONS, RewardSettings, prefix_id, step_position, token_step_ends
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import POSITIONS, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.curves import Job, Reshuffles, evaluate_jobs
 from selfcal_lightning.inference.stopping import EarlyStopping

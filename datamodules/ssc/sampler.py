@@ -39,7 +39,6 @@ class Dealer(Protocol):
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
         """Return the micro-batches of ``rows``, row numbers of the table."""
-        ...
 
 
 @dataclass(frozen=True)

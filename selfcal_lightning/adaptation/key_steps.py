@@ -66,11 +66,9 @@ class StepExtractor(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return what the outcome depends on, JSON-able."""
-        ...
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
         """Yield what was found in each response, in any order, as it is there."""
-        ...
 
 
 _COMPUTING = frozenset("+-*/^")

@@ -9,11 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal, get_args
-
-import numpy as np
-from numpy.typing import NDArray
 
 from selfcal_lightning.adaptation import picking as records
 from selfcal_lightning.confidence.base import P_TRUE, STORED, check_confidence, confidence_of
@@ -21,8 +17,7 @@ from selfcal_lightning.confidence.features import feature_value
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.metrics.arrays import Array, Floats, as_rates, as_scores, check_positive, check_same_length
-from selfcal_lightning.metrics.curves import risk_coverage
+from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -57,81 +52,9 @@ def threshold_for_count(scores: Sequence[float | None], count: int) -> float | N
     return known[count - 1] if count <= len(known) else None
 
 
-def threshold_for_share(scores: Sequence[float | None], share: float) -> float | None:
-    """Return the highest threshold that keeps at least a share of all, unknown ones counted among these."""
-    if not 0.0 < share <= 1.0:
-        raise InputError(f"Expected `share` to lie in (0, 1], but got {share}.")
-    # .35 of 20 are 7, in spite of floats.
-    return threshold_for_count(scores, max(1, math.ceil(share * len(scores) - 1e-9)))
-
-
-def threshold_for_accuracy(scores: Array, correct: Array, accuracy: float) -> float | None:
-    """Return the lowest threshold at which those kept are right often enough. Choose it on other data than it."""
-    if not 0.0 <= accuracy <= 1.0:
-        raise InputError(f"Expected `accuracy` to lie in [0, 1], but got {accuracy}.")
-    curve = risk_coverage(scores, correct)
-    enough = np.flatnonzero(1.0 - curve.risk >= accuracy - 1e-12)
-    return float(curve.threshold[enough[-1]]) if len(enough) else None
-
-
 def kept(scores: Sequence[float | None], threshold: float) -> list[bool]:
     """Return which scores reach a threshold; unknown ones do not."""
     return [score is not None and score >= threshold for score in scores]
-
-
-def selective(scores: Array, capability: Array, *, left_out: float) -> Selective:
-    """Say what it costs not to ask the questions with the lowest scores.
-
-    Among equal scores at the edge each question is as likely to be asked as the others, so that their order is nothing.
-    """
-    values, right = as_scores(scores, "scores"), as_rates(capability, "capability")
-    check_same_length(scores=values, capability=right)
-    if not 0.0 <= left_out <= 1.0:
-        raise InputError(f"Expected `left_out` to lie in [0, 1], but got {left_out}.")
-    asked = len(values) * (1.0 - left_out)
-    distinct, group = np.unique(-values, return_inverse=True)
-    sizes = np.bincount(group, minlength=len(distinct))
-    before = np.cumsum(sizes) - sizes
-    weight = (np.clip(asked - before, 0.0, sizes) / np.maximum(sizes, 1))[group]
-    gained, everything = float(weight @ right), float(right.sum())
-    return Selective(
-        coverage=1.0 - left_out,
-        accuracy=gained / asked if asked > 1e-9 else None,
-        lost=max(0.0, 1.0 - gained / everything) if everything else None,
-    )
-
-
-def relative_weights(*columns: Array) -> Floats:
-    """Return vote weights of the candidates of one question from how they stand among each other.
-
-    ``exp(-sum_j z_j)`` with ``z = (x - mean) / std`` over the candidates: the lower a column, the more weight. Give the
-    negative of a column of which more is better.
-    """
-    if not columns:
-        raise InputError("Expected at least one column, but got none.")
-    values = {f"columns[{at}]": as_scores(column, f"columns[{at}]") for at, column in enumerate(columns)}
-    check_same_length(**values)
-    total = np.zeros(len(next(iter(values.values()))))
-    if len(total):
-        for column in values.values():
-            total += (column - column.mean()) / (column.std() + _LEAST_SPREAD)
-    return np.exp(-total)
-
-
-def below_percentile(values: Array, percentile: float) -> NDArray[np.bool_]:
-    """Return which candidates of a question have a value at or below a percentile of all of them [N]."""
-    column = as_scores(values, "values")
-    if not 0.0 <= percentile <= 100.0:
-        raise InputError(f"Expected `percentile` to lie in [0, 100], but got {percentile}.")
-    return column <= np.percentile(column, percentile) if len(column) else np.zeros(0, dtype=bool)
-
-
-def difficulty_level(capability: Array, edges: Sequence[float]) -> NDArray[np.int64]:
-    """Return the level of difficulty of questions: 1 for the easiest, one more than there are edges for the hardest."""
-    if any(low > high for low, high in pairwise(edges)):
-        raise InputError(f"Expected `edges` to rise, but got {list(edges)}.")
-    below = np.searchsorted(np.asarray(edges, dtype=np.float64), as_scores(capability, "capability"), side="right")
-    return (len(edges) + 1 - below).astype(np.int64)
 
 
 Order = Literal["easiest", "hardest", "informative"]

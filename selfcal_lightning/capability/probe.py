@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 Pooling = Literal["both", "token_mean", "last_token"]
 RECORD, WEIGHTS = "probe.json", "probe.safetensors"
 FORMAT, VERSION = "selfcal_lightning.probe", 2
-LINEAR_VERSION = 1  # of before there were other heads than a linear one, cut to [0, 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +51,7 @@ class ProbeHead:
         return f"layers {' -> '.join(map(str, sizes))}, {between}{self.link}"
 
     def digest(self, pooling: Pooling) -> str:
-        """Return a text that tells heads apart; that of a linear one is as it was before there were others."""
+        """Return a text that tells heads apart."""
         if len(self.weights) == 1 and self.link == "clip":
             return f"{pooling} {float(self.biases[0][0])!r}"
         return f"{pooling} {self.describe()}"
@@ -179,14 +178,14 @@ class CapabilityProbe(ProbeBasis):
 
 
 def load_probe(folder: str | Path) -> CapabilityProbe:
-    """Read a probe that :meth:`CapabilityProbe.save` wrote, now or when there were linear ones alone."""
+    """Read a probe that :meth:`CapabilityProbe.save` wrote."""
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / WEIGHTS).is_file():
         raise FileNotFoundError(
             f"Expected a probe in {path}, {RECORD} and {WEIGHTS}, but got none. `selfcal fit-probe` writes one."
         )
     record = json_object_or_none(path / RECORD) or {}
-    if record.get("format") != FORMAT or record.get("version") not in (LINEAR_VERSION, VERSION):
+    if record.get("format") != FORMAT or record.get("version") != VERSION:
         raise InputError(
             f"Expected {path / RECORD} to be a probe of version {VERSION}, but got {record.get('format')!r} of version "
             f"{record.get('version')!r}. Fit it again."
@@ -204,8 +203,6 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
 
 
 def _read_head(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> ProbeHead:
-    if record["version"] == LINEAR_VERSION:
-        return linear_head(arrays["weights"], record["intercept"])
     described = record["head"]
     places = range(described["num_layers"])
     weights, biases = (tuple(arrays[f"{kind}_{place}"] for place in places) for kind in ("weight", "bias"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, say
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint

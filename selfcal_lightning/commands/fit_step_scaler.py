@@ -13,7 +13,7 @@ from selfcal_lightning.confidence.fitted_files import check_fitted_target
 from selfcal_lightning.confidence.scaling import ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn, halve_pool
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.inference.vectorised import SEED
 from selfcal_lightning.metrics.group_rewards import majority_answer

@@ -14,7 +14,7 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.importing import ImportReport, import_pool
 from selfcal_lightning.data.pools.line_format import StepLabels, trl_row
 from selfcal_lightning.data.pools.published import write_success_pool
-from selfcal_lightning.data.steps import Steps
+from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import MAX_FAILURES

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.scoring import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
-from selfcal_lightning.confidence.scoring_model import CriteriaSettings, ModelSettings
+from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.engines.sampling.running import parse_shard
 from selfcal_lightning.engines.settings import EngineSettings
 

@@ -37,7 +37,6 @@ class Estimator(Protocol):
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None where there is none."""
-        ...
 
 
 class SampleScorer(Protocol):
@@ -46,21 +45,17 @@ class SampleScorer(Protocol):
     @property
     def name(self) -> str:
         """Key under which the confidence is added."""
-        ...
 
     @property
     def requires(self) -> tuple[str, ...]:
         """Names of the confidences that it reads."""
-        ...
 
     @property
     def needs_pool(self) -> bool:
         """Whether one of those depends on the other responses to the question, which a live run does not have yet."""
-        ...
 
     def score_sample(self, sample: Sample) -> float | None:
         """Return the confidence in one sample, or None where a part of it is missing."""
-        ...
 
 
 def confidence_of(sample: Sample, name: str) -> float | None:

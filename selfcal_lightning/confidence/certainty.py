@@ -186,11 +186,3 @@ def lowest_group_confidence(values: Tensor, *, window: int = 2048, share: float 
         return None
     taken = max(1, int(share * len(groups)))
     return groups.double().topk(taken, largest=False).values.mean().item()
-
-
-def tail_confidence(values: Tensor, *, size: int = 2048) -> float | None:
-    """Compute the mean confidence of the last tokens of a response; None without tokens."""
-    check_positive(size, "size")
-    if values.dim() != 1:
-        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
-    return values[-size:].double().mean().item() if len(values) else None

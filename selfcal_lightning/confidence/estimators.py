@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Steps
+from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.records import ConfidenceQuery, QuestionSamples, Sample, normalised_p_true, sample_seed

@@ -6,21 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.confidence.base import STORED
-from selfcal_lightning.confidence.features import required_confidences
-from selfcal_lightning.confidence.registry import ESTIMATORS, TARGETS, KnownConfidence, pool_dependent
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_replaceable, json_object_or_none, parse_json, to_json, write_atomically
-from selfcal_lightning.core.progress import say
 
 FORMAT = "selfcal_lightning.fitted"
 # 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
 VERSION = 2
 THRESHOLD = "threshold"  # all other kinds are confidences
-OLD_THRESHOLD = (
-    " by `selfcal fit-threshold`: a threshold of version 1 does not say on how many samples it was tested, nor which "
-    "files its confidence is computed by, so that nobody can hold what it promises"
-)
 
 
 def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
@@ -57,41 +49,8 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
             "`selfcal fit-confidence` and `selfcal fit-threshold` write such files."
         )
     kind, version = record.get("kind"), record.get("version")
-    is_old_threshold = kind == THRESHOLD and version == 1
-    if version not in (1, VERSION) or is_old_threshold:
-        why = OLD_THRESHOLD if is_old_threshold else ""
-        raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again{why}.")
+    if version != VERSION:
+        raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again.")
     if kind not in kinds:
         raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record
-
-
-def load_confidence(
-    path: str | Path, kinds: Sequence[str], *, known: Sequence[KnownConfidence] = ()
-) -> tuple[str, dict[str, Any]]:
-    """Return kind and content of the file of a fitted confidence, as this version writes it."""
-    kind, content = load_fitted(path, kinds)
-    if content["version"] != 1:
-        return kind, content
-    reads = content.get("features", [content.get("source")])  # a scaler has the one; who reads it sees what is missing
-    names = required_confidences([name for name in reads if isinstance(name, str)])
-    _check_known(path, names, known)
-    say(f"{path} is of version 1: the questions that it was fitted on are known by their ids, not by their content.")
-    fitted_on = {"content_hashes": [], **_mapping(content.get("fitted_on"))}
-    needs_pool = bool(content.get("needs_pool")) or bool(pool_dependent(names, known))
-    return kind, {**content, "needs_pool": needs_pool, "fitted_on": fitted_on}
-
-
-def _check_known(path: str | Path, names: Sequence[str], known: Sequence[KnownConfidence]) -> None:
-    judged = {*STORED, *ESTIMATORS, *(one.name for one in (*TARGETS, *known))}
-    unknown = [name for name in names if name not in judged]
-    if unknown:
-        raise InputError(
-            f"Expected {path}, of version 1, to read confidences of this package or of files before it, but got "
-            f"{', '.join(unknown)}: that version does not say whether they depend on the other responses. Fit it again "
-            "by `selfcal fit-confidence`."
-        )
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

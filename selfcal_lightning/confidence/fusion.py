@@ -34,7 +34,7 @@ from selfcal_lightning.confidence.features import (
     score_confidence,
     scores_text,
 )
-from selfcal_lightning.confidence.fitted_files import load_confidence, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.registry import (
     KnownConfidence,
     pool_dependent,
@@ -199,7 +199,7 @@ class Fusion:
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
         """Read a fusion from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
-        return cls.from_json(load_confidence(path, (KIND,))[1])
+        return cls.from_json(load_fitted(path, (KIND,))[1])
 
 
 def fit_fusion(
@@ -281,9 +281,9 @@ def _targets(
 FittedScorer = Scaler | Fusion
 
 
-def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> FittedScorer:
-    """Read a scaler or a fusion from the JSON file that its ``save`` wrote, or that of the version before did."""
-    kind, content = load_confidence(path, (*SCALER_KINDS, KIND), known=known)
+def load_scorer(path: str | Path) -> FittedScorer:
+    """Read a scaler or a fusion from the JSON file that its ``save`` wrote."""
+    kind, content = load_fitted(path, (*SCALER_KINDS, KIND))
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -293,9 +293,7 @@ def load_scorer(path: str | Path, *, known: Sequence[KnownConfidence] = ()) -> F
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
     """Read several; each may read what the ones before it add, so that the order is that of the computation."""
-    scorers: list[FittedScorer] = []
-    for path in paths:
-        scorers.append(load_scorer(path, known=scorers))
+    scorers = [load_scorer(path) for path in paths]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
         raise InputError(f"Expected fitted confidences of different names, but got {names}.")

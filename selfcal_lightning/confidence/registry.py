@@ -49,7 +49,6 @@ class EstimatorClass(Protocol):
 
     def __call__(self, *args: Any, **settings: Any) -> Estimator:
         """Make one."""
-        ...
 
 
 _OWN = cast(  # a class whose attributes are class variables is one of them
@@ -147,17 +146,14 @@ class KnownConfidence(Protocol):
     @property
     def name(self) -> str:
         """Key of the confidence on a sample."""
-        ...
 
     @property
     def requires(self) -> tuple[str, ...]:
         """Names of the confidences that it is computed from."""
-        ...
 
     @property
     def needs_pool(self) -> bool:
         """Whether it is computed from the other responses to the question, directly or through what it reads."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from selfcal_lightning.confidence.features import (
     log_odds,
     score_confidence,
 )
-from selfcal_lightning.confidence.fitted_files import load_confidence, save_fitted
+from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.registry import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
@@ -277,7 +277,7 @@ class Scaler:
     @classmethod
     def load(cls, path: str | Path) -> Scaler:
         """Read a scaler from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
-        return cls.from_json(*load_confidence(path, SCALER_KINDS))
+        return cls.from_json(*load_fitted(path, SCALER_KINDS))
 
 
 def fit_scaler(

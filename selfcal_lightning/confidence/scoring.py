@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
+from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.registry import (
     EstimatorClass,
     RecordedConfidence,
@@ -23,14 +24,14 @@ from selfcal_lightning.confidence.registry import (
     estimator_class,
     estimator_settings,
 )
-from selfcal_lightning.confidence.scoring_model import CriteriaSettings, ModelSettings, ScoringModel
+from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_replaceable, to_json, write_atomically, write_json_lines
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, is_written_pool, judge_line, read_foreign_pool
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
@@ -58,27 +59,21 @@ class ScoreTarget(Protocol):
 
     def __enter__(self) -> object:
         """Begin."""
-        ...
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Keep what was put; after an error, as much of it as may be shown."""
-        ...
 
     def num_left(self, names: Sequence[str]) -> int:
         """Return how many scores ``names`` may lack, over all responses."""
-        ...
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
         """Yield the questions that may lack one of the confidences ``names``."""
-        ...
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return which samples of ``entry`` have no confidence ``name`` yet, nor were found to have none."""
-        ...
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Take the scores of the responses at ``positions``."""
-        ...
 
 
 def brings(sample: Sample, name: str) -> bool:

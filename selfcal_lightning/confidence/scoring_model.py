@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import Estimator
-from selfcal_lightning.confidence.registry import EstimatorClass, build_estimator, estimator_class
-from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.data.steps import Aggregation, RewardSettings, Steps, check_marker, check_steps
+from selfcal_lightning.confidence.registry import build_estimator, estimator_class
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import check_marker
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import expected_head_dtype, open_engine, serve_model
@@ -236,45 +235,3 @@ def _check_is_there(model: str, revision: str | None) -> None:
             f"Expected the model that sampled the store to be there still, but there is no {model!r}. Name `model`: "
             "the folder or hub name where it is now. Its weights are compared, not its place."
         ) from error
-
-
-@dataclass(frozen=True)
-class CriteriaSettings:
-    """How scores of tokens and steps become one of a response.
-
-    Attributes:
-        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
-            "auto", the coarsest of the first four that a response has.
-        weight: Weight of the probability of a step's tokens beside its metric, in [0, 1].
-        over_steps: How scores of steps become one: "mean", "min", "last" or "prod".
-        window: Tokens of a stretch, for lowest_group_confidence.
-        lowest: Mean of which share of the stretches, the least sure ones; 0 takes the least sure one.
-    """
-
-    steps: Steps = "auto"
-    weight: float = 0.5
-    over_steps: Aggregation = "mean"
-    window: int = 2048
-    lowest: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_steps("criteria.steps", self.steps)
-        if self.over_steps not in get_args(Aggregation):
-            raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
-
-    def of(self, kind: EstimatorClass) -> dict[str, Any]:
-        """Return those settings that an estimator takes."""
-        taken = inspect.signature(kind).parameters
-        return {name: value for name, value in asdict(self).items() if name in taken}
-
-    def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
-        """Raise InputError where a setting was changed that none of the estimators takes."""
-        taken = {name for kind in kinds for name in self.of(kind)}
-        defaults = asdict(CriteriaSettings())
-        changed = [name for name, value in asdict(self).items() if value != defaults[name]]
-        if unread := [name for name in changed if name not in taken]:
-            raise InputError(
-                f"Expected `criteria.{unread[0]}` with an estimator that takes it, but got it with "
-                f"{[kind.name for kind in kinds]}. Leave it out, or score one that does, such as "
-                f"{'lowest_group_confidence' if unread[0] in ('window', 'lowest') else 'step_certainty'}."
-            )

@@ -85,12 +85,10 @@ class Fitted(Protocol):
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        ...
 
     @property
     def fitted_on(self) -> FittedOn:
         """The questions of the fit."""
-        ...
 
 
 def content_hash(question: Question) -> str | None:

@@ -15,7 +15,8 @@ from selfcal_lightning.confidence.estimators import p_true_of, sequence_behind
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
 from selfcal_lightning.confidence.trajectories import ChainOfEmbedding, chain_of_embedding
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Aggregation, Span, Steps, aggregate
+from selfcal_lightning.data.step_settings import Aggregation, Steps
+from selfcal_lightning.data.steps import Span, aggregate
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.records import QuestionSamples
 

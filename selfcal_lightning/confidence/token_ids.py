@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from selfcal_lightning.data.steps import Span, Steps, ends_of, spans_of, token_spans
+from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.data.steps import Span, ends_of, spans_of, token_spans
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.records import QuestionSamples
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from selfcal_lightning.confidence.certainty import TokenStatistics, token_statistics, top_k_confidence
 from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Span, Steps
+from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
 from selfcal_lightning.models.attention_backends import without_cudnn
 from selfcal_lightning.models.causal_lm import logits_at

@@ -119,7 +119,6 @@ class Participant(Protocol):
 
         No model is loaded, nothing is sampled, downloaded or written.
         """
-        ...
 
 
 def merge_plans(plans: Sequence[Plan]) -> Plan:

@@ -19,16 +19,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.step_settings import Aggregation, Steps, marker_of
 from selfcal_lightning.models.chat_format import token_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 StepRule = Literal["sentence", "line", "blank_line", "heading", "marker"]
-Aggregation = Literal["last", "min", "prod", "mean"]
 POSITIONS = ("question", "first", "middle", "before_answer", "end")
 
 _SENTENCE = re.compile(r"""(?<![.!?])[.!?]+["'’”)\]}*_]*(?=\s|\Z)|[。！？]+[”’）」』]*""")
@@ -227,73 +227,6 @@ def _stripped(text: str, start: int, end: int) -> Span | None:
     inside = text[start:end]
     left = len(inside) - len(inside.lstrip())
     return Span(start + left, start + len(inside.rstrip())) if inside.strip() else None
-
-
-Steps = str  # a name of STEP_RULES, or "marker:" and the text that stands behind each step
-STEP_RULES = ("auto", "sentence", "line", "blank_line", "heading")
-MARKER = "marker:"
-RewardEngine = Literal["transformers", "vllm"]
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    """Which reward model scores, and how.
-
-    Attributes:
-        model: Its folder, with weights in safetensors.
-        format: Name of its format, such as "math-shepherd"; None takes what its folder says, where `selfcal fit` wrote
-            it.
-        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
-            "auto", the coarsest of the first four that a response has; of a model that `selfcal fit` wrote, where they
-            ended in its training.
-        scaler: File of `selfcal fit-step-scaler`, which calibrates the scores of its steps; None leaves them as they
-            are.
-        engine: What runs it: "transformers", or "vllm" (an extra), which takes exports of `selfcal fit` and other
-            token classifiers with one layer.
-
-    Raises:
-        InputError: ``steps`` or ``engine`` is none of these.
-    """
-
-    model: str | None = None
-    format: str | None = None
-    steps: Steps = "auto"
-    scaler: str | None = None
-    engine: RewardEngine = "transformers"
-
-    def __post_init__(self) -> None:
-        check_steps("reward.steps", self.steps)
-        if self.engine not in get_args(RewardEngine):
-            raise unknown_name("reward.engine", self.engine, get_args(RewardEngine))
-
-
-def marker_of(steps: Steps) -> str | None:
-    """Return the text behind each step; None where another rule tells their ends.
-
-    Example:
-        >>> marker_of("marker:<end>"), marker_of("line")
-        ('<end>', None)
-    """
-    return steps.removeprefix(MARKER) if steps.startswith(MARKER) else None
-
-
-def check_steps(option: str, steps: Steps) -> None:
-    """Raise InputError unless ``steps``, which ``option`` took, says where steps end.
-
-    Example:
-        >>> check_steps("steps", "marker:<end>")
-        >>> check_steps("steps", "sentense")
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: ...
-    """
-    marker = marker_of(steps)
-    if marker is None and steps not in STEP_RULES:
-        raise unknown_name(option, steps, (*STEP_RULES, MARKER + "TEXT"))
-    if marker is not None and (not marker or marker != marker.strip()):
-        raise InputError(
-            f"Expected `{option}` to name the text behind each step, without white space around it, such as "
-            f"'{MARKER}<end>', but got {steps!r}. White space alone ends steps of the rules line and blank_line."
-        )
 
 
 # What the token that completes the end of a step holds. Quotation marks and brackets may stand behind a full stop.

@@ -81,16 +81,13 @@ class Engine(Protocol):
     @property
     def max_context(self) -> int:
         """Longest prompt + response + query, in tokens."""
-        ...
 
     @property
     def batch_size(self) -> int:
         """Requests that it works on at a time; with fewer in flight, a part of it stands idle."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids. Raises ValueError where prompt + response + query cannot fit."""
-        ...
 
     def poll(self) -> list[Response]:
         """Work for a while and return the responses that finished; empty only when nothing is in flight.
@@ -99,7 +96,6 @@ class Engine(Protocol):
             RequestsFailedError: Requests were not answered; they are in flight no more, all others go on.
             EngineStoppedError: The engine cannot go on.
         """
-        ...
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
         """Drop requests and return what was thrown away: the response tokens drawn so far, by id.
@@ -108,7 +104,6 @@ class Engine(Protocol):
         delivered. One that was begun is there, with 0 where no token was drawn yet; so is one that had finished and
         was not yet delivered. A dropped request never comes back.
         """
-        ...
 
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
@@ -126,7 +121,6 @@ class Engine(Protocol):
             ValueError: A prompt does not fit, or the engine cannot put its adapter aside.
             RequestsFailedError: Prompts could not be scored for another reason.
         """
-        ...
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
@@ -135,11 +129,9 @@ class Engine(Protocol):
         output layer in another dtype than the model's, ``head_dtype`` names it. ``activated_adapter_sha256`` names an
         adapter that reads the confidence query alone: texts and their log-probabilities are the base model's.
         """
-        ...
 
     def close(self) -> None:
         """Give back memory and processes. Closing twice is allowed."""
-        ...
 
 
 def generate(

@@ -69,7 +69,6 @@ class PromptReader(Protocol):
 
     def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
         """Return hidden states of prompts, float32; an activated adapter sleeps over them."""
-        ...
 
 
 def check_gives_hidden_states(engine: EngineSettings) -> None:

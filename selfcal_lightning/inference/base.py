@@ -62,11 +62,9 @@ class Stops(Protocol):
     @property
     def tokens(self) -> tuple[int, ...]:
         """Tokens that may end one: the engine stops there."""
-        ...
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
         """Return the first end of a step behind the first ``after`` tokens; None without one."""
-        ...
 
 
 def refuse_parts(kind: AskKind) -> None:
@@ -96,7 +94,6 @@ class Strategy(Protocol):
 
     def solve(self, question: Question) -> Solving:
         """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
-        ...
 
 
 def make_verdict(

@@ -58,34 +58,28 @@ class SampleSource(Protocol):
     @property
     def in_flight(self) -> int:
         """Number of samples that are being made or wait to be."""
-        ...
 
     @property
     def target(self) -> int:
         """Number of samples to keep in flight, so that nothing stands idle."""
-        ...
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
 
         To be called again for questions that come later, and before a question is begun anew.
         """
-        ...
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Start the next ``count`` samples of a question and return their number, fewer where there are no more."""
-        ...
 
     def poll(self) -> list[Sample]:
         """Work for a while and return finished samples; those of one question come in the order of their start.
 
         The list may be empty while earlier samples are awaited.
         """
-        ...
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions: drop what was not delivered and return what that had cost, for each of them."""
-        ...
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:

@@ -170,7 +170,6 @@ class CurveStrategy(GridStrategy, Protocol):
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
         """Return what ``solve`` does on each question at each value of the grid."""
-        ...
 
 
 # The defaults of every verb that fits, chooses or reports, so that they agree where nothing is said.

@@ -52,7 +52,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "costs_to_reach",
             "risk_coverage",
             "setting_within",
-            "upper_envelope",
             "wilson_interval",
         ],
         "discrimination": [

@@ -44,25 +44,6 @@ class Proportion:
     count: int
 
 
-def upper_envelope(cost: Floats, value: Floats) -> tuple[Floats, Floats]:
-    """Return the points of a curve that no cheaper or equally dear point reaches: both columns rise strictly.
-
-    Args:
-        cost: Cost of each setting [G], in any order.
-        value: What it reaches [G].
-
-    Example:
-        >>> cost, value = upper_envelope(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0.4, 0.6, 0.5, 0.7]))
-        >>> cost.tolist(), value.tolist()
-        ([1.0, 2.0, 4.0], [0.4, 0.6, 0.7])
-    """
-    order = np.lexsort((-value, cost))
-    cost, value = cost[order], value[order]
-    best = np.maximum.accumulate(np.append(-np.inf, value))
-    is_record = value > best[:-1]
-    return cost[is_record], value[is_record]
-
-
 def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
     """Return the least cost at which a curve reaches ``target``; None where it never does.
 

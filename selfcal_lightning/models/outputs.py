@@ -121,19 +121,15 @@ class ModelOutputs(Protocol):
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
         """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
-        ...
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
         """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
-        ...
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
         """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
-        ...
 
     def token_logits(self) -> Tensor:
         """Return the logits at the other positions, at least float32, [N, V]: all of them, with their memory."""
-        ...
 
 
 @dataclass(frozen=True)

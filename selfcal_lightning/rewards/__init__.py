@@ -14,7 +14,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "brier_excess",
             "coverage",
             "folded_outputs",
-            "monotone_head_from",
             "monotone_quantiles",
             "quantile_head_from",
         ],

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from selfcal_lightning.confidence.base import SampleScorer
 from selfcal_lightning.core.errors import InputError, did_you_mean
-from selfcal_lightning.data.steps import RewardSettings, StepStops
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import SEARCHES
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Aggregation, aggregate
+from selfcal_lightning.data.step_settings import Aggregation
+from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Judged, RewardFormat
 

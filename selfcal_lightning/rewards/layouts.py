@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Steps, token_step_ends
+from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.data.steps import token_step_ends
 from selfcal_lightning.models.chat_format import FIXED_DATE, ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import RewardFormat

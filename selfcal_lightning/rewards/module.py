@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Plan
-from selfcal_lightning.data.steps import Steps, check_steps
+from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.folders import DIGESTS, model_folder, read_manifest

@@ -6,7 +6,6 @@ the two. The *mean* is the point score; the quantiles stand beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -135,15 +134,3 @@ def quantile_head_from(
     constant = weight.new_zeros(len(weight)) if bias is None else bias
     rows, offsets = weight[list(positive)] - weight[negative], constant[list(positive)] - constant[negative]
     return QuantileHead(rows.expand(num_outputs, -1, -1).clone(), offsets.expand(num_outputs, -1).clone())
-
-
-def monotone_head_from(head: QuantileHead, *, gap: float = 1.0) -> QuantileHead:
-    """Turn the first output of a head into the three of ``monotone_quantiles``: the same mean."""
-    if not gap > 0.0:
-        raise InputError(f"Expected `gap` to be above 0, but got {gap}.")
-    rows = head.weight.shape[1]
-    weight, bias = torch.zeros_like(head.weight[:1]).repeat(3, 1, 1), torch.zeros_like(head.bias[:1]).repeat(3, 1)
-    weight[0], bias[0] = head.weight[0], head.bias[0]
-    # softplus(x) = gap, spread over the rows that are added up inside the logarithm.
-    bias[1:] = math.log(math.expm1(gap)) - math.log(rows)
-    return QuantileHead(weight, bias)

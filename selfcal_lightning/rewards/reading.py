@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import read_json_object
-from selfcal_lightning.data.steps import RewardSettings, Steps, check_marker, check_steps, step_prefixes
+from selfcal_lightning.data.step_settings import RewardSettings, Steps, check_steps
+from selfcal_lightning.data.steps import check_marker, step_prefixes
 from selfcal_lightning.models.chat_format import load_tokenizer
 from selfcal_lightning.models.folders import check_files, check_model_folder, config_path, files_sha256, weights_sha256
 from selfcal_lightning.records import Question, QuestionSamples, Sample

@@ -131,7 +131,6 @@ class PathScorer(Protocol):
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
         """Return a score for each."""
-        ...
 
 
 def check_counts(least: int = 1, **counts: int) -> None:

@@ -25,7 +25,8 @@ from selfcal_lightning.confidence.scaling import (
 )
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Rate, RewardSettings, Steps, step_position, step_prefixes
+from selfcal_lightning.data.step_settings import RewardSettings, Steps
+from selfcal_lightning.data.steps import Rate, step_position, step_prefixes
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Score

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from selfcal_lightning.data.steps import Steps, step_prefixes
+from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.data.steps import step_prefixes
 from selfcal_lightning.records import Question
 from selfcal_lightning.rewards.layouts import RewardEncoder, bare_question
 

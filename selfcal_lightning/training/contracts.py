@@ -98,199 +98,107 @@ ExportKind = Literal["adapter", "model", "module"]
 class ReadingModule(Protocol):
     """What ``SSCDataModule`` asks of the module that it makes batches for."""
 
-    @property
-    def activated(self) -> bool:
-        """Whether what is trained acts on the confidence query alone, so that rows of generation train nothing."""
-        ...
-
-    @property
-    def attn_implementation(self) -> str | None:
-        """Attention of the model that reads the rows; None where the module chooses one that can read packed rows."""
-        ...
+    # Whether what is trained acts on the confidence query alone, so that rows of generation train nothing.
+    activated: bool
+    # Attention of the model that reads the rows; None where the module chooses one that can read packed rows.
+    attn_implementation: str | None
 
 
 class PoolModule(Protocol):
     """What ``CalibrationCurve`` reads: the validation pool, scored."""
 
-    @property
-    def val_metrics(self) -> CalibrationMetrics:
-        """Metrics that ``validation_step`` updates."""
-        ...
+    val_metrics: CalibrationMetrics  # metrics that ``validation_step`` updates
 
 
 class CapabilityModule(Protocol):
     """What ``CapabilityCurve`` reads: the validation questions, with their predicted capability."""
 
-    @property
-    def val_metrics(self) -> CapabilityMetrics:
-        """Metrics that ``validation_step`` updates."""
-        ...
+    val_metrics: CapabilityMetrics  # metrics that ``validation_step`` updates
 
 
 class BasedModule(Protocol):
     """A module over a base model, as ``SSCGeneration`` samples from it before training."""
 
-    @property
-    def base_model(self) -> str:
-        """Folder or hub name of the base model."""
-        ...
-
-    @property
-    def revision(self) -> str | None:
-        """Branch, tag or commit of a hub model."""
-        ...
-
-    @property
-    def query(self) -> str:
-        """Text of the confidence query."""
-        ...
-
-    @property
-    def prompt(self) -> Prompt | None:
-        """How questions are put to the model; None is their tasks' own way."""
-        ...
+    base_model: str  # folder or hub name of the base model
+    revision: str | None  # branch, tag or commit of a hub model
+    query: str  # text of the confidence query
+    prompt: Prompt | None  # how questions are put to the model; None is their tasks' own way
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise InputError where the Trainer runs in a way that does not work; asked before long work, too."""
-        ...
 
 
 class CheckpointedModule(Protocol):
     """What ``TrainedCheckpoint`` keeps of a module, and holds a checkpoint against."""
 
-    @property
-    def base_model(self) -> str:
-        """Folder or hub name of the base model."""
-        ...
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What ``base_model_identity`` says of it; empty before the model is loaded."""
-        ...
-
-    @property
-    def hparams(self) -> MutableMapping[str, Any]:
-        """Settings, as plain types, by ``save_hyperparameters``."""
-        ...
+    base_model: str  # folder or hub name of the base model
+    identity: Mapping[str, Any]  # what ``base_model_identity`` says of it; empty before the model is loaded
+    hparams: MutableMapping[str, Any]  # settings, as plain types, by ``save_hyperparameters``
 
 
 class Exportable(Protocol):
     """A module whose trained part becomes a folder, and is taken from there again."""
 
-    @property
-    def base_model(self) -> str:
-        """Folder or hub name of the base model."""
-        ...
-
-    @property
-    def export_kind(self) -> ExportKind:
-        """What is written: a LoRA "adapter", the whole "model", or trained weights of the "module" in its own files."""
-        ...
-
-    @property
-    def exported_from(self) -> Path | None:
-        """Folder that the weights are taken from; None where they begin anew."""
-        ...
+    base_model: str  # folder or hub name of the base model
+    # What is written: a LoRA "adapter", the whole "model", or trained weights of the "module" in its own files.
+    export_kind: ExportKind
+    exported_from: Path | None  # folder that the weights are taken from; None where they begin anew
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the trained module, JSON-able: ``base_model`` and ``hyper_parameters`` at least."""
-        ...
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the trained weights, and what they need to be used, into an empty folder."""
-        ...
 
     def load_export(self, folder: Path) -> None:
         """Take the weights from a folder that :meth:`save_export` filled; asked before the model is loaded."""
-        ...
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
         """Return the module of a checkpoint, to be exported: its model loaded, on the CPU."""
-        ...
 
 
 @runtime_checkable
 class SideBySide(Protocol):
     """An exportable module that trains several adapters, each of which is exported for itself."""
 
-    @property
-    def beside(self) -> Mapping[str, Any]:
-        """Settings of the adapters beside the first one, by name."""
-        ...
+    beside: Mapping[str, Any]  # settings of the adapters beside the first one, by name
 
     def describe_beside(self, name: str) -> dict[str, Any]:
         """Return what ``describe`` would return had the adapter been trained alone."""
-        ...
 
     def save_beside(self, name: str, folder: Path) -> None:
         """Write the adapter, and what it needs to be used, into an empty folder."""
-        ...
 
 
 class Mergeable(Exportable, Protocol):
     """A module whose trained part can become part of its base model."""
 
-    @property
-    def revision(self) -> str | None:
-        """Branch, tag or commit of a hub model."""
-        ...
+    revision: str | None  # branch, tag or commit of a hub model
 
     def merged(self) -> PreTrainedModel:
         """Return the whole model with what was trained merged into it."""
-        ...
 
 
 class RoundModule(Exportable, BasedModule, Protocol):
     """A module that trains the generator by an adapter: later rounds of ``SSCGeneration`` are sampled with it."""
 
-    @property
-    def lora(self) -> LoraSettings | None:
-        """The adapter; None trains all weights."""
-        ...
-
-    @property
-    def activated(self) -> bool:
-        """Whether the adapter leaves the generator as it is."""
-        ...
-
-    @property
-    def quantization(self) -> str | None:
-        """How the frozen weights are quantised."""
-        ...
-
-    @property
-    def torch_dtype(self) -> str:
-        """Of the frozen weights."""
-        ...
-
-    @property
-    def model(self) -> Any:
-        """The model with its adapter; None before it is loaded."""
-        ...
-
-    @property
-    def chat(self) -> ChatFormat | None:
-        """Renders prompts and the confidence query; None before the model is loaded."""
-        ...
-
-    @property
-    def hparams(self) -> MutableMapping[str, Any]:
-        """Settings, as plain types."""
-        ...
+    lora: LoraSettings | None  # the adapter; None trains all weights
+    activated: bool  # whether the adapter leaves the generator as it is
+    quantization: str | None  # how the frozen weights are quantised
+    torch_dtype: str  # of the frozen weights
+    model: Any  # the model with its adapter; None before it is loaded
+    chat: ChatFormat | None  # renders prompts and the confidence query; None before the model is loaded
+    hparams: MutableMapping[str, Any]  # settings, as plain types
 
 
 class ScoringModule(Exportable, Protocol):
     """A module whose ``predict_step`` returns rows and their confidences, as ``ConfidenceWriter`` stores them."""
 
-    @property
-    def revision(self) -> str | None:
-        """Branch, tag or commit of a hub model."""
-        ...
+    revision: str | None  # branch, tag or commit of a hub model
 
     def confidence_origin(self) -> dict[str, Any]:
         """Return what its confidences depend on beside the trained weights, JSON-able."""
-        ...
 
 
 def reading_module(module: object, *, who: str) -> ReadingModule:
@@ -324,15 +232,8 @@ C = TypeVar("C")
 class Source(Protocol):
     """Where questions come from."""
 
-    @property
-    def task(self) -> str:
-        """Name of their task."""
-        ...
-
-    @property
-    def limit(self) -> int | None:
-        """Most questions that it gives; None where it gives all."""
-        ...
+    task: str  # name of their task
+    limit: int | None  # most questions that it gives; None where it gives all
 
 
 class SampledData(Protocol):
@@ -341,142 +242,80 @@ class SampledData(Protocol):
     @property
     def store_dir(self) -> str | None:
         """Folder of the sample store; None where there is none."""
-        ...
 
-    @property
-    def sources(self) -> Mapping[Any, Sequence[Source]]:
-        """Sources of the questions by split; an empty list where the store alone knows them."""
-        ...
+    # Sources of the questions by split; an empty list where the store alone knows them.
+    sources: Mapping[Any, Sequence[Source]]
 
     def training_settings(self) -> dict[str, Any]:
         """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
 
         ``questions`` holds what identifies the questions, which an export hashes.
         """
-        ...
 
 
 class StoredData(Protocol):
     """Where the responses lie, how many there are, and which of them are scored."""
 
-    @property
-    def store_dir(self) -> str:
-        """Folder of the sample store."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Responses to a question."""
-        ...
-
-    @property
-    def predict_split(self) -> str:
-        """Split that the verb ``predict`` scores."""
-        ...
+    store_dir: str  # folder of the sample store
+    num_samples: int  # responses to a question
+    predict_split: str  # split that the verb ``predict`` scores
 
 
 class QuestionData(StoredData, SampledData, Protocol):
     """What ``SSCGeneration`` reads: which questions are asked, how often, and where their responses go."""
 
-    @property
-    def regenerate_every_n_epochs(self) -> int | None:
-        """Epochs after which the training questions are sampled again; None where they never are."""
-        ...
-
-    @property
-    def p_true(self) -> str:
-        """Confidence that targets are made of: "normalised" or "raw"."""
-        ...
-
-    @property
-    def drop_none(self) -> bool:
-        """Whether unreadable responses stay out of targets."""
-        ...
+    # Epochs after which the training questions are sampled again; None where they never are.
+    regenerate_every_n_epochs: int | None
+    p_true: str  # confidence that targets are made of: "normalised" or "raw"
+    drop_none: bool  # whether unreadable responses stay out of targets
 
     def questions(self, split: Any) -> list[Question]:
         """Return the questions of a split."""
-        ...
 
     def known_questions(self, verb: str) -> Mapping[Any, Sequence[Question]] | None:
         """Return the questions that a verb reads, by split; None where the hub would have to be asked."""
-        ...
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
-        ...
 
 
 class ScoredData(StoredData, Protocol):
     """What ``ConfidenceWriter`` reads: which responses were scored."""
 
-    @property
-    def max_length(self) -> int:
-        """Longest sequence in tokens; a confidence may depend on what was cut."""
-        ...
-
-    @property
-    def predict_index(self) -> SampleIndex | None:
-        """Which response stands behind a batch's ``row``; None before the loader was asked for."""
-        ...
+    max_length: int  # longest sequence in tokens; a confidence may depend on what was cut
+    # Which response stands behind a batch's ``row``; None before the loader was asked for.
+    predict_index: SampleIndex | None
 
 
 class RowData(Protocol):
     """What ``SelfCalibrationModule`` asks of the data module that makes its batches."""
 
-    @property
-    def packing(self) -> str:
-        """How rows share a prompt; "off" where they never do."""
-        ...
-
-    @property
-    def eta(self) -> float:
-        """Threshold of the generation loss."""
-        ...
+    packing: str  # how rows share a prompt; "off" where they never do
+    eta: float  # threshold of the generation loss
 
 
 class StepData(Protocol):
     """What ``QuantileRewardModule`` asks of the data module that makes its batches."""
 
-    @property
-    def format(self) -> str | None:
-        """Format of the public reward model that rows are written for; None where they are the policy's."""
-        ...
-
-    @property
-    def steps(self) -> str:
-        """Where steps end."""
-        ...
-
-    @property
-    def target(self) -> str:
-        """What is learnt."""
-        ...
+    format: str | None  # format of the public reward model that rows are written for; None where they are the policy's
+    steps: str  # where steps end
+    target: str  # what is learnt
 
 
 class PolicyData(Protocol):
     """What ``TestTimeTrainingModule`` asks of the data module that makes its batches."""
 
-    @property
-    def reward(self) -> str:
-        """What the policy gradient learns from."""
-        ...
-
-    @property
-    def learnt_target(self) -> str | None:
-        """What P(True) learns."""
-        ...
+    reward: str  # what the policy gradient learns from
+    learnt_target: str | None  # what P(True) learns
 
     def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
         """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
-        ...
 
     def teaches(self, epoch: int) -> bool:
         """Return whether the round of ``epoch`` has something to teach."""
-        ...
 
     def is_fresh(self, epoch: int) -> bool:
         """Return whether ``epoch`` is the first one that is trained on its round."""
-        ...
 
 
 class AnchorData(StoredData, Protocol):
@@ -484,20 +323,15 @@ class AnchorData(StoredData, Protocol):
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
-        ...
 
     def anchor_batches(self, *, questions: int, samples: int) -> Iterator[Any]:
         """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
-        ...
 
 
 class ProbeData(Protocol):
     """What ``LinearProbeModule`` asks of the data module that reads its features."""
 
-    @property
-    def basis(self) -> ProbeBasis | None:
-        """What the features and targets of training are; None where no training is set up."""
-        ...
+    basis: ProbeBasis | None  # what the features and targets of training are; None where no training is set up
 
 
 def sampled_data(data: object, *, who: str) -> SampledData | None:

@@ -216,27 +216,6 @@ def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
     return (weight * values).sum() / torch.where(total > 0, total, torch.ones_like(total))
 
 
-def packed_negative_log_likelihood(logits: Tensor, token_ids: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
-    """Compute the mean negative log-likelihood per row from the logits of the needed positions only, in nats.
-
-    Args:
-        logits: Logits [n, V] of the n tokens that count, over all rows.
-        token_ids: Those tokens [n].
-        row_index: The row of each token [n], in [0, num_rows).
-        num_rows: B.
-
-    Returns:
-        One mean per row [B]; 0 for a row without tokens, so that a row of zero weight adds no NaN.
-
-    Example:
-        >>> packed_negative_log_likelihood(torch.zeros(2, 4), torch.tensor([0, 3]), torch.tensor([1, 1]), num_rows=2)
-        tensor([0.0000, 1.3863])
-    """
-    return row_means(
-        F.cross_entropy(at_least_float32(logits), token_ids, reduction="none"), row_index, num_rows=num_rows
-    )
-
-
 def row_means(values: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
     """Return the mean of the values of each row [num_rows]; 0 for a row without values.
 

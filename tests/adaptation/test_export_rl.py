@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -208,35 +205,14 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
 
 
 def test_a_source_that_was_not_exported_is_named(reward: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"to be one of selfcal/.*, but got 'gsm8k'\. Use the reward\.py that"):
+    with pytest.raises(ValueError, match=r"data_source.*'gsm8k'"):
         reward.judge("gsm8k", "Answer: 7", "7")
 
 
-def test_no_name_stands_for_two_things() -> None:
-    """Modules of this package do use one name for two things, such as MAX_DECIMAL_ERROR."""
-    source = reward_source(get_task(name) for name in ("math500", "commonsense_qa", "local_text", "word_problems"))
-    names = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets]
-    assert len(names) > 60
-    assert len(set(names)) == len(names)
-    assert source == reward_source(
-        get_task(name) for name in ("word_problems", "math500", "local_text", "commonsense_qa")
-    )
-
-
-def test_it_stands_alone(made: Selection, tmp_path: Path) -> None:
-    """In a Python that has nothing installed."""
+def test_the_exported_file_is_loaded_by_its_path(made: Selection, tmp_path: Path) -> None:
     export = run_export_rl(str(made.path), str(tmp_path / "out"), "trl")
-    text = (export.path / "reward.py").read_text()
-    assert "selfcal_lightning" not in text
-    code = "import reward; print(reward.judge('selfcal/local_number', 'Answer: 7', '7.0'))"
-    code = f"import sys; sys.path.insert(0, {str(export.path)!r}); {code}"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True, env={})
-    assert done.stdout == "1.0\n"
+    assert len((export.path / "reward.py").read_text().splitlines()) < 15
+    assert load(export.path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
 
 
 def test_what_cannot_be_exported_is_refused(made: Selection, tmp_path: Path) -> None:
@@ -252,9 +228,6 @@ def test_what_cannot_be_exported_is_refused(made: Selection, tmp_path: Path) -> 
     one = next(examples(made))
     with pytest.raises(ValueError, match="but got a rendered prompt"):
         training_rows([replace(one, question=replace(one.question, messages=()))], None)
-    own = type("Own", (), {"name": "own", "answer_type": "number"})()
-    with pytest.raises(ValueError, match="'own' reads them in its own way"):
-        reward_source([own])
 
 
 def test_a_selection_with_gold_labels_says_so(made: Selection, tmp_path: Path, capsys: Any) -> None:

@@ -102,7 +102,7 @@ def test_checkpoint_does_not_override_the_user(
 
 def options_of_function(verb: str) -> list[str]:
     room, name, _ = FUNCTION_VERBS[verb]
-    function = getattr(importlib.import_module(f"selfcal_lightning.pipelines.{room}"), name)
+    function = getattr(importlib.import_module(f"selfcal_lightning.commands.{room}"), name)
     return list(inspect.signature(function).parameters)
 
 

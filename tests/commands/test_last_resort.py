@@ -29,7 +29,7 @@ EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
 def replace_verb(monkeypatch: pytest.MonkeyPatch, verb: str, work: Callable[[], Any]) -> None:
     """Let ``work`` be what the function of a verb does, behind the same options."""
     room, name, _ = FUNCTION_VERBS[verb]
-    module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
+    module = importlib.import_module(f"selfcal_lightning.commands.{room}")
 
     @functools.wraps(getattr(module, name))
     def replaced(*_: Any, **__: Any) -> Any:

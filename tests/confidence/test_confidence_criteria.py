@@ -17,9 +17,9 @@ from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.certainty import lowest_group_confidence, token_statistics, top_k_confidence
+from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.estimators import PTrue
 from selfcal_lightning.confidence.registry import build_estimator
-from selfcal_lightning.confidence.scoring_model import CriteriaSettings
 from selfcal_lightning.confidence.step_estimators import StepSelfEvaluation
 from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader

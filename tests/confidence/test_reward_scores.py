@@ -22,7 +22,8 @@ from selfcal_lightning.confidence import scoring as running
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.core import plugins
-from selfcal_lightning.data.steps import RewardSettings, aggregate
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.transformers.engine import TransformersEngine

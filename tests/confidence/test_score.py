@@ -26,7 +26,7 @@ from selfcal_lightning.confidence.estimators import ResponseConsistency, SelfCer
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.data.pools.importing import import_pool
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineOptions

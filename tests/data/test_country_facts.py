@@ -110,7 +110,7 @@ def tables() -> Iterator[object]:
     sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
     import _real_report
 
-    yield _real_tables
+    yield _real_report
     sys.path.remove(str(ROOT / "benchmarks" / "real"))
 
 

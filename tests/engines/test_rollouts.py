@@ -22,7 +22,8 @@ from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
 from selfcal_lightning.commands.rewards import run_rollout
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_lines
-from selfcal_lightning.data.steps import RewardSettings, prefix_id, token_step_ends
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.rewards import RewardDataModule, index_targets
 from selfcal_lightning.engines.sampling.rollouts import RolloutSource

@@ -115,8 +115,8 @@ def test_unknown_tasks_splits_and_files_are_refused_at_once(
     words: list[str],
 ) -> None:
     asked: list[object] = []
-    for place in ("process_share.open_engine", "running.sample_share"):
-        monkeypatch.setattr(f"selfcal_lightning.generation.{place}", lambda *a, **_: asked.append(a))
+    for place in ("open_engine", "sample_share"):
+        monkeypatch.setattr(f"selfcal_lightning.engines.sampling.running.{place}", lambda *a, **_: asked.append(a))
     monkeypatch.setattr("selfcal_lightning.models.chat_format.load_tokenizer", lambda *a, **_: asked.append(a))
     assert run(["generate", "--model", "bundled", "--store_dir", f"{tmp_path}/store", *options]) == 1
     shown = capsys.readouterr().err

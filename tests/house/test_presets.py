@@ -41,7 +41,7 @@ def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path:
     assert prepare(CommonCase("some/model", questions)).configuration["model"]["init_args"]["lora"]["r"] == 16
     assert prepare(CommonCase("m", questions, preset="joint")).configuration["model"]["init_args"]["lora"]["r"] == 32
     own = yaml.safe_load(
-        Path(prepare.__code__.co_filename).parent.joinpath("../configs/presets/small.yaml").read_text()
+        Path(prepare.__code__.co_filename).parent.joinpath("../../configs/presets/small.yaml").read_text()
     )
     own["model"]["init_args"]["lr"] = 0.5
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))

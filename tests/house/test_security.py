@@ -68,4 +68,4 @@ def test_source_keeps_the_security_floor(path: Path) -> None:
 
 def test_the_look_sees_the_loaders() -> None:
     found = [path.name for path in _files() for call in _all_calls(path) if _loads_by_configuration(call)]
-    assert {"causal_lm.py", "meta_models.py", "model.py", "chat_format.py"} <= set(found)
+    assert {"causal_lm.py", "sharded_loading.py", "model.py", "chat_format.py"} <= set(found)

@@ -11,7 +11,7 @@ from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.models.chat_format import ChatFormat

@@ -13,7 +13,8 @@ from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands import answer as verb
-from selfcal_lightning.data.steps import RewardSettings, StepStops
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine

@@ -10,7 +10,8 @@ import pytest
 from support.fakes import FakeChat, FakeTask
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Steps, StepStops, ends_of
+from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.data.steps import StepStops, ends_of
 from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource

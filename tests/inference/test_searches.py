@@ -11,7 +11,8 @@ from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings, StepStops
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.evaluation.curves import plan_of
 from selfcal_lightning.inference.base import Ask, Strategy
 from selfcal_lightning.inference.driver import run_strategy

@@ -17,7 +17,6 @@ from selfcal_lightning.metrics.curves import (
     costs_to_reach,
     risk_coverage,
     setting_within,
-    upper_envelope,
     wilson_interval,
 )
 from selfcal_lightning.metrics.discrimination import aurc
@@ -59,11 +58,6 @@ def test_many_curves_at_once_are_the_single_ones() -> None:
         expected = [math.nan if single is None else single for single in singles]
         np.testing.assert_allclose(found[number], expected)
     assert np.isnan(found).any()
-
-
-def test_envelope_never_falls_and_keeps_the_best() -> None:
-    cost, value = upper_envelope(np.array([3.0, 1.0, 2.0, 2.0]), np.array([0.5, 0.5, 0.25, 0.75]))
-    assert (cost.tolist(), value.tolist()) == ([1.0, 2.0], [0.5, 0.75])
 
 
 def test_settings_within_a_budget() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from selfcal_lightning.training.losses import (
     calibration_loss,
-    packed_negative_log_likelihood,
     pinball_loss,
     ranknet_loss,
     soft_cross_entropy,
@@ -96,46 +95,6 @@ def test_unlike_shapes_are_refused() -> None:
         calibration_loss(torch.zeros(2), torch.zeros(2, 1))
     with pytest.raises(ValueError, match="Expected `beta` to be above 0"):
         calibration_loss(torch.zeros(2), torch.zeros(2), beta=0.0)
-
-
-def masked_likelihood(logits: torch.Tensor, token_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean negative log-likelihood of the masked tokens of each row: logits [B, T, V], the others [B, T]."""
-    rows = mask.nonzero()[:, 0]
-    return packed_negative_log_likelihood(logits[mask], token_ids[mask], rows, num_rows=len(mask))
-
-
-def test_sequence_likelihood_by_hand() -> None:
-    # Two tokens of a uniform distribution over four: log 4 each; the unmasked position would cost much more.
-    logits = torch.zeros(1, 3, 4)
-    logits[0, 0, 0] = 50.0
-    token_ids, mask = torch.tensor([[3, 1, 2]]), torch.tensor([[False, True, True]])
-    torch.testing.assert_close(masked_likelihood(logits, token_ids, mask), torch.tensor([math.log(4.0)]))
-
-
-def test_sequence_likelihood_equals_naive_loops() -> None:
-    torch.manual_seed(0)
-    logits, token_ids = torch.randn(4, 6, 11), torch.randint(11, (4, 6))
-    mask = torch.rand(4, 6) > 0.4
-    mask[2] = False
-    losses = masked_likelihood(logits, token_ids, mask)
-    assert losses.tolist() == pytest.approx(_reference_naive_mean_nll(logits, token_ids, mask), abs=1e-5)
-    rows = mask.nonzero()[:, 0]
-    shuffled = torch.randperm(len(rows))
-    packed = packed_negative_log_likelihood(
-        logits[mask][shuffled], token_ids[mask][shuffled], rows[shuffled], num_rows=4
-    )
-    torch.testing.assert_close(packed, losses)
-
-
-def test_a_row_without_tokens_gives_zero_and_no_gradient_of_nan() -> None:
-    logits = torch.randn(2, 3, 5, requires_grad=True)
-    mask = torch.tensor([[True, True, False], [False, False, False]])
-    losses = masked_likelihood(logits, torch.zeros(2, 3).long(), mask)
-    assert losses[1].item() == 0.0
-    losses.sum().backward()
-    assert torch.isfinite(logits.grad).all()
-    empty = packed_negative_log_likelihood(torch.zeros(0, 5), torch.zeros(0).long(), torch.zeros(0).long(), num_rows=2)
-    assert empty.tolist() == [0.0, 0.0]
 
 
 def test_pinball_equals_the_vectors(vectors: Vectors) -> None:

@@ -20,7 +20,6 @@ from selfcal_lightning.confidence.certainty import (
     step_certainty,
     step_entropy,
     step_scores,
-    tail_confidence,
     token_statistics,
     top_k_confidence,
 )
@@ -104,7 +103,6 @@ def test_groups_equal_loops(values: list[float], window: int, share: float) -> N
     lowest = sorted(groups)[: max(1, int(share * len(groups)))]
     found = lowest_group_confidence(column, window=window, share=share)
     assert found == pytest.approx(sum(lowest) / len(lowest), abs=1e-9)
-    assert tail_confidence(column, size=window) == pytest.approx(sum(values[-window:]) / len(values[-window:]))
 
 
 @settings(deadline=None)
@@ -126,7 +124,6 @@ def test_long_float32_responses_keep_their_digits() -> None:
 def test_nothing_has_no_confidence() -> None:
     empty = torch.zeros(0)
     assert lowest_group_confidence(empty) is None
-    assert tail_confidence(empty) is None
     assert span_means(empty, []).tolist() == []
     assert aggregate(step_scores(empty, empty).tolist(), "mean") is None
 
@@ -142,7 +139,6 @@ def test_nothing_has_no_confidence() -> None:
         (lambda: step_scores(torch.zeros(1), torch.zeros(1), weight=2.0), r"Expected `weight` to lie in \[0, 1\]"),
         (lambda: group_confidences(torch.zeros(2), window=0), "Expected `window` to be a positive integer"),
         (lambda: lowest_group_confidence(torch.zeros(2), share=2.0), r"Expected `share` to lie in \[0, 1\]"),
-        (lambda: tail_confidence(torch.zeros(2, 2)), r"Expected `values` to have shape \[n\]"),
         (lambda: top_k_confidence(torch.zeros(3), 4), "at most the size of the vocabulary, 3, but got 4"),
     ],
 )  # fmt: skip

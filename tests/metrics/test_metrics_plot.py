@@ -1,8 +1,7 @@
-"""What the metrics draw: their numbers can be read off the axes; and the faces of `metrics` and `functional`."""
+"""What the metrics draw: their numbers can be read off the axes."""
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from selfcal_lightning import functional, metrics
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
 from selfcal_lightning.rewards.metrics import StepMetrics
@@ -102,24 +100,10 @@ def test_nothing_seen_is_an_empty_diagram(metric: BinnedCalibrationError) -> Non
     assert "–" in axes.get_title()
 
 
-@pytest.mark.parametrize("package", [metrics, functional], ids=["metrics", "functional"])
-def test_every_public_name_is_there_once(package: object) -> None:
-    names = package.__all__  # type: ignore[attr-defined]
-    assert len(names) == len(set(names)) > 5
-    for name in names:
-        found = getattr(package, name)
-        assert found.__name__ == name
-        assert getattr(importlib.import_module(found.__module__), name) is found
-    assert set(names) <= set(dir(package))
-    with pytest.raises(AttributeError, match="no attribute 'soft_self'"):
-        _ = package.soft_self  # type: ignore[attr-defined]
-
-
-def test_the_faces_bring_no_torch() -> None:
+def test_functions_of_metrics_bring_no_torch() -> None:
     code = (
-        "import sys; from selfcal_lightning import functional, metrics\n"
-        "assert functional.soft_self_consistency(['4', '4'], [0.5, 0.5]) == [1.0, 1.0]\n"
-        "assert functional.consistency.vote_share(['4', '5']) == [0.5, 0.5]\n"
+        "import sys; from selfcal_lightning import metrics\n"
+        "assert metrics.soft_self_consistency(['4', '4'], [0.5, 0.5]) == [1.0, 1.0]\n"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -149,7 +149,7 @@ def test_a_micro_step_never_waits_for_the_device(
         log.add(batch, calibration, generation, confidence, eta=0.75)
         (calibration + generation).backward()
     if not shared_prefix:
-        watch.where = {name: n for name, n in watch.where.items() if "model_outputs.py" not in name or n > 2}
+        watch.where = {name: n for name, n in watch.where.items() if "outputs.py" not in name or n > 2}
     assert watch.where == {}
 
 

@@ -13,7 +13,8 @@ from support.reward_models import stand_in
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import LlamaConfig, LlamaModel
 
-from selfcal_lightning.data.steps import RewardSettings, token_step_ends
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models import packing as packing_support
 from selfcal_lightning.models.chat_format import ChatFormat

@@ -19,7 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.reading import open_rewards

@@ -16,7 +16,7 @@ from support.reward_models import HIDDEN, head_of, stand_in
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.answering import open_search
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, RewardFormat, register_reward_format, reward_format

@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.scoring_model import CriteriaSettings
+from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.token_ids import step_ends_of, steps_of
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import (
-    RewardSettings,
-    StepEnd,
-    StepStops,
-    check_marker,
-    step_prefixes,
-    token_step_ends,
-)
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import StepEnd, StepStops, check_marker, step_prefixes, token_step_ends
 from selfcal_lightning.datamodules.rewards import RewardCollator, RewardDataModule
 from selfcal_lightning.engines.sampling.rollouts import RolloutSource, check_source
 from selfcal_lightning.models.chat_format import ChatFormat

@@ -15,7 +15,8 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import Rate, RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.steps import Rate
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import Score, reward_format

@@ -12,7 +12,7 @@ import torch
 from support.reward_models import stand_in
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.module import QuantileRewardModule

@@ -16,7 +16,7 @@ ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
 def given_to(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return what a verb's function would be called with."""
     room, name, _ = FUNCTION_VERBS[verb]
-    module = importlib.import_module(f"selfcal_lightning.pipelines.{room}")
+    module = importlib.import_module(f"selfcal_lightning.commands.{room}")
     called: dict[str, Any] = {}
 
     @functools.wraps(getattr(module, name))

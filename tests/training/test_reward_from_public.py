@@ -17,7 +17,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.models.lora import LoraSettings

@@ -22,7 +22,7 @@ from transformers import AutoModelForTokenClassification
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import RewardSettings
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.models.folders import check_files, read_manifest

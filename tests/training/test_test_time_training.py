@@ -19,6 +19,7 @@ from support.ssc_pools import Pool
 from support.trainers import KeepState
 from support.training_runs import trainer_with
 
+import selfcal_lightning.adaptation.module as adaptation
 from selfcal_lightning.adaptation.module import policy_parts
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -28,7 +29,6 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
-from selfcal_lightning.modules import adaptation
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.contracts import Mergeable, RoundModule, ScoringModule, missing_members
 from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, keep_adapter

@@ -266,7 +266,6 @@ class HasOrigin(Protocol):
     @property
     def origin(self) -> Mapping[str, Any]:
         """What made it."""
-        ...
 
 
 Kept = TypeVar("Kept", bound=HasOrigin)

@@ -170,19 +170,15 @@ class Answers(Protocol):
 
     def canonical(self, gold: Any) -> str | None:
         """Return a data set's gold answer in canonical form, or None when it is no answer of this type."""
-        ...
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the canonical answer that a response gives, or None; of a cut one only what it states."""
-        ...
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether an answer equals the reference."""
-        ...
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         """Return the answers with equal ones replaced by the first seen of their class."""
-        ...
 
 
 class NumberAnswers:

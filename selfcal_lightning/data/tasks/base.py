@@ -31,15 +31,12 @@ class Task(Protocol):
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
         """Return the questions of ``split`` from the hub, or of the local file ``path`` with the hub's columns."""
-        ...
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
         """Refuse a split or a file that is not there; nothing is read or downloaded."""
-        ...
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return whether loading asks the hub."""
-        ...
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the canonical answer that ``text`` gives, or None when none can be read.
@@ -49,15 +46,12 @@ class Task(Protocol):
             finished: Whether the model ended it. One that the token limit cut has an answer only where it states one,
                 in a box or an answer field: the last number of a calculation that broke off is none.
         """
-        ...
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether ``answer`` equals ``reference``; None is never correct."""
-        ...
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         """Return ``answers`` with equal ones replaced by the first seen of their class; None stays None."""
-        ...
 
 
 @runtime_checkable

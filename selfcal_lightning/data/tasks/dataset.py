@@ -53,7 +53,6 @@ class DataSet(Protocol):
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question text and gold answer of a row, or raise `UnusableRowError` with the reason."""
-        ...
 
 
 @runtime_checkable
@@ -79,7 +78,6 @@ class Prompt(Protocol):
 
     def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
         """Return the messages, from the text of the question and the hint at what an answer looks like."""
-        ...
 
 
 class DatasetTask:

@@ -52,9 +52,6 @@ def register_task(task: Task) -> None:
     TASKS[task.name] = task
 
 
-register = register_task  # its name before there were registries for more than tasks
-
-
 def get_task(name: str) -> Task:
     """Return the task of that name.
 
@@ -143,32 +140,26 @@ class QuestionPlace(Protocol):
     @property
     def split(self) -> str:
         """Split of the task's data set."""
-        ...
 
     @property
     def path(self) -> str | None:
         """Local file, or None."""
-        ...
 
     @property
     def part(self) -> Part | None:
         """The part of them that is taken; None takes all."""
-        ...
 
     @property
     def chain_of_thought(self) -> bool:
         """Whether the prompt asks for reasoning before the answer."""
-        ...
 
     @property
     def offset(self) -> int:
         """Questions that are skipped."""
-        ...
 
     @property
     def limit(self) -> int | None:
         """The first so many questions after ``offset``; None takes all."""
-        ...
 
 
 def load_source(place: QuestionPlace, task: str, *, prompt: Prompt | None = None) -> list[Question]:

@@ -178,11 +178,9 @@ class EventReader(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the last event that matters was there."""
-        ...
 
     def take(self, event: Any) -> None:
         """Take in one event."""
-        ...
 
 
 Reader = TypeVar("Reader", bound=EventReader)

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import (
-    Rate,
-    Steps,
-    check_marker,
-    check_steps,
-    prefix_after,
-    prefix_id,
-    token_step_ends,
-)
+from selfcal_lightning.data.step_settings import Steps, check_steps
+from selfcal_lightning.data.steps import Rate, check_marker, prefix_after, prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Question
 

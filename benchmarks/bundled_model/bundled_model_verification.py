@@ -1,0 +1,189 @@
+"""The second half of making the bundled model: two layers on top, and lessons in judging its own responses.
+
+What it writes is judged by the true answer, and each token by where its step goes wrong. The verdicts alone teach next
+to nothing; with the marks the upper layers learn to see a wrong digit, and the verdict follows. Linear read-outs of the
+upper layers carry the marks' loss and are dropped afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from bundled_model_training import PROGRESS_EVERY, attend_plainly, build_optimizers
+from bundled_model_turns import (
+    NO,
+    REHEARSED,
+    UNMARKED,
+    YES,
+    Turn,
+    TurnBatch,
+    batch_turns,
+    draw_turns,
+    write_rehearsals,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaForCausalLM
+
+from selfcal_lightning.models.chat_format import ChatFormat
+
+UPPER_LAYERS = 2
+MARKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One stage of learning to verify. Shares are of its optimiser steps.
+
+    Attributes:
+        name: Names its random streams.
+        problems: Problems whose responses, four each, are drawn from the model as it comes in.
+        steps: Optimiser steps.
+        muon_lr: Learning rate of the upper layers' matrices.
+        adam_lr: Learning rate of the read-outs and, times ``lower_share``, of embeddings and norms.
+        lower_share: Learning rate of the generator's layers over that of the upper ones.
+        warmup: Share of linear warm-up.
+        decay_from: Where the linear decay to zero begins; ranking appears only while the rate decays.
+        verdict_weight: Weight of the verdicts' loss beside that of the rehearsed solutions.
+        mark_weight: Weight of the marks' loss.
+        yes_weight: How many times a Yes counts. Above 1 the model sees more Yes than is true, and comes to believe so.
+        rehearsals: Rehearsed solutions for each judged response.
+        batch_tokens: Tokens of a batch, padding included.
+    """
+
+    name: str
+    problems: int
+    steps: int
+    muon_lr: float = 0.01
+    adam_lr: float = 3e-3
+    lower_share: float = 0.2
+    warmup: float = 0.02
+    decay_from: float = 0.5
+    verdict_weight: float = 0.5
+    mark_weight: float = 1.0
+    yes_weight: float = 1.0
+    rehearsals: float = 0.5
+    batch_tokens: int = 2_500
+
+    def lr_factor(self, step: int) -> float:
+        """Linear warm-up, constant, linear decay to zero."""
+        progress = (step + 1) / self.steps
+        return max(0.0, min(1.0, progress / self.warmup, (1.0 - progress) / (1.0 - self.decay_from)))
+
+
+VERIFYING = Lesson("verifying", problems=5_000, steps=1_500)
+BELIEVING = Lesson(
+    "believing",
+    problems=2_100,
+    steps=300,
+    muon_lr=0.003,
+    adam_lr=1e-3,
+    warmup=0.06,
+    decay_from=0.3,
+    mark_weight=0.0,
+    yes_weight=16.0,
+)
+
+
+def add_upper_layers(model: LlamaForCausalLM, *, seed: int) -> LlamaForCausalLM:
+    """Return the model with ``UPPER_LAYERS`` more, which change nothing as yet: their output projections are zero."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers += UPPER_LAYERS
+    torch.manual_seed(seed)
+    deeper = LlamaForCausalLM(config)
+    deeper.load_state_dict(model.state_dict(), strict=False)
+    for layer in deeper.model.layers[-UPPER_LAYERS:]:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deeper
+
+
+class MarkReadOuts(nn.Module):
+    """A linear read-out of the marks after each upper layer."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(hidden_size, MARKS) for _ in range(UPPER_LAYERS))
+
+    def loss(self, states: tuple[Tensor, ...], marks: Tensor) -> Tensor:
+        """Return the cross-entropy of ``marks`` [B, T, 2], summed over the layers' ``states`` [B, T, hidden]."""
+        marked = marks[..., 0] != UNMARKED
+        losses = [
+            functional.binary_cross_entropy_with_logits(head(state[marked].float()), marks[marked])
+            for head, state in zip(self.heads, states[-UPPER_LAYERS:], strict=True)
+            if marked.any()
+        ]
+        return torch.stack(losses).sum() if losses else marks.new_zeros(())
+
+
+def give_lesson(model: LlamaForCausalLM, chat: ChatFormat, lesson: Lesson, *, seed: int) -> LlamaForCausalLM:
+    """Train ``model`` in place on its own responses, drawn before the first step, and return it."""
+    model.set_attn_implementation("sdpa")
+    turns = draw_turns(model.eval(), chat, problems=lesson.problems, seed=f"{lesson.name}/{seed}")
+    if not turns:
+        raise ValueError("Expected the model to write readable answers, but got none. Train the generator for longer.")
+    attend_plainly(model.train())
+    torch.manual_seed(seed)
+    read_outs = MarkReadOuts(model.config.hidden_size)
+    layers = model.model.layers
+    optimizers = build_optimizers(
+        matrices=[
+            (layers[:-UPPER_LAYERS], lesson.muon_lr * lesson.lower_share),
+            (layers[-UPPER_LAYERS:], lesson.muon_lr),
+        ],
+        others=[(model, lesson.adam_lr * lesson.lower_share), (read_outs, lesson.adam_lr)],
+    )
+    recent = []
+    for step, batch in enumerate(_stream(turns, chat, lesson, seed)):
+        if step == lesson.steps:
+            break
+        losses = _losses(model, read_outs, batch, lesson.yes_weight)
+        weights = torch.tensor([1.0, lesson.verdict_weight, lesson.mark_weight])
+        (losses @ weights).backward()
+        for optimizer, rate in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * lesson.lr_factor(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        recent.append(losses.detach())
+        if (step + 1) % PROGRESS_EVERY == 0 or step + 1 == lesson.steps:
+            answers, verdicts, marks = torch.stack(recent).mean(0).tolist()
+            print(
+                f"{lesson.name} {step + 1}/{lesson.steps}  answers {answers:.4f}  verdicts {verdicts:.4f}  "
+                f"marks {marks:.4f}",
+                flush=True,
+            )
+            recent = []
+    return model
+
+
+def _stream(turns: list[Turn], chat: ChatFormat, lesson: Lesson, seed: int) -> Iterator[TurnBatch]:
+    """Yield batches without end: own responses again and again, each time beside fresh rehearsals."""
+    rng = random.Random(f"{lesson.name}/{seed}")
+    epoch = 0
+    while True:
+        rehearsed = write_rehearsals(
+            chat, number=round(lesson.rehearsals * len(turns)), seed=f"{lesson.name}/{seed}/{epoch}"
+        )
+        yield from batch_turns([*turns, *rehearsed], tokens=lesson.batch_tokens, rng=rng)
+        epoch += 1
+
+
+def _losses(model: LlamaForCausalLM, read_outs: MarkReadOuts, batch: TurnBatch, yes_weight: float) -> Tensor:
+    """Return the mean losses of rehearsed tokens, verdicts and marks [3]; 0 where a batch has none."""
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model.model(input_ids=batch.token_ids, use_cache=False, output_hidden_states=True)
+        learnt = batch.kinds[:, 1:] > 0
+        logits = model.lm_head(output.last_hidden_state[:, :-1][learnt])
+    kinds = batch.kinds[:, 1:][learnt]
+    losses = functional.cross_entropy(logits.float(), batch.token_ids[:, 1:][learnt], reduction="none")
+    answers = _weighted_mean(losses, (kinds == REHEARSED).float())
+    verdicts = _weighted_mean(losses, (kinds == YES) * yes_weight + (kinds == NO).float())
+    return torch.stack([answers, verdicts, read_outs.loss(output.hidden_states, batch.marks)])
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    return (values * weights).sum() / weights.sum().clamp_min(1.0)

@@ -1,0 +1,77 @@
+"""How responses are cut into steps and which reward model scores them: settings that the command line reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from selfcal_lightning.core.errors import InputError, unknown_name
+
+Aggregation = Literal["last", "min", "prod", "mean"]
+Steps = str  # a name of STEP_RULES, or "marker:" and the text that stands behind each step
+STEP_RULES = ("auto", "sentence", "line", "blank_line", "heading")
+
+MARKER = "marker:"
+
+RewardEngine = Literal["transformers", "vllm"]
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Which reward model scores, and how.
+
+    Attributes:
+        model: Its folder, with weights in safetensors.
+        format: Name of its format, such as "math-shepherd"; None takes what its folder says, where `selfcal fit` wrote
+            it.
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
+            "auto", the coarsest of the first four that a response has; of a model that `selfcal fit` wrote, where they
+            ended in its training.
+        scaler: File of `selfcal fit-step-scaler`, which calibrates the scores of its steps; None leaves them as they
+            are.
+        engine: What runs it: "transformers", or "vllm" (an extra), which takes exports of `selfcal fit` and other
+            token classifiers with one layer.
+
+    Raises:
+        InputError: ``steps`` or ``engine`` is none of these.
+    """
+
+    model: str | None = None
+    format: str | None = None
+    steps: Steps = "auto"
+    scaler: str | None = None
+    engine: RewardEngine = "transformers"
+
+    def __post_init__(self) -> None:
+        check_steps("reward.steps", self.steps)
+        if self.engine not in get_args(RewardEngine):
+            raise unknown_name("reward.engine", self.engine, get_args(RewardEngine))
+
+
+def marker_of(steps: Steps) -> str | None:
+    """Return the text behind each step; None where another rule tells their ends.
+
+    Example:
+        >>> marker_of("marker:<end>"), marker_of("line")
+        ('<end>', None)
+    """
+    return steps.removeprefix(MARKER) if steps.startswith(MARKER) else None
+
+
+def check_steps(option: str, steps: Steps) -> None:
+    """Raise InputError unless ``steps``, which ``option`` took, says where steps end.
+
+    Example:
+        >>> check_steps("steps", "marker:<end>")
+        >>> check_steps("steps", "sentense")
+        Traceback (most recent call last):
+        selfcal_lightning.core.errors.InputError: ...
+    """
+    marker = marker_of(steps)
+    if marker is None and steps not in STEP_RULES:
+        raise unknown_name(option, steps, (*STEP_RULES, MARKER + "TEXT"))
+    if marker is not None and (not marker or marker != marker.strip()):
+        raise InputError(
+            f"Expected `{option}` to name the text behind each step, without white space around it, such as "
+            f"'{MARKER}<end>', but got {steps!r}. White space alone ends steps of the rules line and blank_line."
+        )

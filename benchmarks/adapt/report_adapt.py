@@ -24,10 +24,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _adapt_methods import ADAPTER, ANCHOR, EQUATIONS, METHODS, PLAIN, ROUND
-from _adapt_tables import markdown, targets
-from _guarded import read_guarded, run_guarded
-from _packing import measure_packing, read_packing
+from _adapt_tables import (
+    ADAPTER,
+    ANCHOR,
+    EQUATIONS,
+    METHODS,
+    PLAIN,
+    ROUND,
+    markdown,
+    measure_packing,
+    read_guarded,
+    read_packing,
+    run_guarded,
+    targets,
+)
 from shared.estimates import Measured, difference
 from shared.tables import write_report
 
@@ -63,18 +73,7 @@ TEMPERATURES = [1.0, 0.5]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done; the sizes stand above the tables.
-
-    Attributes:
-        seeds: Adaptations of each kind, each with a seed of its own.
-        start_questions: Questions that the model is calibrated on first.
-        questions: Questions adapted on, and as many others.
-        out_of_domain: Questions of the other split.
-        samples: Responses to a question, in rounds and in the evaluation.
-        rounds: Rounds.
-        batch_size: Responses of an optimiser step.
-        lr: Peak learning rate of the adaptation.
-    """
+    """How much is done; the sizes stand above the tables."""
 
     seeds: int = 3
     start_questions: int = 400

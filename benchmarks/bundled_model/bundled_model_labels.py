@@ -20,13 +20,6 @@ def mark_wrong_characters(problem: Problem, response: str) -> Flags:
 
     A step is judged by itself: its numbers may come from a wrong step before. Sums and products may be written either
     way round. A response with too few or too many steps has a wrong answer sentence.
-
-    Example:
-        >>> problem = Problem("trip", 1, "", (Equation(4, "*", 3), Equation(12, "+", 5)))
-        >>> response = "First 4*3=13. So 13+5=18. The answer is 18."
-        >>> wrong = mark_wrong_characters(problem, response)
-        >>> "".join(character for character, flag in zip(response, wrong, strict=True) if flag)
-        '3.'
     """
     wrong = np.zeros(len(response), dtype=bool)
     matches = list(_EQUATION.finditer(response))

@@ -32,17 +32,7 @@ Figures = dict[str, dict[str, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled response, judged.
-
-    Attributes:
-        question: Index of its problem.
-        text: The response.
-        token_ids: Its tokens without end-of-turn.
-        answer: Canonical answer; None where it is unreadable or the response was cut.
-        correct: Whether the answer is right.
-        logprob: Sequence log-probability in nats.
-        p_true: Normalised P(True); None where it was not asked.
-    """
+    """A sampled response, judged."""
 
     question: int
     text: str

@@ -20,13 +20,7 @@ RECORD = "stage.json"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage.
-
-    Attributes:
-        name: Names its folder.
-        settings: What it is given; with the seed, all that a kept result is told by.
-        run: Takes the model of the stage before and returns its own, which may be the same one, trained.
-    """
+    """One stage."""
 
     name: str
     settings: Schedule | Lesson
@@ -35,16 +29,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """What a finished stage took.
-
-    Attributes:
-        name: Its name.
-        seed: Seed of the run.
-        settings: Fields of its settings.
-        minutes: Minutes by the clock.
-        processor_minutes: Minutes of processor time.
-        taken_over: Whether an earlier run made it.
-    """
+    """What a finished stage took."""
 
     name: str
     seed: int
@@ -57,15 +42,7 @@ class StageRecord:
 def run_stages(
     stages: Sequence[Stage], model: LlamaForCausalLM, *, folder: Path, seed: int, resume: bool
 ) -> tuple[LlamaForCausalLM, list[StageRecord]]:
-    """Run ``stages`` in turn, each on the model of the one before, and keep their float32 weights in ``folder``.
-
-    Args:
-        stages: The stages in their order.
-        model: What the first one begins with.
-        folder: Holds a folder for each stage.
-        seed: Seed that the stages run with; a stage kept under another one is run again.
-        resume: Whether to take over what is kept, up to the first stage that is missing or was given other settings.
-    """
+    """Run ``stages`` in turn, each on the model of the one before, and keep their float32 weights in ``folder``."""
     records: list[StageRecord] = []
     for stage in stages:
         kept = load_record(folder / stage.name) if resume else None

@@ -63,12 +63,7 @@ def attend_plainly(model: LlamaForCausalLM) -> None:
 def build_optimizers(
     matrices: Sequence[tuple[nn.Module, float]], others: Sequence[tuple[nn.Module, float]]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Return optimisers with their learning rates: Muon for the matrices of some modules, Adam for what is left.
-
-    Args:
-        matrices: Modules whose matrices Muon trains, and its learning rates.
-        others: Modules of whose parameters Adam trains those that Muon does not, and its learning rates.
-    """
+    """Return optimisers with their learning rates: Muon for the matrices of some modules, Adam for what is left."""
     optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     taken: set[int] = set()
     for module, rate in matrices:

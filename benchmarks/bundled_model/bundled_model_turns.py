@@ -26,14 +26,7 @@ SAMPLES_OF_EACH_KIND = 2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A row.
-
-    Attributes:
-        token_ids: Prompt, response and, for an own response, query and verdict.
-        kinds: For each token, what it is learnt as: ``IGNORED``, ``REHEARSED``, ``YES`` or ``NO``.
-        marks: For each token, (it ends in a wrong character of its step, one of the response so far was wrong) as 0 or
-            1; ``UNMARKED`` outside own responses.
-    """
+    """A row."""
 
     token_ids: list[int]
     kinds: list[int]

@@ -37,23 +37,7 @@ MARKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One stage of learning to verify. Shares are of its optimiser steps.
-
-    Attributes:
-        name: Names its random streams.
-        problems: Problems whose responses, four each, are drawn from the model as it comes in.
-        steps: Optimiser steps.
-        muon_lr: Learning rate of the upper layers' matrices.
-        adam_lr: Learning rate of the read-outs and, times ``lower_share``, of embeddings and norms.
-        lower_share: Learning rate of the generator's layers over that of the upper ones.
-        warmup: Share of linear warm-up.
-        decay_from: Where the linear decay to zero begins; ranking appears only while the rate decays.
-        verdict_weight: Weight of the verdicts' loss beside that of the rehearsed solutions.
-        mark_weight: Weight of the marks' loss.
-        yes_weight: How many times a Yes counts. Above 1 the model sees more Yes than is true, and comes to believe so.
-        rehearsals: Rehearsed solutions for each judged response.
-        batch_tokens: Tokens of a batch, padding included.
-    """
+    """One stage of learning to verify. Shares are of its optimiser steps."""
 
     name: str
     problems: int

@@ -24,17 +24,7 @@ TAUGHT_ROWS = 7000
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
-
-    Attributes:
-        output: Stores, probes, adapters and logs go here, in a folder for each seed.
-        train: Training questions.
-        train_samples: Responses to each.
-        questions: Questions by split: id, ood, calibration.
-        samples: Responses to each of these.
-        taught_seeds: Seeds of which P(True) before answering is taught.
-        awake_seeds: Seeds of which P(True) after answering is calibrated.
-    """
+    """What is run."""
 
     output: Path
     train: int

@@ -7,15 +7,19 @@ All seeds have the same questions, so that their resamples are the same too.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
-from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT, TESTS
-from shared.estimates import Column
+import torch
+from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TASK, TAUGHT, TESTS
+from shared.estimates import Column, estimated
 
-from selfcal_lightning.capability.budgets import UNIFORM, powers_of_two, solved_columns
+from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, powers_of_two, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
 from selfcal_lightning.capability.evaluation import (
     ORACLE,
@@ -28,13 +32,31 @@ from selfcal_lightning.capability.evaluation import (
     share_error_bounds,
     test_questions,
 )
+from selfcal_lightning.capability.features import PromptModel
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
-from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.capability.question_table import QuestionTable
-from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import resample_weights
+from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
+from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
+from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.data.store.annotations import question_values
+from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.base import generate
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptReader, PromptStates
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.evaluation.metrics import scored_responses
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    bootstrap_interval,
+    calibration_error_bounds,
+    question_bootstrap,
+    resample_weights,
+)
 from selfcal_lightning.metrics.capability import pass_at_k, pass_at_k_squared_errors, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
+from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed
 
 RESAMPLES = 1000
 READ = 5  # responses of a question that estimates from responses read
@@ -46,12 +68,7 @@ Columns = dict[str, Column]
 
 
 def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
-    """Return the columns of a seed, those of both test sets under "id/" and "ood/".
-
-    Args:
-        folder: Of the seed.
-        without: Estimates that it does not have.
-    """
+    """Return the columns of a seed, those of both test sets under "id/" and "ood/"."""
     found: Columns = {}
     for split in TESTS:
         own: Columns = {}
@@ -131,3 +148,190 @@ def _read(store: Path, split: str, names: Sequence[str], stop: int) -> TestQuest
 def _only(test: TestQuestions, names: Sequence[str]) -> TestQuestions:
     kept: Mapping[str, Floats] = {name: test.estimates[name] for name in names}
     return replace(test, estimates=dict(kept))
+
+
+PARTS = 10  # that the training questions are dealt into, each with all of its responses
+MEASURES = (AUROC, BRIER)
+TIMED_QUESTIONS, TURNS = 128, 3
+SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=120)
+
+
+def size_columns(folder: Path) -> Columns:
+    """Return the errors of labelled probes of all questions and responses, of one response each, and of few questions.
+
+    The latter two are means over the responses in turn, and over the parts of the questions.
+    """
+    train = load_capability_pool(str(folder / "train"), split="train", task=None)
+    tests = {split: load_capability_pool(str(folder / "tests"), split=split, task=None) for split in TESTS}
+    states = {split: _states(pool, folder / "tests") for split, pool in tests.items()}
+    entries, own = train.pool.entries, _states(train, folder / "train")
+    rows, parts = np.arange(len(entries)), min(PARTS, len(entries) // LEAST_QUESTIONS)
+    kinds = {
+        "all": [(rows, entries)],
+        "one response": [(rows, _response(entries, at)) for at in range(min(len(one.samples) for one in entries))],
+        "few questions": [(rows[part::parts], entries[part::parts]) for part in range(parts)],
+    }
+    found: Columns = {}
+    for kind, draws in kinds.items():
+        probes = [fit_probe(_rows(own, at), some, target="label", origin={}, sampling=None) for at, some in draws]
+        for split, pool in tests.items():
+            table = question_table(pool.pool.entries)
+            weights = resample_weights(len(table), num_resamples=RESAMPLES)
+            errors = [
+                squared_errors(probe.predict(states[split]), table.num_correct, table.num_samples) for probe in probes
+            ]
+            found[f"{split}/size/{kind}"] = np.mean(errors, axis=0) @ weights
+    return found
+
+
+def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
+    """Return how well the probe, and P(True) before and after calibration, know about single responses."""
+    found: Columns = {}
+    beside = [name for name in (AWAKE,) if name not in without]
+    for split in TESTS:
+        pool = load_capability_pool(str(folder / "tests"), split=split, task=None, confidences=beside)
+        keys = [(question.id, question_digest(question)) for question in pool.questions]
+        values = [float(value or 0.0) for value in question_values(pool.path, PROBE, keys)]
+        entries = with_question_confidence(pool.pool.entries, values, name=PROBE)
+        for name in (PROBE, "p_true", *beside):
+            scored = scored_responses(entries, name=name)
+            columns = (scored.confidence, scored.correct, scored.question_index)
+            plain = bootstrap_interval(*columns, metrics=MEASURES, num_resamples=1)
+            drawn = question_bootstrap(*columns, metrics=MEASURES, num_resamples=RESAMPLES)
+            for measure in MEASURES:
+                value = plain[measure].value
+                found[f"{split}/response/{name}/{measure}"] = np.append(
+                    np.nan if value is None else value, drawn[measure]
+                )
+            found[f"{split}/response/{name}/{ECE}"] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+    return found
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Return the processor seconds of reading a prompt's states, and of a response to it: medians over turns."""
+    torch.set_num_threads(1)
+    questions = get_task(TASK).load("calibration", limit=TIMED_QUESTIONS)
+    engine = TransformersEngine("bundled", max_batch=TIMED_QUESTIONS)
+    prompts = [engine.chat.prompt_ids(question.messages) for question in questions]
+    requests = [
+        Request(question.id, prompt, SAMPLING, sample_seed(0, 0, question.id, 0), None)
+        for question, prompt in zip(questions, prompts, strict=True)
+    ]
+    reading, answering = [], []
+    for _ in range(TURNS):
+        started = time.process_time()
+        cast("PromptReader", engine).prompt_states(prompts, LevelSettings())
+        between = time.process_time()
+        generate(engine, requests)
+        reading.append((between - started) / len(prompts))
+        answering.append((time.process_time() - between) / len(prompts))
+    engine.close()
+    return statistics.median(reading), statistics.median(answering)
+
+
+def _states(pool: CapabilityPool, store: Path) -> PromptStates:
+    """Return the hidden states that `fit-probe` and `score-questions` have put beside a store."""
+    levels = LevelSettings()
+    with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
+        return states_of(model, pool.questions, levels, feature_folder(model, levels, store=store, given=None))[0]
+
+
+def _rows(states: PromptStates, rows: Floats) -> PromptStates:
+    return PromptStates(states.last_token[rows], states.token_mean[rows])
+
+
+def _response(entries: Sequence[QuestionSamples], at: int) -> list[QuestionSamples]:
+    return [replace(entry, samples=entry.samples[at : at + 1]) for entry in entries]
+
+
+End = Literal["value", "low", "high"]
+WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}
+BUDGETS = (8, 4)  # of the plan, and one at a time
+LOST_AT = 0.2
+
+
+@dataclass(frozen=True)
+class Check:
+    """A target, and what was found."""
+
+    what: str
+    found: Estimate
+    held_to: str
+    holds: bool
+
+
+def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
+    """Return the targets."""
+    probe, labelled = columns[f"id/{PROBE}/mse"], columns[f"id/{LABELLED}/mse"]
+    agreeing = columns["id/agreeing_pairs/mse"] - columns["id/top_share/mse"]
+    sizes = {kind: columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions")}
+    ways = {way: columns[f"id/{PROBE}/curve error/{way}"] for way in ("maps", "power")}
+    halves = {way: columns[f"id/{PROBE}/pass@half/{way}"] for way in ("maps", "power")}
+    checks = [
+        check("MSE of the label-free probe, in domain", probe, ("value", "<=", 0.090)),
+        check("", probe, ("high", "<=", 0.105)),
+        check("MSE of the label-free probe, out of domain", columns[f"ood/{PROBE}/mse"], ("value", "<=", 0.075)),
+        check("", columns[f"ood/{PROBE}/mse"], ("high", "<=", 0.09)),
+        check("its skill, in domain", columns[f"id/{PROBE}/skill"], ("value", ">=", 0.45)),
+        check("its Spearman, in domain", columns[f"id/{PROBE}/spearman"], ("value", ">=", 0.66)),
+        check("its ECE, in domain", columns[f"id/{PROBE}/ece"], ("value", "<=", 0.07)),
+        check("MSE without labels less that with labels, in domain", probe - labelled, ("high", "<=", 0.01)),
+        check(f"MSE of agreeing pairs less top share, {READ} responses", agreeing, ("value", "<=", -0.03)),
+        check("", agreeing, ("high", "<=", 0.0)),
+        check(
+            "MSE with one labelled response a question less with all", sizes["one response"] - sizes["all"],
+            ("value", "<=", 0.01),
+        ),
+        check(
+            "MSE of a tenth of the questions with all responses less all questions with one",
+            sizes["few questions"] - sizes["one response"], ("value", ">=", 0.005),
+        ),
+        check("error of the pass@k curve by maps, in domain", ways["maps"], ("value", "<=", 0.03)),
+        check("that error less that of 1 - (1 - p)^k, the curve", ways["maps"] - ways["power"], ("high", "<=", 0.0)),
+        check("error of a question's pass@k by maps, at half of the responses", halves["maps"], ("value", "<=", 0.115)),
+        check(
+            "that error less that of 1 - (1 - p)^k, the question", halves["maps"] - halves["power"],
+            ("high", "<=", 0.0),
+        ),
+        *_application_checks(columns),
+    ]  # fmt: skip
+    if f"id/{TAUGHT}/mse" in columns:
+        taught = columns[f"id/{TAUGHT}/mse"]
+        checks.append(check("MSE of P(True) before answering, taught, in domain", taught, ("value", "<=", 0.095)))
+    gap, ratio = columns["id/half of the responses"], np.array([seconds[0] / seconds[1]])
+    return [
+        *checks,
+        check("debiased MSE of half of the responses off that of all", gap, ("value", "<=", 0.005)),
+        check("processor time of the probe over that of one response", ratio, ("value", "<=", 0.4)),
+    ]
+
+
+def _application_checks(columns: Columns) -> list[Check]:
+    """Return what plans, sampling one at a time and not asking are held to, where the budgets allow."""
+    budgets = columns["id/budgets"][:, 0].astype(int).tolist()
+    plan, sequential = (min(budget, budgets[-1]) for budget in BUDGETS)
+    gain = columns[f"id/gain/{PROBE}, Beta gain"]
+    checks = [
+        check(
+            f"solved by a plan of {plan} samples a question beyond an even share", gain[budgets.index(plan)],
+            ("low", ">", 0.0),
+        ),
+        check(
+            f"solved one at a time with a verifier, {sequential} samples a question",
+            columns[f"id/solved/{SEQUENTIAL}"][budgets.index(sequential)], ("value", ">=", 0.67),
+        ),
+    ]  # fmt: skip
+    for split, words in (("id", "in domain"), ("ood", "out of domain")):
+        lost = columns[f"{split}/lost/{PROBE}"][LEFT_OUT.index(LOST_AT)]
+        text = f"right responses lost where the probe leaves {LOST_AT:.0%} of the questions out, {words}"
+        checks.append(check(text, lost, ("value", "<=", 0.05)))
+    return checks
+
+
+def check(what: str, column: Column, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
+    """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
+    found = estimated(column)
+    end, sign, limit = bound
+    value = {"value": found.value, "low": found.low, "high": found.high}[end]
+    holds = value is not None and {"<=": value <= limit, ">=": value >= limit, ">": value > limit}[sign]
+    return Check(what, found, f"{WORDS[end]}{sign} {limit:g}", holds)

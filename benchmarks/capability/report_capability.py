@@ -20,10 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _capability_jobs import AWAKE, TAUGHT, Plan, run_seed
-from _capability_measures import Columns, measure_seed
-from _capability_studies import confidence_columns, processor_seconds, size_columns
+from _capability_measures import Columns, confidence_columns, measure_seed, processor_seconds, size_columns, targets
 from _capability_tables import as_markdown, figure
-from _capability_targets import targets
 from shared.estimates import Column, column_over_seeds, estimated
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
-from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, Plan
+import numpy as np
+import torch
+from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, TASK, Plan
+from shared.estimates import RESAMPLES
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
@@ -16,9 +23,18 @@ from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.annotations import question_values
 from selfcal_lightning.data.store.shards import question_digest
+from selfcal_lightning.data.tasks.judging import total_tokens
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.base import generate
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.evaluation.calibration import vote_hits
+from selfcal_lightning.evaluation.curves import Reshuffles
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_or_never, mean_over_seeds, resample_weights
 from selfcal_lightning.metrics.capability import agreeing_pairs
 from selfcal_lightning.metrics.consistency import vote_share
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.records import ConfidenceQuery, Question, QuestionSamples, Request, SamplingSettings, sample_seed
 
 VOTE_SHARE, PAIRS = "vote_share", "agreeing_pairs"
 LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
@@ -26,20 +42,7 @@ LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
 
 @dataclass(frozen=True)
 class Contender:
-    """A confidence in the responses of one generator.
-
-    Attributes:
-        key: In tables of numbers.
-        label: What it is, in words.
-        generator: Whose responses: those of the base model (the activated adapter has the same ones) or the joint one.
-        confidence: Its name on a sample.
-        fuses: Features of the fusion that it is; empty where it is none.
-        scales: The confidence that it scales by Platt; None where it scales none.
-        is_trained: Whether an adapter was trained for it.
-        reads_all: Whether it needs all responses to the question, not this one alone.
-        asks: Whether the confidence query has to be asked.
-        of_question: Whether it is the same for all responses to a question, so that it weighs no vote.
-    """
+    """A confidence in the responses of one generator."""
 
     key: str
     label: str
@@ -147,3 +150,146 @@ def with_fitted(pool: RecordedPool, fitted: Sequence[SampleScorer]) -> RecordedP
         replace(entry, samples=tuple(add_scores(sample, fitted) for sample in entry.samples)) for entry in pool.entries
     )
     return replace(pool, entries=tuple(entries))
+
+
+ORDERS = 50
+PLAIN = {BASE: "plain", JOINT: "plain_joint"}
+# What may weigh votes while sampling goes on: nothing that needs all responses first.
+WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_all or contender.of_question))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a weighing needs for the accuracy of plain votes of the base model."""
+
+    target: int
+    samples: Estimate
+    tokens: float | None
+    seconds: float | None
+
+
+def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
+    """Return the accuracy of the vote of 1, 2 ... K samples, on all questions and on resamples [K, 1 + R]."""
+    curves: dict[str, Floats] = {}
+    for generator, pool in pools.items():
+        width = len(pool.shortest.samples)
+        weights = resample_weights(len(pool.entries), num_resamples=RESAMPLES)
+        for contender in WEIGHING:
+            if contender.generator != generator:
+                continue
+            orders = Reshuffles(pool, [None, contender.confidence], width=width, num_reshuffles=ORDERS)
+            hits = vote_hits(orders, contender.confidence, range(1, width + 1))
+            # Plain votes come first in every table.
+            curves.setdefault(PLAIN[generator], hits[False] @ weights)
+            curves[contender.key] = hits[True] @ weights
+    return curves
+
+
+def over_seeds(rows: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+    """Return the mean of the seeds' curves [K, 1 + R], by key."""
+    return {key: mean_over_seeds(np.array([row[key] for row in rows])) for key in rows[0]}
+
+
+def samples_needed(curve: Floats, wanted: Floats) -> Floats:
+    """Return the samples at which a curve [K, 1 + R] first reaches an accuracy [1 + R]; NaN where it never does.
+
+    Between two numbers of samples the accuracy is taken as a straight line, and more samples as no worse.
+    """
+    best = np.maximum.accumulate(curve, axis=0)
+    reached = best >= wanted
+    first = reached.argmax(axis=0)
+    columns = np.arange(curve.shape[1])
+    above, below = best[first, columns], best[np.maximum(first - 1, 0), columns]
+    step = np.divide(wanted - below, above - below, out=np.zeros_like(wanted), where=above > below)
+    needed = np.where(first == 0, 1.0, first + step)
+    return np.where(reached.any(axis=0), needed, np.nan)
+
+
+def savings(
+    curves: Mapping[str, Floats],
+    targets: Sequence[int],
+    tokens: Mapping[str, tuple[float, int]],
+    seconds: Mapping[str, tuple[float, float]],
+) -> dict[str, list[Saving]]:
+    """Return what each weighing needs at equal accuracy."""
+    model_of = {contender.key: contender.model for contender in WEIGHING}
+    model_of |= {key: model for model, key in PLAIN.items()}
+    asks = {contender.key for contender in WEIGHING if contender.asks}
+    found: dict[str, list[Saving]] = {}
+    for key, curve in curves.items():
+        for target in targets:
+            column = samples_needed(curve, curves[PLAIN[BASE]][target - 1])
+            needed = estimate_or_never(column, never=np.inf)
+            prices = (table[model_of[key]] for table in (tokens, seconds))
+            paid = [_price(needed.value, *price, asks=key in asks) for price in prices]
+            found.setdefault(key, []).append(Saving(target, needed, *paid))
+    return found
+
+
+def mean_tokens(pool: RecordedPool) -> tuple[float, int]:
+    """Return the mean tokens of a response, and the tokens of the confidence query."""
+    samples = [sample for entry in pool.entries for sample in entry.samples]
+    tokens = total_tokens(samples, 0)
+    if tokens is None:
+        raise ValueError("Expected the length of every response to be known, but got some without.")
+    return tokens / len(samples), pool.query_tokens
+
+
+def label_of(key: str) -> str:
+    """Return what weighs, in words."""
+    labels = {PLAIN[BASE]: "plain votes", PLAIN[JOINT]: "plain votes of the joint model"}
+    named: dict[str, Contender] = {contender.key: contender for contender in WEIGHING}
+    return labels[key] if key in labels else f"weighted by {named[key].label}"
+
+
+def _price(samples: float | None, response: float, query: float, *, asks: bool) -> float | None:
+    return None if samples is None else samples * (response + (query if asks else 0.0))
+
+
+TURNS = 3
+QUESTIONS, SAMPLES = 16, 8
+SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_new_tokens=120)
+
+
+def measured_seconds(output: Path, activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
+    """Return what :func:`measure_seconds` measured for these models, now where it has not yet."""
+    file = output / "seconds.json"
+    if not file.exists():
+        file.write_text(json.dumps(measure_seconds(activated, joint)))
+    return {name: tuple(pair) for name, pair in json.loads(file.read_text()).items()}
+
+
+def measure_seconds(activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
+    """Return the processor seconds of a response, and those that its confidence query adds, by what is trained.
+
+    Medians over turns, the ways taking turns.
+    """
+    torch.set_num_threads(1)
+    questions = get_task(TASK).load("calibration", limit=QUESTIONS)
+    engines = {
+        BASE: TransformersEngine("bundled", max_batch=QUESTIONS * SAMPLES),
+        ACTIVATED: TransformersEngine("bundled", adapter=str(activated), max_batch=QUESTIONS * SAMPLES),
+        JOINT: TransformersEngine(str(joint), max_batch=QUESTIONS * SAMPLES),
+    }
+    taken: dict[tuple[str, bool], list[float]] = {}
+    for _ in range(TURNS):
+        for name, engine in engines.items():
+            for asks in (False, True):
+                query = engine.chat.query if asks else None
+                requests = _requests(questions, engine.chat, query)
+                started = time.process_time()
+                generate(engine, requests)
+                taken.setdefault((name, asks), []).append((time.process_time() - started) / len(requests))
+    for engine in engines.values():
+        engine.close()
+    plain = {name: statistics.median(taken[name, False]) for name in engines}
+    return {name: (plain[name], max(0.0, statistics.median(taken[name, True]) - plain[name])) for name in engines}
+
+
+def _requests(questions: list[Question], chat: ChatFormat, query: ConfidenceQuery | None) -> list[Request]:
+    return [
+        Request(f"{index}/{question.id}", chat.prompt_ids(question.messages), SAMPLING, own_seed, query)
+        for question in questions
+        for index in range(SAMPLES)
+        for own_seed in [sample_seed(0, 0, question.id, index)]
+    ]

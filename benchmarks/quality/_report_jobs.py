@@ -38,16 +38,7 @@ ABLATIONS: dict[str, tuple[str, str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
-
-    Attributes:
-        output: Samples, models and logs go here.
-        training: Training questions, 10 responses each.
-        questions: Questions by split: id, ood, calibration.
-        num_samples: Responses to each of these.
-        asleep: Questions that are sampled once more, with the sleeping adapter beside the model.
-        threads: Threads of a job.
-    """
+    """What is run."""
 
     output: Path
     training: int

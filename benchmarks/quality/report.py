@@ -19,12 +19,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _report_confidences import CONTENDERS, fit_on, read_pool, with_fitted
-from _report_criteria import SIZES_OF_VOTES, criteria
+from _report_confidences import (
+    CONTENDERS,
+    fit_on,
+    mean_tokens,
+    measured_seconds,
+    over_seeds,
+    read_pool,
+    savings,
+    vote_curves,
+    with_fitted,
+)
 from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
-from _report_tables import FULL, as_markdown, figure
-from _report_times import measured_seconds
-from _report_votes import mean_tokens, over_seeds, savings, vote_curves
+from _report_tables import FULL, SIZES_OF_VOTES, as_markdown, criteria, figure
 from shared.estimates import Measured, summary
 from shared.tables import triple, write_report
 

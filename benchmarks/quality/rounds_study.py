@@ -223,12 +223,7 @@ def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
 
 
 def estimate(columns: np.ndarray, draws: np.ndarray) -> dict[str, float | None]:
-    """Return the mean over seeds and its 95 % interval over resampled questions and resampled seeds.
-
-    Args:
-        columns: Value on all questions, then on each resample of them, by seed, [S, 1 + R].
-        draws: The seeds of each resample, [R, S]; the same for all arms, like the resamples of the questions.
-    """
+    """Return the mean over seeds and its 95 % interval over resampled questions and resampled seeds."""
     resampled = columns[:, 1:][draws.T, np.arange(columns.shape[1] - 1)].mean(axis=0)
     entry = Estimate.from_resamples(float(columns[:, 0].mean()), resampled)
     return {"value": entry.value, "low": entry.low, "high": entry.high}

@@ -26,15 +26,7 @@ TEXT_QUESTIONS = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is sampled.
-
-    Attributes:
-        train: Training questions; None takes all.
-        test: Test questions; None takes all.
-        calibration: Labelled questions that scalers and fusions are fitted on.
-        num_samples: Responses to a question.
-        train_samples: Responses to a training question; None takes ``num_samples``.
-    """
+    """How much is sampled."""
 
     train: int | None = None
     test: int | None = None
@@ -49,13 +41,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a report.
-
-    Attributes:
-        folder: Samples, adapters and logs go here.
-        model: Folder of the converted model.
-        sizes: How much is sampled.
-    """
+    """The jobs of a report."""
 
     folder: Path
     model: Path

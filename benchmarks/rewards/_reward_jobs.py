@@ -59,18 +59,7 @@ SEARCHES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run.
-
-    Attributes:
-        output: Samples, models and logs go here.
-        training: Training questions, 8 responses each, of the models that need no rollouts.
-        rolled: Training questions of the models beside them, whose responses are rolled out as well.
-        questions: Questions by split: id, ood, calibration.
-        num_samples: Responses to each of these.
-        rolled_responses: How many of them are rolled out.
-        num_rollouts: Rollouts from each prefix, in training and to judge.
-        searched: In-domain questions that are searched live.
-    """
+    """What is run."""
 
     output: Path
     training: int

@@ -22,11 +22,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _reward_criteria import Found, at_equal_tokens, criteria
 from _reward_jobs import MODELS, TESTS, Plan, run_seed
-from _reward_places import METRICS, OVERALL, Places, calibration, estimates, read_places
-from _reward_tables import COLOURS, FULL, as_markdown, figure
-from _reward_votes import FUSED, LABELS, PLAIN, STOP_AT_MOST, Spent, first_questions, read_pool, searches, spend
+from _reward_measures import (
+    FUSED,
+    LABELS,
+    METRICS,
+    OVERALL,
+    PLAIN,
+    STOP_AT_MOST,
+    Places,
+    Spent,
+    calibration,
+    estimates,
+    first_questions,
+    read_places,
+    read_pool,
+    searches,
+    spend,
+)
+from _reward_tables import COLOURS, FULL, Found, as_markdown, at_equal_tokens, criteria, figure
 from shared.estimates import Measured, summary
 from shared.jobs import seconds_of
 from shared.tables import triple, write_report

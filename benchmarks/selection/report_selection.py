@@ -18,10 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _handed_on import HandedOn, hand_on
-from _worth import Score, over_seeds, score_tells, selection_worth
-from shared.criteria import Criterion, above, at_least, criteria_table, exactly
-from shared.tables import section, show, triple, write_report
+from _selection_measures import HandedOn, Score, hand_on, over_seeds, score_tells, selection_worth
+from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, triple, write_report
 
 from selfcal_lightning.adaptation.picking import (
     FUSED,
@@ -64,14 +62,7 @@ PAIRS = ((FUSED, SHARE), (FUSED, SSC), (FUSED, PICK), (MEAN_LOGPROB, SHARE), (SH
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is done; the sizes stand above the tables.
-
-    Attributes:
-        seeds: Pools of responses, each with a seed of its own.
-        questions: Questions of the in-domain test split.
-        samples: Responses to a question.
-        kept: Share of the questions that is kept.
-    """
+    """How much is done; the sizes stand above the tables."""
 
     seeds: int = 3
     questions: int = 300

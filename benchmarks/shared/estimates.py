@@ -27,12 +27,7 @@ Column = Floats | ErrorBounds
 
 @dataclass(frozen=True)
 class Measured:
-    """A confidence on the responses of one seed, and on resamples of their questions.
-
-    Attributes:
-        values: By metric, on all questions and on R resamples [1 + R].
-        errors: The calibration error with the bounds of its deviation.
-    """
+    """A confidence on the responses of one seed, and on resamples of their questions."""
 
     values: dict[str, Floats]
     errors: ErrorBounds

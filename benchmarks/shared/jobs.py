@@ -19,17 +19,7 @@ LIBRARIES = ("selfcal_lightning.cli", "torch", "transformers.models.llama.modeli
 
 
 def run(log: Path, *arguments: str, threads: int | None = 1, output: Path | None = None) -> float:
-    """Run one ``selfcal`` command. Returns seconds of wall time.
-
-    Args:
-        log: Where its messages are appended, and what it prints as well unless ``output`` is given.
-        arguments: Those of the command.
-        threads: Threads of torch; None takes what ``OMP_NUM_THREADS`` says, or as many as there are cores.
-        output: File for what it prints.
-
-    Raises:
-        SystemExit: The command failed.
-    """
+    """Run one ``selfcal`` command. Returns seconds of wall time."""
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "180"}
@@ -55,14 +45,6 @@ def run_once(folder: Path, *arguments: str, output: Path | None = None) -> None:
     """Run one ``selfcal`` command unless it was run: what has been done is remembered in ``folder`` by its words.
 
     It runs in a copy of this process, which has the libraries loaded, and must have one thread.
-
-    Args:
-        folder: Where ``log.txt`` and what was done lie.
-        arguments: Those of the command.
-        output: File for what it prints.
-
-    Raises:
-        SystemExit: The command failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     words, finished = " ".join(arguments), seconds_of(folder)

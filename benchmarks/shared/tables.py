@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,7 @@ def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
 
 
 def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
-    """Write a value with its interval: (value, low, high).
-
-    Example:
-        >>> show([0.5, 0.25, 0.75]), show([0.0, None, None], digits=0), show([None, None, None])
-        ('0.500 [0.250, 0.750]', '0', 'never')
-    """
+    """Write a value with its interval: (value, low, high)."""
     value, low, high = entry
     if value is None:
         return "never"
@@ -56,3 +52,51 @@ def write_report(
     if picture is not None:
         save_figure(picture, folder / f"{name}.png", dpi=dpi)
     print(text)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One demand."""
+
+    text: str
+    measured: Estimate
+    met: bool | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        return {"text": self.text, "measured": triple(self.measured), "met": self.met}
+
+
+def exactly(value: float) -> Estimate:
+    """Return a number that was counted."""
+    return Estimate(float(value), None, None)
+
+
+def at_most(value: float | None, bound: float) -> bool:
+    """Return whether a number is known and at most ``bound``."""
+    return value is not None and value <= bound
+
+
+def at_least(value: float | None, bound: float) -> bool:
+    """Return whether a number is known and at least ``bound``."""
+    return value is not None and value >= bound
+
+
+def below(value: float | None, bound: float) -> bool:
+    """Return whether a number is known and below ``bound``."""
+    return value is not None and value < bound
+
+
+def above(value: float | None, bound: float) -> bool:
+    """Return whether a number is known and above ``bound``."""
+    return value is not None and value > bound
+
+
+def criteria_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a table of criteria, as ``Criterion.as_json`` gives them."""
+    lines = ["| what must hold | measured | |", "|---|---:|---|"]
+    for row in rows:
+        digits = 0 if row["measured"][1] is None and float(row["measured"][0] or 0).is_integer() else 3
+        verdict = {True: "met", False: "**missed**", None: "reported"}[row["met"]]
+        lines.append(f"| {row['text']} | {show(row['measured'], digits=digits)} | {verdict} |")
+    return [*lines, ""]

@@ -42,17 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some questions with their responses, q * N of them, question by question.
-
-    Attributes:
-        numbers: Numbers of the questions, q.
-        body: Which of the texts a response begins with [q * N].
-        answer: Its answer [q * N].
-        is_read: Whether the text states the answer [q * N].
-        p_true: Confidence [q * N].
-        logprob: Log-probability in nats [q * N].
-        num_tokens: Length [q * N].
-    """
+    """Some questions with their responses, q * N of them, question by question."""
 
     numbers: range
     body: np.ndarray

@@ -31,17 +31,7 @@ NUM_RESHUFFLES = 100
 
 @dataclass(frozen=True)
 class Cost:
-    """What one command cost.
-
-    Attributes:
-        command: The arguments after ``selfcal``.
-        num_questions: Questions of its pool.
-        seconds: Wall time.
-        processor_seconds: Time on processors.
-        peak_bytes: Largest resident memory.
-        silence_seconds: Longest time without a line on standard error.
-        num_lines: Lines on standard error.
-    """
+    """What one command cost."""
 
     command: str
     num_questions: int

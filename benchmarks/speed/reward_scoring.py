@@ -48,14 +48,7 @@ Scores = list[float]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way to score costs.
-
-    Attributes:
-        way: Its name.
-        passes: Forward passes.
-        tokens: Tokens of all of them, padding included.
-        processor_seconds: The least of all turns.
-    """
+    """What a way to score costs."""
 
     way: str
     passes: int
@@ -64,12 +57,7 @@ class Cost:
 
 
 class Ways:
-    """The ways to score the steps of a pool.
-
-    Args:
-        folder: Of the reward model.
-        pool: The responses.
-    """
+    """The ways to score the steps of a pool."""
 
     def __init__(self, folder: Path, pool: Sequence[QuestionSamples]) -> None:
         stated = read_reward_file(folder)

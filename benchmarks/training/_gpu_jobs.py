@@ -13,11 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from _training_flops import Shape, training_flops
-from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, collator_of, draw_preset, random_module
+from _training_rows import (
+    LORA,
+    SIZES,
+    Lengths,
+    Shape,
+    TrainingRows,
+    bundled_chat,
+    collator_of,
+    draw_preset,
+    random_module,
+    register_varlen_attention,
+    training_flops,
+)
 from _training_rows import random_rows as make_rows
 from _training_ways import WAYS, Work, shared_prefix
-from _varlen_attention import register_varlen_attention
 
 from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.models.packing import FLEX, SEGMENTS
@@ -45,19 +55,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One process of the set.
-
-    Attributes:
-        name: What it is called in the results.
-        way: A way of training; "" for the jobs that train nothing.
-        attention: The model's attention.
-        dtype: Of the frozen weights; float32 trains without autocast.
-        checkpointing: Whether activations are computed again in the backward pass.
-        varlen: Whether the candidate of ``_varlen_attention`` takes the place of attention by segments.
-        preset: Rows as the published preset draws them, instead of all responses to a few questions.
-        batch: Rows of a batch; None takes the setting's.
-        limit: Seconds that it may take.
-    """
+    """One process of the set."""
 
     name: str
     way: str = ""

@@ -5,13 +5,16 @@ Only the counts matter here: parameters, tokens, responses to a question. Weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
@@ -19,8 +22,15 @@ from selfcal_lightning.datamodules.ssc.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import DealByPrompt, MicroBatch, group_by_question
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.packing import SEGMENTS, register_segment_attention
+from selfcal_lightning.models.packing import (
+    SEGMENTS,
+    PrefixTree,
+    TreeMasks,
+    register_segment_attention,
+    segment_attention,
+)
 from selfcal_lightning.records import Question, Sample
+from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 MAX_LENGTH = 1024
@@ -272,3 +282,151 @@ def random_module(
 def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> SSCCollator:
     """Return the project's collator."""
     return SSCCollator(chat, max_length=MAX_LENGTH, shared_prefix=shared_prefix, pad_to_multiple_of=multiple)
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # PyTorch before 2.10
+    varlen_attn = None
+
+
+class Plan(NamedTuple):
+    """Sequences of a packed row: places of their keys, int64 [K], and where queries and keys of each begin, [N + 1]."""
+
+    key_places: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_query: int
+    longest_keys: int
+
+
+@lru_cache(maxsize=8)
+def plan_of(trees: tuple[PrefixTree, ...], device: torch.device) -> Plan:
+    """Return the sequences of ``trees``, in the order of their tokens."""
+    queries: list[int] = []
+    keys: list[Tensor] = []
+    for tree in trees:
+        prompt = torch.arange(tree.start, tree.start + tree.prompt)
+        own = [torch.arange(start, start + n) for start, n in zip(tree.branch_starts(), tree.branches, strict=True)]
+        queries += [tree.prompt, *tree.branches]
+        keys += [prompt, *(torch.cat((prompt, branch)) for branch in own)]
+    lengths = [len(places) for places in keys]
+    starts = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (queries, lengths)]
+    return Plan(torch.cat(keys).to(device), *starts, max(queries), max(lengths))
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    prefix_trees: TreeMasks | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Do what ``segment_attention`` does; see there. Attention dropout is not supported by the kernel."""
+    if prefix_trees is None:
+        return segment_attention(module, query, key, value, attention_mask, scaling=scaling, **arguments)
+    plan = plan_of(prefix_trees.trees, query.device)
+    tokens = prefix_trees.trees[-1].stop
+    queries = query[0, :, :tokens].transpose(0, 1)
+    keys, values = (part[0].transpose(0, 1).index_select(0, plan.key_places) for part in (key, value))
+    out = varlen_attn(
+        queries.contiguous(), keys, values, plan.query_starts, plan.key_starts, plan.longest_query, plan.longest_keys,
+        scale=scaling, **_causal(),
+    )  # fmt: skip
+    return torch.cat((out, out.new_zeros(query.shape[2] - tokens, *out.shape[1:])))[None], None
+
+
+def _causal() -> dict[str, Any]:
+    """Return how this PyTorch is told to be causal and to share key-value heads; its arguments still change."""
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return {**causal, "enable_gqa": True} if "enable_gqa" in known else causal
+
+
+def register_varlen_attention() -> None:
+    """Put it in the place of attention by segments, in this process."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SEGMENTS, varlen_attention)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder with LoRA on its query and value projections; the letters are those of the module's text."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    query_width: int
+    key_width: int
+    vocab: int
+    rank: int
+
+    @classmethod
+    def of(cls, size: Mapping[str, Any], rank: int) -> Shape:
+        """Return the shape of a Llama configuration."""
+        head = size["hidden_size"] // size["num_attention_heads"]
+        return cls(
+            hidden=size["hidden_size"],
+            intermediate=size["intermediate_size"],
+            layers=size["num_hidden_layers"],
+            query_width=head * size["num_attention_heads"],
+            key_width=head * size["num_key_value_heads"],
+            vocab=size["vocab_size"],
+            rank=rank,
+        )
+
+    @property
+    def frozen_weights(self) -> int:
+        """Weights of the linear layers within all blocks, L F."""
+        attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def adapter_weights(self) -> int:
+        """Weights of the adapters, L A."""
+        return self.layers * self.rank * (2 * self.hidden + self.query_width + self.key_width)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a batch asks for, padding left out."""
+
+    tokens: int
+    pairs: int
+    logits: int
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
+
+
+def training_flops(shape: Shape, load: Load) -> int:
+    """Return the operations of a forward and a backward pass."""
+    frozen = 4 * shape.frozen_weights * load.tokens
+    head = 4 * shape.hidden * shape.vocab * load.logits
+    adapters = 6 * shape.adapter_weights * load.tokens
+    attention = 12 * shape.query_width * shape.layers * load.pairs
+    return frozen + head + adapters + attention
+
+
+def causal_pairs(tokens: int) -> int:
+    """Return the pairs of a sequence of its own."""
+    return tokens * (tokens + 1) // 2
+
+
+def batch_load(batch: SSCBatch) -> Load:
+    """Return the load of the project's batch, packed or apart."""
+    logits = batch.batch_size + len(batch.label_position)
+    if not batch.trees:
+        lengths = batch.attention_mask.sum(dim=1).tolist()
+        return Load(sum(lengths), sum(map(causal_pairs, lengths)), logits)
+    tokens = sum(tree.stop - tree.start for tree in batch.trees)
+    pairs = sum(
+        causal_pairs(tree.prompt) + sum(tree.prompt * branch + causal_pairs(branch) for branch in tree.branches)
+        for tree in batch.trees
+    )
+    return Load(tokens, pairs, logits)

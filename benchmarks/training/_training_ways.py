@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _training_flops import Load, batch_load, causal_pairs
-from _training_rows import MAX_LENGTH, TrainingRows, collator_of
+from _training_rows import MAX_LENGTH, Load, TrainingRows, batch_load, causal_pairs, collator_of
 from torch import Tensor
 
 from selfcal_lightning.datamodules.ssc.sampler import DealByLength, DealByPrompt
@@ -30,13 +29,7 @@ TARGET = 0.5  # of every row; see TrainingRows.tuples
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of one way, with what it costs in tokens.
-
-    Attributes:
-        loss: Gives this batch's part of the loss; the graph is freed by its backward pass.
-        slots: Tokens that are computed, padding included.
-        load: What is computed, padding and needless logits left out.
-    """
+    """A batch of one way, with what it costs in tokens."""
 
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int

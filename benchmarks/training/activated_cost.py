@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measurements import MIB, Measurements, peak_memory_of
 from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
+from _training_tables import MIB, Measurements, peak_memory_of
 from _training_ways import Work, reference, shared_prefix
 from training_throughput import REFERENCE_ROWS, made_with, one_step
 

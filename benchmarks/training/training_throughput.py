@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 import transformers
-from _measurements import MIB, Measurements, digest_of, peak_memory_of
 from _training_rows import MIXES, SIZES, Lengths, PresetDraw, TrainingRows, bundled_chat, draw_preset, random_module
 from _training_rows import random_rows as make_rows
-from _training_tables import markdown
+from _training_tables import MIB, Measurements, digest_of, markdown, peak_memory_of
 from _training_ways import WAYS, Work, collator_name
 
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -47,19 +46,7 @@ PRESET_BATCH = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting in which several ways are compared.
-
-    Attributes:
-        section: What the cell is for: "kept", "preset", "samples" or "length".
-        size: Model size.
-        mix: Name of the length mix.
-        lengths: Mean tokens of prompt and response.
-        samples: Responses to a question.
-        rows: Responses in all, which make an optimiser step; 0 takes a step of the preset's draw.
-        ways: The ways that are compared.
-        repeats: Passes of each way in ``CORE``.
-        other_repeats: Passes of each other way.
-    """
+    """One setting in which several ways are compared."""
 
     section: str
     size: str

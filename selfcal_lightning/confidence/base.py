@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.records import QuestionSamples, Sample
 
 P_TRUE = "p_true"
@@ -20,6 +21,21 @@ STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
 
 class MissingConfidenceError(InputError):
     """A confidence that a strategy or a fit needs is not there; the message names the estimator to run."""
+
+
+@dataclass(frozen=True)
+class RewardSupport:
+    """How the models that estimators with ``reads = "rewards"`` read are checked, identified and opened.
+
+    Attributes:
+        check: Refuses settings that name no model, or one that an estimator of these names cannot read.
+        identity: What the scores of a model depend on, JSON-able.
+        open: Loads the model, in a dtype.
+    """
+
+    check: Callable[[RewardSettings, Sequence[str]], None]
+    identity: Callable[[RewardSettings], dict[str, Any]]
+    open: Callable[[RewardSettings, str], Any]
 
 
 class Estimator(Protocol):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from selfcal_lightning.confidence.base import STORED, Estimator
+from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport
 from selfcal_lightning.confidence.estimators import (
     WEIGHTS,
     LowestGroupConfidence,
@@ -31,12 +32,10 @@ from selfcal_lightning.confidence.trajectories import TRAJECTORIES
 from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.rewards.estimator import REWARD_SCORES
 
 if TYPE_CHECKING:
     from selfcal_lightning.confidence.token_reader import TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
-    from selfcal_lightning.rewards.reading import RewardReader
 
 
 class EstimatorClass(Protocol):
@@ -51,6 +50,7 @@ class EstimatorClass(Protocol):
         """Make one."""
 
 
+# Rows of the neighbours above this room are named, as plug-ins are, and import no torch.
 _OWN = cast(  # a class whose attributes are class variables is one of them
     "tuple[EstimatorClass, ...]",
     (
@@ -73,10 +73,11 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         StepSelfEvaluation,
         *TRAJECTORIES,
         *WEIGHTS,
-        *REWARD_SCORES,
+        *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
     ),
 )
 ESTIMATORS: dict[str, EstimatorClass] = {estimator.name: estimator for estimator in _OWN}
+REWARDS: RewardSupport = resolve_name("selfcal_lightning.rewards.estimator:REWARDS")
 READS = ("engine", "tokens", "rewards", "pool")
 _PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
 
@@ -122,7 +123,7 @@ def build_estimator(
     engine: Engine | None = None,
     chat: ChatFormat | None = None,
     tokens: TokenReader | None = None,
-    rewards: RewardReader | None = None,
+    rewards: Any = None,
     **settings: Any,
 ) -> Estimator:
     """Return the estimator ``name``, made from those of the arguments that it reads."""

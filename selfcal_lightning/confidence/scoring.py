@@ -18,6 +18,7 @@ import numpy as np
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
 from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.registry import (
+    REWARDS,
     EstimatorClass,
     RecordedConfidence,
     check_name_tells,
@@ -41,7 +42,6 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.models.names import check_adapter_name
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
-from selfcal_lightning.rewards.estimator import check_judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,13 +412,7 @@ def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
 def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
     """Refuse a reward model that is not there or that an estimator cannot read, and one that none of them reads."""
     if names:
-        from selfcal_lightning.rewards.reading import check_rewards
-        from selfcal_lightning.rewards.step_scaling import load_step_scaler
-
-        format = check_rewards(settings)
-        load_step_scaler(settings)
-        for name in names:
-            check_judge(name, format)
+        REWARDS.check(settings, names)
     elif settings != RewardSettings():
         raise InputError(
             f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got {settings}."

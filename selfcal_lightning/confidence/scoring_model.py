@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import Estimator
-from selfcal_lightning.confidence.registry import build_estimator, estimator_class
+from selfcal_lightning.confidence.registry import REWARDS, build_estimator, estimator_class
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import check_marker
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.confidence.token_reader import TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
-    from selfcal_lightning.rewards.reading import RewardReader
 
 ACTIVATED = "activated_adapter_sha256"
 
@@ -67,7 +66,7 @@ class ScoringModel:
         self._engine: Engine | None = None
         self._network: PreTrainedModel | None = None
         self._tokens: TokenReader | None = None
-        self._rewards: RewardReader | None = None
+        self._rewards: Any = None
 
     @cached_property
     def source(self) -> str:
@@ -141,9 +140,7 @@ class ScoringModel:
         if reads == "pool":
             return origin
         if reads == "rewards":
-            from selfcal_lightning.rewards.reading import reward_identity
-
-            return {**origin, "reward_model": reward_identity(self.settings.reward)}
+            return {**origin, "reward_model": REWARDS.identity(self.settings.reward)}
         prompt = self.chat.describe()
         if reads == "engine":
             read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
@@ -208,11 +205,9 @@ class ScoringModel:
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
 
-    def _open_rewards(self) -> RewardReader:
+    def _open_rewards(self) -> Any:
         if self._rewards is None:
-            from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
-
-            self._rewards = open_scaled_rewards(self.settings.reward, dtype=self.settings.engine.dtype)
+            self._rewards = REWARDS.open(self.settings.reward, self.settings.engine.dtype)
         return self._rewards
 
     def _open_network(self) -> PreTrainedModel:

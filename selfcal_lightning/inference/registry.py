@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import MISSING, fields, is_dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
@@ -11,7 +12,6 @@ from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping
 from selfcal_lightning.inference.voting import CISC, BestOfN, BordaVoting, PassAtN, SelfConsistency, StandardisedVoting
-from selfcal_lightning.rewards.search import AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering
 
 # Every class is a frozen dataclass that is a `Strategy` and has `grid_parameter`; one without `curve` is replayed.
 STRATEGIES: dict[str, type] = {
@@ -27,10 +27,8 @@ STRATEGIES: dict[str, type] = {
     "pass_at_n": PassAtN,
 }
 # A reward model steers them while responses are sampled, so that nothing recorded can be replayed by them.
-Search = AdaptiveBestOfN | BeamSearch | DiverseTreeSearch | ParticleFiltering
-SEARCHES: dict[str, type[Search]] = {
-    search.name: search for search in (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)
-}
+# They are the neighbours' above this room, named as plug-ins are.
+SEARCHES: dict[str, Any] = {search.name: search for search in resolve_name("selfcal_lightning.rewards.search:SEARCHES")}
 # They look at the reference: upper bounds for tables, no use for answering a question.
 ORACLES = ("pass_at_n",)
 _PARTS = ("name", "grid_parameter", "max_samples", "confidence", "solve")

@@ -1,4 +1,4 @@
-"""Borda voting: samples vote by the rank of their confidence, not by its value."""
+"""Strategies that draw the whole budget at once: plain and weighted votes, best of N, and the oracle."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
     CurveOutcome,
     PoolArrays,
+    Votes,
     as_budgets,
     first_crossing,
     leaders_at,
@@ -38,6 +39,37 @@ from selfcal_lightning.inference.vectorised import (
 from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import Question, Sample
+
+
+def _votes(pool: PoolArrays, grid: Sequence[int], *, weighted: bool = True) -> tuple[Integers, Votes]:
+    """Return the budgets of ``grid`` and the votes within the largest of them."""
+    budgets = as_budgets(grid)
+    return budgets, votes_of(pool, weighted=weighted, width=int(budgets.max(initial=0)))
+
+
+class _WeighedVote:
+    """Asks for the whole budget at once and votes; a member says what the confidences weigh."""
+
+    max_samples: int
+    confidence: str
+
+    def __post_init__(self) -> None:
+        check_budget(self.max_samples)
+        check_confidence_name(self.confidence)
+
+    def weights(self, confidence: Floats) -> Floats:
+        """Return the weights of a question's votes [N], of which there is at least one."""
+        raise NotImplementedError
+
+    def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Return the weight of each answer in the order first seen."""
+        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
+        weights = self.weights(np.array([value for _, value in cast])).tolist() if cast else []
+        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights, strict=True))
+
+    def solve(self, question: Question) -> Solving:
+        """Ask for the whole budget at once and vote."""
+        return vote_at_once(question, self.max_samples, self.weigh)
 
 
 @dataclass(frozen=True)
@@ -77,8 +109,7 @@ class SelfConsistency:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=self.confidence is not None, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid, weighted=self.confidence is not None)
         return outcome_of_budgets(leaders_at(votes, budgets), budgets, pool.length)
 
 
@@ -87,7 +118,7 @@ MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
-class CISC:
+class CISC(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = exp(c_i / T) / sum_j exp(c_j / T)``.
 
     c_i is the confidence in sample i, any real number, and T the temperature: a small one is best-of-N, a large one the
@@ -121,26 +152,16 @@ class CISC:
             raise InputError(
                 f"Expected `temperature` to be a number of at least {MIN_TEMPERATURE:g}, but got {self.temperature!r}."
             )
-        check_budget(self.max_samples)
-        check_confidence_name(self.confidence)
+        super().__post_init__()
 
-    def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once and vote."""
-        return vote_at_once(question, self.max_samples, self._weigh)
-
-    def _weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the weight of each answer in the order first seen, in units that leave no weight too small to add."""
-        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
-        if not cast:
-            return {}
-        mantissa, exponent = _split_exp(np.array([value for _, value in cast]), self.temperature)
-        weights = mantissa * power_of_two(exponent - exponent.max())
-        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights.tolist(), strict=True))
+    def weights(self, confidence: Floats) -> Floats:
+        """Return them in units that leave no weight too small to add."""
+        mantissa, exponent = _split_exp(confidence, self.temperature)
+        return np.asarray(mantissa * power_of_two(exponent - exponent.max()))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid)
         mantissa, exponent = _split_exp(votes.weight, self.temperature)
         weighted = replace(votes, weight=np.where(votes.is_vote, mantissa, 0.0), exponent=exponent)
         return outcome_of_budgets(leaders_at(weighted, budgets), budgets, pool.length)
@@ -161,7 +182,7 @@ MAX_POWER = 100.0
 
 
 @dataclass(frozen=True)
-class BordaVoting:
+class BordaVoting(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = (N - rank_i + 1) ** p``.
 
     rank_i is the rank of sample i by confidence, 1 for the highest, ties to the first seen; N the number of votes.
@@ -193,27 +214,21 @@ class BordaVoting:
         is_number = isinstance(self.power, int | float) and not isinstance(self.power, bool)
         if not is_number or not 0.0 <= self.power <= MAX_POWER:
             raise InputError(f"Expected `power` to be a number in [0, {MAX_POWER:g}], but got {self.power!r}.")
-        check_budget(self.max_samples)
-        check_confidence_name(self.confidence)
+        super().__post_init__()
 
-    def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once, rank and vote."""
-        return vote_at_once(question, self.max_samples, self.weigh)
-
-    def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the Borda votes of each answer in the order first seen."""
-        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
-        by_rank = sorted(range(len(cast)), key=lambda index: -cast[index][1])  # stable: ties keep their order
-        points = {index: len(cast) - place for place, index in enumerate(by_rank)}
-        return add_up((str(answer), float(points[index]) ** self.power) for index, (answer, _) in enumerate(cast))
+    def weights(self, confidence: Floats) -> Floats:
+        """Return each vote's points to the power."""
+        by_rank = np.argsort(-confidence, kind="stable")  # ties keep their order
+        points = np.empty(len(confidence), dtype=np.int64)
+        points[by_rank] = np.arange(len(confidence), 0, -1)
+        return np.array([float(number) ** self.power for number in points.tolist()])
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid)
         num_questions, width = votes.code.shape
         scores = np.where(votes.is_vote, votes.weight, np.nan).T
-        # Python's power, as in `solve`: NumPy's may differ in the last bit and turn a tie.
+        # Python's power, as in `weights`: NumPy's may differ in the last bit and turn a tie.
         weight_of_points = np.array([float(points) ** self.power for points in range(width + 1)])
         points = np.zeros((width, num_questions), dtype=np.int64)
         leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
@@ -277,8 +292,7 @@ class BestOfN:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid)
         num_questions, width = votes.code.shape
         scores = np.where(votes.is_vote, votes.weight, -np.inf)
         # Column n holds what the first n samples say; before any vote the score is -inf and the best sample is none.
@@ -292,7 +306,7 @@ class BestOfN:
 
 
 @dataclass(frozen=True)
-class StandardisedVoting:
+class StandardisedVoting(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = exp((c_i - mean) / std)``.
 
     c_i is the confidence in sample i, any real number; mean and standard deviation are over the votes of the question
@@ -320,24 +334,13 @@ class StandardisedVoting:
     max_samples: int = 16
     confidence: str = "mean_logprob"
 
-    def __post_init__(self) -> None:
-        check_budget(self.max_samples)
-        check_confidence_name(self.confidence)
-
-    def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once, standardise and vote."""
-        return vote_at_once(question, self.max_samples, self.weigh)
-
-    def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the weight of each answer in the order first seen."""
-        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
-        weights = masked_standardised_weights(np.array([[value] for _, value in cast]).reshape(-1, 1))[:, 0]
-        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights.tolist(), strict=True))
+    def weights(self, confidence: Floats) -> Floats:
+        """Return the exponentials of the standardised confidences."""
+        return np.asarray(masked_standardised_weights(confidence[:, None])[:, 0])
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid)
         num_questions, width = votes.code.shape
         scores = np.where(votes.is_vote, votes.weight, np.nan).T
         leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
@@ -373,8 +376,7 @@ class PassAtN:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=False, width=int(budgets.max(initial=0)))
+        budgets, votes = _votes(pool, grid, weighted=False)
         width = votes.code.shape[1]
         is_right = votes.is_vote & pool.correct[:, :width]
         first_right = first_crossing(is_right.astype(np.float64), [1.0])[0]

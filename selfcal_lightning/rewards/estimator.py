@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from selfcal_lightning.confidence.base import RewardSupport
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.step_settings import Aggregation
+from selfcal_lightning.data.step_settings import Aggregation, RewardSettings
 from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import Judged, RewardFormat
@@ -109,3 +110,28 @@ def check_judge(name: str, format: RewardFormat) -> None:
             f"Expected an estimator for the reward format {format.name!r}, which judges {what} {scale}, but got "
             f"{name!r}. Use {' or '.join(able) or 'one of your own'}."
         )
+
+
+def _check(settings: RewardSettings, names: Sequence[str]) -> None:
+    from selfcal_lightning.rewards.reading import check_rewards
+    from selfcal_lightning.rewards.step_scaling import load_step_scaler
+
+    format = check_rewards(settings)
+    load_step_scaler(settings)
+    for name in names:
+        check_judge(name, format)
+
+
+def _identity(settings: RewardSettings) -> dict[str, Any]:
+    from selfcal_lightning.rewards.reading import reward_identity
+
+    return reward_identity(settings)
+
+
+def _open(settings: RewardSettings, dtype: str) -> RewardReader:
+    from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
+
+    return open_scaled_rewards(settings, dtype=dtype)
+
+
+REWARDS = RewardSupport(check=_check, identity=_identity, open=_open)

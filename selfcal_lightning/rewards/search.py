@@ -451,3 +451,6 @@ class AdaptiveBestOfN:
             confidence=scores[best],
             stopped_early=wanted < self.max_samples,
         )
+
+
+SEARCHES = (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)

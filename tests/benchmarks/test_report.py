@@ -72,7 +72,7 @@ def test_a_confidence_does_not_differ_from_itself(module: Module) -> None:
 
 
 def test_the_samples_for_an_accuracy_are_read_between_the_points(module: Module) -> None:
-    needed = module("_report_votes").samples_needed
+    needed = module("_report_confidences").samples_needed
     curve = np.array([[0.4, 0.4, 0.4], [0.5, 0.3, 0.3], [0.6, 0.5, 0.3]])
     assert needed(curve, np.array([0.55, 0.45, 0.45]))[:2] == pytest.approx([2.5, 2.5])
     assert np.isnan(needed(curve, np.array([0.55, 0.45, 0.45]))[2])
@@ -80,7 +80,7 @@ def test_the_samples_for_an_accuracy_are_read_between_the_points(module: Module)
 
 
 def test_a_criterion_is_met_by_what_it_names(module: Module) -> None:
-    estimates, demands = module("shared.estimates"), module("_report_criteria")
+    estimates, demands = module("shared.estimates"), module("_report_tables")
 
     def measured(*, noise: float, shift: float = 0.0) -> list[object]:
         return [estimates.Measured.of(scored(seed, noise=noise, shift=shift)) for seed in range(3)]

@@ -42,8 +42,8 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
         "changes": {"anchor less start": found, "anchor less TTRL": {**found, "ece": change(-0.05)}},
     }
     tables = {"transductive": table, "inductive": table}
-    packing = importlib.import_module("_packing").Packing(48.0, 83.0, 2.0, 2.5)
-    guarded = importlib.import_module("_guarded").Guarded(1, ("a token has lost 3 nats",), is_restored=True)
+    packing = importlib.import_module("_adapt_tables").Packing(48.0, 83.0, 2.0, 2.5)
+    guarded = importlib.import_module("_adapt_tables").Guarded(1, ("a token has lost 3 nats",), is_restored=True)
     rows = {row["target"].split(":")[0]: row for row in report.targets(tables, change(0.005), packing, guarded)}
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "anchor less TTRL, inductive ECE": "met",
@@ -59,5 +59,5 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
 
 
 def test_tables_are_made_before_all_is_measured(report: ModuleType, tmp_path: Path) -> None:
-    assert importlib.import_module("_packing").read_packing(tmp_path) is None
-    assert importlib.import_module("_guarded").read_guarded(tmp_path) is None
+    assert importlib.import_module("_adapt_tables").read_packing(tmp_path) is None
+    assert importlib.import_module("_adapt_tables").read_guarded(tmp_path) is None

@@ -46,13 +46,13 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def columns(module: Module, seed: Path) -> Columns:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_capability_measures", "_capability_studies"):
+        for name in ("_capability_measures", "_capability_measures"):
             patch.setattr(module(name), "RESAMPLES", 30)
             patch.setattr(module(name), "TESTS", ("test",))
         measures = module("_capability_measures")
         patch.setattr(measures, "FROM_PROMPTS", ("probe", "labelled"))
         patch.setattr(measures, "FROM_RESPONSES", ("agreeing_pairs", "top_share"))
-        found = measures.measure_seed(seed) | module("_capability_studies").size_columns(seed)
+        found = measures.measure_seed(seed) | module("_capability_measures").size_columns(seed)
     return {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
 
 
@@ -84,12 +84,12 @@ def test_the_mean_over_seeds_keeps_what_some_seeds_have(module: Module) -> None:
 
 
 def test_targets_name_what_is_missed(module: Module, columns: Columns) -> None:
-    checks = module("_capability_targets").targets(columns, seconds=(0.001, 0.01))
+    checks = module("_capability_measures").targets(columns, seconds=(0.001, 0.01))
     found = {row.what: row for row in checks}
     ratio = found["processor time of the probe over that of one response"]
     assert (ratio.found.value, ratio.holds) == (pytest.approx(0.1), True)
     worse = {**columns, "id/probe/mse": columns["id/probe/mse"] + 1.0}
-    missed = {row.what for row in module("_capability_targets").targets(worse, seconds=(0.001, 0.01)) if not row.holds}
+    missed = {row.what for row in module("_capability_measures").targets(worse, seconds=(0.001, 0.01)) if not row.holds}
     assert found["MSE of the label-free probe, in domain"].holds
     assert {"MSE of the label-free probe, in domain", "MSE without labels less that with labels, in domain"} <= missed
 
@@ -100,7 +100,7 @@ def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsy
         "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
     }  # fmt: skip
     made = module("report_capability")
-    checks = module("_capability_targets").targets(columns, seconds=(0.001, 0.01))
+    checks = module("_capability_measures").targets(columns, seconds=(0.001, 0.01))
     report["checks"] = [{**vars(check), "found": made.triple(check.found)} for check in checks]
     report["measured"] = {key: made._plain(column) for key, column in columns.items()}
     made._write(tmp_path, report)

@@ -34,13 +34,13 @@ def places(module: Module, *, shift: float = 0.0, num_questions: int = 20) -> An
     rate = rng.integers(0, 9, len(question)) / 8
     mean = np.clip(rate + shift, 0.0, 1.0)
     score = np.stack([mean, np.maximum(mean - 0.2, 0.0), np.minimum(mean + 0.2, 1.0)], axis=1)
-    return module("_reward_places").Places(question, position, score, rate, num_questions, (3, 10), (10, 40, 60))
+    return module("_reward_measures").Places(question, position, score, rate, num_questions, (3, 10), (10, 40, 60))
 
 
 def test_places_are_measured_as_validation_measures_them(module: Module) -> None:
     import torch
 
-    found, study = places(module, shift=0.3), module("_reward_places")
+    found, study = places(module, shift=0.3), module("_reward_measures")
     metric, quantiles = StepMetrics(), QuantileMetrics((0.1, 0.9))
     mean, low, high = (torch.tensor(column) for column in found.score.T)
     rate, position = torch.tensor(found.rate), torch.tensor(found.position)
@@ -59,7 +59,7 @@ def test_places_are_measured_as_validation_measures_them(module: Module) -> None
 
 def test_a_calibrated_score_may_have_no_error_in_truth(module: Module) -> None:
     """Its calibration error is above 0 by chance, more so on every resample: percentiles leave the truth out."""
-    rng, study = np.random.default_rng(1), module("_reward_places")
+    rng, study = np.random.default_rng(1), module("_reward_measures")
     question, position = np.repeat(np.arange(80), 5), np.tile(np.arange(5), 80)
     mean = rng.uniform(0.05, 0.95, len(question))
     score = np.stack([mean, mean, mean], axis=1)
@@ -76,7 +76,7 @@ def test_a_calibrated_score_may_have_no_error_in_truth(module: Module) -> None:
 
 
 def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(module: Module) -> None:
-    study, good, bad = module("_reward_places"), places(module), places(module, shift=0.3)
+    study, good, bad = module("_reward_measures"), places(module), places(module, shift=0.3)
     same = study.difference([good], [good], "brier")
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
     gain = study.difference([good, good], [bad, bad], "ece")
@@ -84,7 +84,7 @@ def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(module: Module
 
 
 def test_accuracy_is_read_at_equal_tokens_in_every_resample(module: Module) -> None:
-    spent, demands = module("_reward_votes").Spent, module("_reward_criteria")
+    spent, demands = module("_reward_measures").Spent, module("_reward_tables")
     curve = {
         str(n): spent(np.array([0.1 * n, 0.2 * n]), np.array([n, n]), np.array([10.0 * n, 20.0 * n])) for n in (1, 2, 3)
     }
@@ -98,7 +98,7 @@ def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(module: Modul
     hits = np.array([[n >= 2, n >= 7] for n in range(1, 9)])
     samples = np.repeat(np.arange(1, 9)[:, None], 2, axis=1)
     outcome = GridOutcome(grid, hits, samples, 10 * samples)
-    found = module("_reward_votes")._adaptive(outcome, np.array([0.9, 0.5]), 0.99, 8)
+    found = module("_reward_measures")._adaptive(outcome, np.array([0.9, 0.5]), 0.99, 8)
     assert found.tolist() == [[1.0, 1.0], [2.0, 7.0], [20.0, 70.0]], ".9 needs 2 and .5 needs 7"
 
 

@@ -20,7 +20,7 @@ from selfcal_lightning.metrics.arrays import Floats
 @pytest.fixture
 def worth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "selection"))
-    return importlib.import_module("_worth")
+    return importlib.import_module("_selection_measures")
 
 
 def first(column: Floats) -> float:

@@ -47,7 +47,7 @@ def run(script: str, *arguments: str, folder: Path) -> str:
 
 def test_flops_of_a_tiny_model_by_hand(benchmarks: ModuleType) -> None:
     """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
-    flops = benchmarks.import_module("_training_flops")
+    flops = benchmarks.import_module("_training_rows")
     size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape = flops.Shape.of({**size, "num_key_value_heads": 1, "vocab_size": 10}, rank=3)
     # A layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
@@ -61,7 +61,7 @@ def test_flops_of_a_tiny_model_by_hand(benchmarks: ModuleType) -> None:
 
 
 def test_the_load_of_a_packed_batch_counts_prompts_once(benchmarks: ModuleType) -> None:
-    flops, made = benchmarks.import_module("_training_flops"), benchmarks.import_module("_training_rows")
+    flops, made = benchmarks.import_module("_training_rows"), benchmarks.import_module("_training_rows")
     rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
     places = torch.arange(6).numpy()
     chat = made.bundled_chat()
@@ -97,7 +97,7 @@ def test_the_preset_draws_several_responses_to_a_prompt(benchmarks: ModuleType) 
 
 
 def test_measurements_are_kept_and_half_a_line_is_not(benchmarks: ModuleType, tmp_path: Path) -> None:
-    measurements = benchmarks.import_module("_measurements").Measurements
+    measurements = benchmarks.import_module("_training_tables").Measurements
     path = tmp_path / "cells.jsonl"
     assert measurements(path, {"torch": "1"}).once("a", lambda: 1.5) == 1.5
     path.write_text(path.read_text() + '["b", 2')
@@ -107,7 +107,7 @@ def test_measurements_are_kept_and_half_a_line_is_not(benchmarks: ModuleType, tm
 
 
 def test_measurements_of_other_code_are_not_mixed_in(benchmarks: ModuleType, tmp_path: Path) -> None:
-    measurements = benchmarks.import_module("_measurements").Measurements
+    measurements = benchmarks.import_module("_training_tables").Measurements
     path = tmp_path / "cells.jsonl"
     measurements(path, {"torch": "1"}).once("a", lambda: 1.5)
     with pytest.raises(SystemExit, match=r"made with \{'torch': '2'\}.*--fresh"):
@@ -115,7 +115,7 @@ def test_measurements_of_other_code_are_not_mixed_in(benchmarks: ModuleType, tmp
 
 
 def test_peak_memory_is_that_of_the_function_alone(benchmarks: ModuleType) -> None:
-    peak_memory_of = benchmarks.import_module("_measurements").peak_memory_of
+    peak_memory_of = benchmarks.import_module("_training_tables").peak_memory_of
     before = bytearray(64 << 20)
     peak = peak_memory_of(lambda: bytearray(b"x" * (32 << 20)))
     assert len(before) == 64 << 20
@@ -127,7 +127,7 @@ def test_the_candidate_for_gpus_lays_out_the_right_keys(
 ) -> None:
     """With the kernel's meaning written out on a CPU, logits are those of attention by segments."""
     made = benchmarks.import_module("_training_rows")
-    candidate = benchmarks.import_module("_varlen_attention")
+    candidate = benchmarks.import_module("_training_rows")
     chat = made.bundled_chat()
     rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
     batch = made.collator_of(chat, shared_prefix=True)(rows.tuples(torch.arange(6).numpy()))

@@ -108,9 +108,9 @@ def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, t
 @pytest.fixture(scope="module")
 def tables() -> Iterator[object]:
     sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
-    import _real_tables
+    import _real_report
 
-    yield _real_tables
+    yield _real_report
     sys.path.remove(str(ROOT / "benchmarks" / "real"))
 
 

@@ -72,12 +72,3 @@ def test_a_group_does_not_depend_on_its_neighbours_unless_asked() -> None:
     alone, beside = group_advantages([[1.0, 0.0]])[0], group_advantages([[1.0, 0.0], [9.0, 5.0]])[0]
     assert alone == beside
     assert group_advantages([[1.0, 0.0], [9.0, 5.0]], scale="batch")[0] != alone
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match='Expected `scale` to be "group", "none" or "batch", but got'):
-        group_advantages([], scale="question")
-    with pytest.raises(ValueError, match="Expected `minimum_spread` to be at least 0, but got -1"):
-        group_advantages([], minimum_spread=-1.0)
-    with pytest.raises(ValueError, match="Expected `rewards` to be finite or None"):
-        group_advantages([[1.0, float("nan")]])

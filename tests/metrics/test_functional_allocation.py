@@ -181,26 +181,3 @@ def test_a_prior_goes_first_where_it_is_sure() -> None:
     found = sequential_allocation([[False] * 3, [True] * 3], 1, right=[1.0, 5.0], wrong=[5.0, 1.0])
     assert found.allocation.tolist() == [0, 1]
     assert found.solved.tolist() == [False, True]
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="Expected `minimum` to lie between 0 and `maximum` = 2, but got 3"):
-        greedy_allocation([0.5], 5, minimum=3, maximum=2)
-    with pytest.raises(ValueError, match=r"Expected `p` to lie in \[0, 1\]"):
-        greedy_allocation([1.5], 5, maximum=2)
-    with pytest.raises(ValueError, match="Expected `total` to hold whole numbers of at least 0, but got -1"):
-        greedy_allocation([0.5], -1, maximum=2)
-    with pytest.raises(ValueError, match="Expected `wrong` to be finite and above 0, but got 0"):
-        beta_allocation([1.0], [0.0], 5, maximum=2)
-    with pytest.raises(ValueError, match="Expected both allocations to have the same sum, but got 3 and 4"):
-        interpolated_allocation([1, 2], [2, 2], 0.5)
-    with pytest.raises(ValueError, match=r"Expected `weight` to lie in \[0, 1\], but got 2"):
-        interpolated_allocation([1, 2], [2, 1], 2)
-    with pytest.raises(ValueError, match="Expected `values` to be at least 0 and to add up to 9, but got a sum of 2"):
-        round_to_total([1.0, 1.0], 9)
-    with pytest.raises(
-        ValueError, match="Expected `allocation` to give a question at most its recorded samples, but got 5 of 4"
-    ):
-        expected_solved([5], [4], [1])
-    with pytest.raises(ValueError, match="Expected `right` and `wrong` to be above 0"):
-        sequential_allocation([[True]], 1, right=0.0)

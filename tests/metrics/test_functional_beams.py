@@ -130,17 +130,3 @@ def test_a_finished_path_keeps_its_place_and_its_text() -> None:
     for _ in range(3):
         assert grow([done], [[]]) == [done]
     assert particle_weights([]).tolist() == []
-
-
-def test_wrong_arguments_are_named() -> None:
-    step = Continuation("x", False)
-    with pytest.raises(ValueError, match="Expected a finished path to have no continuation, but got 1"):
-        grow([Path(is_done=True)], [[step]])
-    with pytest.raises(ValueError, match="Expected an open path to have a continuation, but got 0"):
-        grow([Path()], [[]])
-    with pytest.raises(ValueError, match="Expected `k` to be a positive integer, but got 0"):
-        select_topk([0.5], 0)
-    with pytest.raises(ValueError, match="None or NaN at position 1"):
-        select_topk([0.5, None], 1)
-    with pytest.raises(ValueError, match=r"Expected `scores` to lie in \[0, 1\]"):
-        particle_weights([2.0])

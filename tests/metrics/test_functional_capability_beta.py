@@ -121,14 +121,3 @@ def test_a_distribution_mends_the_curve_of_a_point() -> None:
 def test_predictions_of_zero_and_one_can_be_fitted() -> None:
     assert np.isfinite(fit_concentration([0.0, 1.0, 0.5], [1, 1, 1], 2))
     assert np.isfinite(fit_inflated_beta([0.0, 1.0, 0.5], [1, 1, 1], 2).concentration)
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Expected `concentration` to be above 0, but got 0\.0"):
-        beta_pass_at_k([0.5], 2, concentration=0.0)
-    with pytest.raises(ValueError, match="Expected `concentration` to be above 0, but got nan"):
-        beta_pass_at_k([0.5], 2, concentration=np.nan)
-    with pytest.raises(ValueError, match=r"Expected `inflation` to lie in \[0, 1\], but got 1.5"):
-        InflatedBeta(1.5, 1.0)
-    with pytest.raises(ValueError, match="a question to have at least 2 samples, but got shape"):
-        fit_concentration([0.5], [1], 1)

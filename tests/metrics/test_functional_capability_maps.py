@@ -100,18 +100,3 @@ def test_equal_scores_get_equal_values_in_any_order() -> None:
     assert quantile_mapping([0.7, 0.1, 0.3, 0.3], [0.0, 0.5, 1.0]).tolist() == [1.0, 0.0, 0.5, 0.5]
     assert quantile_mapping([0.4], [0.0, 0.2, 1.0]).tolist() == [0.2]
     assert quantile_mapping([], [0.5]).tolist() == []
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="Expected `scores` to hold at least one score"):
-        isotonic_knots([], [])
-    with pytest.raises(ValueError, match="Expected `scores`, `targets` to have the same length"):
-        isotonic_knots([0.5], [0.5, 0.5])
-    with pytest.raises(ValueError, match="Expected `ks` to hold at least one number of samples"):
-        fit_pass_at_k_maps([0.5], [1], 4, ks=[])
-    with pytest.raises(ValueError, match="Expected `k` to be at most the number of samples, but got k = 8 for 4"):
-        fit_pass_at_k_maps([0.5], [1], 4, ks=[1, 8])
-    with pytest.raises(ValueError, match="Expected `distribution` to hold at least one value"):
-        quantile_mapping([0.5], [])
-    with pytest.raises(ValueError, match='Expected `ties` to be "mean" or "first"'):
-        quantile_mapping([0.5], [0.5], ties="last")

@@ -103,14 +103,3 @@ def test_masked_tokens() -> None:
     mask = torch.tensor([0, 1])
     found = self_certainty(torch.cat([logits, torch.zeros(1, 3)]), mask=mask)
     assert found.item() == 0.0, "a token that does not count may be infinite"
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"`logits` to have shape \[\.\.\., vocabulary\]"):
-        token_entropy(torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"\[\.\.\., tokens, vocabulary\]"):
-        self_certainty(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"`mask` to have shape \(2,\), but got \(3,\)"):
-        self_certainty(torch.zeros(2, 4), mask=[1, 1, 1])
-    with pytest.raises(ValueError, match=r"`token_ids` \[n\]"):
-        token_statistics(torch.zeros(2, 4), torch.tensor([1]))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,18 +84,3 @@ def test_samples_are_enough_for_the_worst_path_or_the_most(scores: list[float], 
 
 def test_shapes_are_kept() -> None:
     assert required_samples([[0.5, 0.9], [0.99, 1.0]]).tolist() == [[7, 2], [1, 1]]
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Expected `target` to lie in \(0, 1\), but got 1.0"):
-        required_samples([0.5], target=1.0)
-    with pytest.raises(ValueError, match="Expected `num_paths` to be a positive integer, but got 0"):
-        required_samples([0.5], num_paths=0)
-    with pytest.raises(ValueError, match=r"Expected `p` to lie in \[0, 1\]"):
-        required_samples([1.5])
-    with pytest.raises(ValueError, match=r"Expected `scores` to lie in \[0, 1\]"):
-        paths_to_keep([1.5], samples_per_path=1, maximum=1)
-    with pytest.raises(ValueError, match="Expected `samples_per_path` to be a positive integer"):
-        paths_to_keep([0.5], samples_per_path=0, maximum=1)
-    with pytest.raises(ValueError, match="Expected `maximum` to be a positive integer"):
-        samples_per_path([0.5], num_paths=1, maximum=0)

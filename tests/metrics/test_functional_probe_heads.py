@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from selfcal_lightning.capability.probe_heads import ACTIVATIONS, head_outputs, linked, probe_loss
-from selfcal_lightning.core.errors import InputError
 
 Vectors = Callable[[str], dict[str, Any]]
 MODULES = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
@@ -69,17 +68,3 @@ def test_losses_by_hand() -> None:
     assert probe_loss(torch.zeros(1, 3), torch.tensor([0.6]), "cross_entropy", link="classes").item() == pytest.approx(
         math.log(3.0)
     )
-
-
-def test_what_does_not_fit_is_named() -> None:
-    weight, bias = [torch.zeros(1, 3)], [torch.zeros(1)]
-    with pytest.raises(InputError, match=r"Expected `features` \[N, D\]"):
-        head_outputs(torch.zeros(2, 4), weight, bias)
-    with pytest.raises(InputError, match="`activation` to be one of relu"):
-        head_outputs(torch.zeros(2, 3), weight, bias, activation="rely")
-    with pytest.raises(InputError, match=r"Expected `outputs` \[N, 1\] for the link 'clip'"):
-        linked(torch.zeros(2, 3), "clip")
-    with pytest.raises(InputError, match="`link` to be one of clip"):
-        linked(torch.zeros(2, 1), "logit")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="`loss` to be one of bce"):
-        probe_loss(torch.zeros(2, 1), torch.zeros(2), "hinge", link="clip")  # type: ignore[arg-type]

@@ -198,31 +198,3 @@ def test_outputs_are_copies_that_train_apart() -> None:
     assert source.abs().sum() > 0.0
     half = quantile_head_from(source.bfloat16(), None, positive=[1], negative=0, num_outputs=1)
     assert half.weight.dtype == half.bias.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: monotone_quantiles(torch.zeros(2)), r"Expected `raw` to have shape \[..., 3\], but got \(2,\)"),
-        (lambda: coverage([0.5], [0.5], 1.0), r"Expected `level` to lie in \(0, 1\), but got 1.0"),
-        (lambda: coverage([0.5], [0.5], 0.5, tolerance=-1.0), "Expected `tolerance` to be at least 0, but got -1"),
-        (lambda: coverage([0.5], [0.5, 0.5], 0.5), "Expected `quantile`, `rate` to have the same length"),
-        (lambda: brier_excess([0.5], [0.4], 8), "whole number of successes among `num_rollouts`, but got 0.4 of 8"),
-        (lambda: brier_excess([0.5], [1.0], 1), "Expected `num_samples` to be at least 2"),
-        (
-            lambda: quantile_head_from(torch.eye(2), None, positive=[2], negative=0, num_outputs=1),
-            r"different classes below 2, but got \[2\] and 0",
-        ),
-        (
-            lambda: quantile_head_from(torch.eye(2), None, positive=[0], negative=0, num_outputs=1),
-            r"different classes below 2, but got \[0\] and 0",
-        ),
-        (
-            lambda: quantile_head_from(torch.eye(2), torch.zeros(3), positive=[1], negative=0, num_outputs=1),
-            r"Expected `weight` \[C, D\], `bias` \[C\] or None",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

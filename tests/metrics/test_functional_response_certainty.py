@@ -126,22 +126,3 @@ def test_nothing_has_no_confidence() -> None:
     assert lowest_group_confidence(empty) is None
     assert span_means(empty, []).tolist() == []
     assert aggregate(step_scores(empty, empty).tolist(), "mean") is None
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: span_means(torch.zeros(3), [(1, 1)]), r"to be ranges of the 3 tokens, but got \(1, 1\)"),
-        (lambda: span_means(torch.zeros(3), [(1, 4)]), r"but got \(1, 4\)"),
-        (lambda: span_means(torch.zeros(3, 1), []), r"Expected `values` to have shape \[n\]"),
-        (lambda: step_scores(torch.zeros(2), torch.zeros(3)), r"Expected `metric` and `logprob` to have shape \[S\]"),
-        (lambda: step_scores(-torch.ones(1), torch.zeros(1)), "Expected `metric` to be at least 0, but got -1"),
-        (lambda: step_scores(torch.zeros(1), torch.zeros(1), weight=2.0), r"Expected `weight` to lie in \[0, 1\]"),
-        (lambda: group_confidences(torch.zeros(2), window=0), "Expected `window` to be a positive integer"),
-        (lambda: lowest_group_confidence(torch.zeros(2), share=2.0), r"Expected `share` to lie in \[0, 1\]"),
-        (lambda: top_k_confidence(torch.zeros(3), 4), "at most the size of the vocabulary, 3, but got 4"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

@@ -8,7 +8,6 @@ from sklearn.linear_model import RidgeCV
 
 from selfcal_lightning.capability.probe_heads import fit_ridge
 from selfcal_lightning.capability.ridge import PENALTIES, fit_ridge_leaving_one_out
-from selfcal_lightning.core.errors import InputError
 
 
 def data(questions: int, width: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -53,18 +52,3 @@ def test_features_of_noise_end_at_the_mean() -> None:
     rng = np.random.default_rng(1)
     fit = fit_ridge_leaving_one_out(rng.normal(size=(50, 200)), rng.normal(size=50))
     assert np.abs(fit.weights).max() < 0.01
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "penalties", "words"),
-    [
-        ([[1.0], [2.0]], [1.0, 2.0], [1.0], "at least 3 questions"),
-        ([[1.0], [2.0], [3.0]], [1.0, 2.0], [1.0], "at least 3 questions"),
-        ([[1.0], [2.0], [np.inf]], [1.0, 2.0, 3.0], [1.0], "to be finite"),
-        ([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0], [0.0], "`penalties` to be above 0"),
-        ([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0], [], "`penalties` to be above 0"),
-    ],
-)
-def test_bad_input(x: list, y: list, penalties: list, words: str) -> None:
-    with pytest.raises(InputError, match=words):
-        fit_ridge_leaving_one_out(x, y, penalties=penalties)

@@ -264,21 +264,3 @@ def test_positions() -> None:
     assert [POSITIONS[step_position(k, 2)] for k in range(3)] == ["question", "before_answer", "end"]
     assert [POSITIONS[step_position(k, 3)] for k in range(4)] == ["question", "first", "before_answer", "end"]
     assert step_position(0, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: step_ends(["a"], "word"), 'Expected `rule` to be "sentence", "line", "blank_line", "heading" or'),
-        (lambda: step_ends(["a"], "marker"), "to be given with the rule 'marker' alone, but got None with 'marker'"),
-        (lambda: step_ends(["a"], "line", marker="x"), "the rule 'marker' alone, but got 'x' with 'line'"),
-        (lambda: token_spans(["a"], [(0, 2)]), r"Expected `spans` to be ranges of .* characters, but got \(0, 2\)"),
-        (lambda: token_spans(["a"], [(0, 0)]), "Expected `spans` to be ranges"),
-        (lambda: prefix_after([1], -1), "Expected `k` to be at least 0, but got -1"),
-        (lambda: step_position(3, 2), "Expected `k` to lie between 0 and 2, but got 3"),
-        (lambda: aggregate([1.0], "max"), 'Expected `how` to be "last", "min", "prod" or "mean"'),
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

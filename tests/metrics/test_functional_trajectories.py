@@ -103,12 +103,3 @@ def test_half_precision_is_pooled_in_float32() -> None:
     states = torch.full((2, 5, 3), 1.0, dtype=torch.bfloat16)
     assert response_layer_means(states, prompt_length=1).dtype == torch.float32
     assert response_layer_means(states.double(), prompt_length=1).dtype == torch.float64
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match=r"`prompt_length` from 1 to below the tokens, but got \(2, 5, 3\) and 5"):
-        response_layer_means(torch.zeros(2, 5, 3), prompt_length=5)
-    with pytest.raises(ValueError, match="Expected `layer_means` to be finite and of shape"):
-        chain_of_embedding([[1.0, float("nan")], [1.0, 2.0]])
-    with pytest.raises(ValueError, match=r"of shape \[layers, width\], but got \(2,\)"):
-        chain_of_embedding([1.0, 2.0])

@@ -53,8 +53,3 @@ def test_one_class_is_nan() -> None:
     metric = ConfidenceAUROC()
     metric.update(torch.tensor([0.5, 0.6]), torch.tensor([1, 1]))
     assert metric.compute().isnan()
-
-
-def test_unknown_average_is_refused() -> None:
-    with pytest.raises(ValueError, match='Expected `average` to be "question" or "pair"'):
-        WithinQuestionAUROC(average="mean")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from selfcal_lightning.adaptation.picking import SelectedRow, SelectionSettings, select_rows
+from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps, run_select
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.metrics.bootstrap import (
     Estimate,
@@ -25,14 +30,7 @@ Score = Callable[[QuestionSamples, Sample], float | None]
 
 @dataclass(frozen=True)
 class Worth:
-    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R].
-
-    Attributes:
-        best: Accuracy of the picked responses.
-        gain: That less the mean accuracy of the responses to the same questions.
-        picked: AUROC of the picked responses by the score that keeps questions.
-        kept: Accuracy of those that are kept.
-    """
+    """What was measured of one seed, or its estimates over seeds; of one seed all are columns [1 + R]."""
 
     best: Floats
     gain: Floats
@@ -42,12 +40,7 @@ class Worth:
 
 @dataclass(frozen=True)
 class Told:
-    """How well a score tells right from wrong responses, of one seed, [1 + R] each.
-
-    Attributes:
-        responses: AUROC over all responses.
-        within: Mean AUROC within questions that have right and wrong ones.
-    """
+    """How well a score tells right from wrong responses, of one seed, [1 + R] each."""
 
     responses: Floats
     within: Floats
@@ -57,10 +50,6 @@ def selection_worth(entries: Sequence[QuestionSamples], settings: SelectionSetti
     """Select without gold answers, and judge the selection by them.
 
     A resample draws questions of the one selection that was made; it does not select anew.
-
-    Args:
-        entries: Questions with judged responses, in the same order for all seeds.
-        settings: The selection.
     """
     rows = select_rows(entries, settings).rows
     right = np.array([_is_right(entry, row) for entry, row in zip(entries, rows, strict=True)], dtype=np.float64)
@@ -108,3 +97,46 @@ def _columns(values: Sequence[float], correct: Sequence[bool], questions: Sequen
     whole = bootstrap_interval(values, correct, questions, metrics=[metric], num_resamples=1)[metric].value
     resampled = question_bootstrap(values, correct, questions, metrics=[metric], num_resamples=RESAMPLES)[metric]
     return np.append(np.nan if whole is None else whole, resampled)
+
+
+Judge = Callable[[str, str, str], float | None]
+CUT = "length"
+
+
+@dataclass(frozen=True)
+class HandedOn:
+    """What was counted."""
+
+    kept: int
+    with_steps: int
+    steps: int
+    ungrounded_forms: int
+    judged: int
+    judged_otherwise: int
+
+
+def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
+    """Select by the defaults, extract key steps by rules, export, and judge all responses by the reward file."""
+    selection, export = folder / "selection", folder / "export"
+    chosen = run_select(str(store), str(selection), keep_top=kept)
+    rates = run_extract_steps(str(selection), overwrite=True).rates
+    run_export_rl(str(selection), str(export), "verl")
+    judge = _judge_of(export / "reward.py")
+    judged = otherwise = 0
+    for entry in SampleStore(str(store)).samples():
+        for sample in entry.samples:
+            if sample.finish != CUT and entry.question.reference is not None:
+                judged += 1
+                given = judge(f"selfcal/{entry.question.task}", sample.text, entry.question.reference)
+                otherwise += given != float(bool(sample.correct))
+    return HandedOn(len(chosen.kept), rates["with_steps"], rates["steps"], rates["ungrounded_forms"], judged, otherwise)
+
+
+def _judge_of(file: Path) -> Judge:
+    """Return the function of a reward file that judges one response, as a trainer would load it."""
+    spec = importlib.util.spec_from_file_location("exported_reward", file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Expected {file} to be a module, but got something else.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast("Judge", module.judge)

@@ -20,7 +20,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.training.contracts import AnchorData, anchor_data
+from selfcal_lightning.training.contracts import needed_data
 from selfcal_lightning.training.rounds import adapter_folder
 
 
@@ -98,7 +98,7 @@ class AdaptationGuard(Callback):
             whose = "the base model" if round == 1 else f"the adapter of round {round - 1}"
             say(f"AdaptationGuard: stopped before round {round}: {'; '.join(self.stopped)}. Restored: {whose}.")
 
-    def _monitors(self, data: AnchorData, round: int) -> RoundMonitors:
+    def _monitors(self, data: Any, round: int) -> RoundMonitors:
         earlier, now = _entries(data, 0), _entries(data, round)
         shared = sorted(earlier.keys() & now.keys())
         return round_monitors(
@@ -109,7 +109,7 @@ class AdaptationGuard(Callback):
             is_first=round == 0,
         )
 
-    def _logprob_fall(self, module: TestTimeTrainingModule, data: AnchorData) -> float:
+    def _logprob_fall(self, module: TestTimeTrainingModule, data: Any) -> float:
         batches = [
             batch.to(module.device) for batch in data.anchor_batches(questions=self.questions, samples=self.samples)
         ]
@@ -147,11 +147,11 @@ def restore(module: TestTimeTrainingModule, store_dir: str, round: int) -> None:
     )
 
 
-def _entries(data: AnchorData, round: int) -> dict[str, QuestionSamples]:
+def _entries(data: Any, round: int) -> dict[str, QuestionSamples]:
     store = SampleStore(data.store_dir, num_samples=data.num_samples)
     index = store.index(split="train", round=round)
     return {entry.question.id: entry for entry in counted_samples(store, index, round=round)}
 
 
-def _data(trainer: Trainer) -> AnchorData:
-    return anchor_data(trainer.datamodule, who=AdaptationGuard.__name__)
+def _data(trainer: Trainer) -> Any:
+    return needed_data(trainer.datamodule, who=AdaptationGuard.__name__, remedy="use RolloutDataModule")

@@ -21,7 +21,6 @@ from selfcal_lightning.capability.reports import capability_scatter
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
 from selfcal_lightning.models.causal_lm import evaluation_mode
-from selfcal_lightning.training.contracts import CapabilityModule, PoolModule, check_members
 from selfcal_lightning.training.metrics import CalibrationMetrics, CalibrationPoints
 from selfcal_lightning.training.model_parallel import build_validation_loaders
 
@@ -40,12 +39,10 @@ class PoolCurve(Callback, ABC):
 
     Attributes:
         tag: First part of the figures' tags in TensorBoard.
-        contract: What the module offers.
         metrics_class: Class of its ``val_metrics``.
     """
 
     tag: ClassVar[str]
-    contract: ClassVar[type]
     metrics_class: ClassVar[type[Metric]]
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
@@ -66,11 +63,11 @@ class PoolCurve(Callback, ABC):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Ask for the log folder while all processes are here: they agree on it by a broadcast."""
-        check_members(pl_module, self.contract, who=type(self).__name__, kind="a module")
-        if not isinstance(pl_module.val_metrics, self.metrics_class):
+        metrics = getattr(pl_module, "val_metrics", None)
+        if not isinstance(metrics, self.metrics_class):
             raise InputError(
                 f"Expected a module whose `val_metrics` are {self.metrics_class.__name__} for {type(self).__name__}, "
-                f"but got {type(pl_module.val_metrics).__name__} of {type(pl_module).__name__}."
+                f"but got {type(metrics).__name__} of {type(pl_module).__name__}."
             )
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "figures"
 
@@ -183,7 +180,7 @@ class CalibrationCurve(PoolCurve):
             ``<stage>-<task>-<figure>.png``.
     """
 
-    tag, contract, metrics_class = "calibration_curve", PoolModule, CalibrationMetrics
+    tag, metrics_class = "calibration_curve", CalibrationMetrics
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
         super().__init__(before=before, num_bins=num_bins, save_images=save_images)
@@ -231,7 +228,7 @@ class CapabilityCurve(PoolCurve):
         save_images: Whether to write the figures into ``figures/`` of the log folder too.
     """
 
-    tag, contract, metrics_class = "capability_curve", CapabilityModule, CapabilityMetrics
+    tag, metrics_class = "capability_curve", CapabilityMetrics
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
         super().__init__(before=before, num_bins=num_bins, save_images=save_images)

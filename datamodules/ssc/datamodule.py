@@ -54,7 +54,7 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import files_sha256
 from selfcal_lightning.models.packing import check_attention
 from selfcal_lightning.records import Question
-from selfcal_lightning.training.contracts import ReadingModule, SideBySide, reading_module
+from selfcal_lightning.training.contracts import SideBySide
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 JOINT_TARGET: TargetName = "ssc"
@@ -233,7 +233,7 @@ class SSCDataModule(StoredRows):
         self.round_rule: RoundRule = round_rule
         self.num_workers = num_workers
         self._order = TrainingOrder()
-        self._planned: ReadingModule | None = None
+        self._planned: Any = None
 
     def setup(self, stage: str) -> None:
         """Refuse what would fail after hours of sampling: trainer settings, and models that cannot run packed rows.
@@ -253,7 +253,7 @@ class SSCDataModule(StoredRows):
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
         """Check what needs no hub, and return the questions and the optimiser steps of a run."""
-        self._planned = reading_module(module, who=type(self).__name__)  # the trainer does not know it yet
+        self._planned = module  # the trainer does not know it yet
         if verb == "fit":
             check_generation_ratio(self.generation_ratio, activated=self._is_activated, target=self.target)
             self.recipes()
@@ -324,13 +324,12 @@ class SSCDataModule(StoredRows):
         reader = self._module()
         return reader is not None and reader.activated
 
-    def _module(self) -> ReadingModule | None:
+    def _module(self) -> Any:
         return self._planned if self.trainer is None else self._reader()
 
-    def _reader(self) -> ReadingModule | None:
+    def _reader(self) -> Any:
         """Return the module that this one makes batches for; None before the trainer has one."""
-        module = self.trainer.lightning_module
-        return None if module is None else reading_module(module, who=type(self).__name__)
+        return self.trainer.lightning_module
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
         """Return how targets are made: that of the adapter, and those of the adapters that are trained beside it.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,7 +29,7 @@ from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapt
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ExportedModel
 from selfcal_lightning.training.checkpoints import check_loss_settings, check_optimizer_settings
-from selfcal_lightning.training.contracts import policy_data
+from selfcal_lightning.training.contracts import check_stated, needed_data
 from selfcal_lightning.training.losses import row_means, share_of_step
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import trainer_of
@@ -286,8 +286,12 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
 
     def on_fit_start(self) -> None:
         """Refuse data that are not what is stated here, and a model that packed rows would train on wrong logits."""
-        policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        data = self._data()
+        check_stated({"reward": (self.reward, data.reward), "target": (self.target, data.learnt_target)})
         self._check_packing()
+
+    def _data(self) -> Any:
+        return needed_data(self.trainer.datamodule, who=type(self).__name__, remedy="use RolloutDataModule")
 
     # ---- training
 
@@ -302,7 +306,7 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self._end_without_rewards(self.current_epoch + 1)
 
     def _end_without_rewards(self, epoch: int) -> None:
-        data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        data = self._data()
         if self.trainer.should_stop or self.reward == "none":
             return
         if self.trainer.strategy.broadcast(data.teaches(epoch)):
@@ -321,7 +325,7 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         """
         if self._epoch_taken_up == self.current_epoch:
             return
-        data = policy_data(self.trainer.datamodule, reward=self.reward, target=self.target, who=type(self).__name__)
+        data = self._data()
         self._round_state = data.round_adapter(self.current_epoch)
         # One step a round, taken without dropout, is taken from the very model that sampled it: every ratio is 1.
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)

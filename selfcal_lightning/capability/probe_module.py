@@ -21,7 +21,7 @@ from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.calibrated_model import TrainedCheckpoint
-from selfcal_lightning.training.contracts import ExportKind, probe_data
+from selfcal_lightning.training.contracts import ExportKind, needed_data
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.schedule import cosine_with_warmup, linear_with_warmup
 
@@ -295,7 +295,9 @@ class LinearProbeModule(LightningModule):
             self._take(load_probe(self.exported_from))
             return
         trainer = trainer_of(self)
-        basis = None if trainer is None else probe_data(trainer.datamodule, who=type(self).__name__).basis
+        if trainer is None:
+            return
+        basis = needed_data(trainer.datamodule, who=type(self).__name__, remedy="use ProbeDataModule").basis
         if basis is not None:
             self._build(basis)
 

@@ -34,7 +34,7 @@ from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training.batches import FrozenBatch
 from selfcal_lightning.training.calibrated_model import CalibratedModel, trained_parameters
 from selfcal_lightning.training.checkpoints import check_base_model, check_optimizer_settings, check_trained
-from selfcal_lightning.training.contracts import ExportKind, check_step_data, class_path
+from selfcal_lightning.training.contracts import ExportKind, check_stated, class_path
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
@@ -552,8 +552,9 @@ class QuantileRewardModule(ScoredRewardModel):
     def on_fit_start(self) -> None:
         """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
         self._check_trunk_can_learn(self.trainer)
-        stated = {"steps": self.steps, "target": self.target, "format": self.format}
-        check_step_data(self.trainer.datamodule, stated, who=type(self).__name__)
+        if (data := self.trainer.datamodule) is not None:
+            stated = {"steps": self.steps, "target": self.target, "format": self.format}
+            check_stated({name: (value, getattr(data, name)) for name, value in stated.items()})
         self._check_packing()
 
     def _check_trunk_can_learn(self, trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -52,14 +52,7 @@ from selfcal_lightning.models.quantization import (
 from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_hyper_parameters, check_trained
-from selfcal_lightning.training.contracts import (
-    CheckpointedModule,
-    ExportKind,
-    RowData,
-    check_members,
-    class_path,
-    row_data,
-)
+from selfcal_lightning.training.contracts import ExportKind, class_path
 from selfcal_lightning.training.memory_plan import name_model, plan_memory
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, shard_like, trainer_of
 from selfcal_lightning.training.resume import ResumeState
@@ -80,7 +73,7 @@ class TrainedCheckpoint:
 
     def save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep the trained parameters only, and note the base model and the class. A collective."""
-        checked = _checked(module)
+        checked = module
         trained = trained_parameters(module)
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         checkpoint[IDENTITY_KEY] = dict(checked.identity)
@@ -92,7 +85,7 @@ class TrainedCheckpoint:
 
         The class is not compared: its name may have changed, and what it trains tells more.
         """
-        checked, trainer = _checked(module), trainer_of(module)
+        checked, trainer = module, trainer_of(module)
         check_base_model(checkpoint.get(IDENTITY_KEY), checked.identity, checked.base_model, kind=type(module).__name__)
         settings = checkpoint.get(module.CHECKPOINT_HYPER_PARAMS_KEY, {})
         check_trained(checkpoint["state_dict"], trained_parameters(module), settings=settings)
@@ -108,11 +101,6 @@ class TrainedCheckpoint:
 def trained_parameters(module: LightningModule) -> dict[str, Tensor]:
     """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _checked(module: LightningModule) -> CheckpointedModule:
-    check_members(module, CheckpointedModule, who="a checkpoint", kind="a module")
-    return cast("CheckpointedModule", module)
 
 
 BESIDE_PREFIX = "beside_"  # of an adapter's name in PEFT, so that it is no part of the name of a layer
@@ -356,9 +344,9 @@ class CalibratedModel(LightningModule):
                 check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
 
-    def _row_data(self) -> RowData | None:
+    def _row_data(self) -> Any:
         """Return the data module; None where loaders were given without one, whose rows are taken to be unpacked."""
-        return row_data(self.trainer.datamodule, who=type(self).__name__)
+        return self.trainer.datamodule
 
     def confidence(self, batch: SSCBatch) -> Confidence:
         """Return P(True) and its masses, read at the last token of the query."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, cast, runtime_checkable
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from selfcal_lightning.capability.metrics import CapabilityMetrics
-    from selfcal_lightning.capability.probe import ProbeBasis
     from selfcal_lightning.data.store.shards import SampleIndex
     from selfcal_lightning.models.chat_format import ChatFormat, Prompt
     from selfcal_lightning.models.lora import LoraSettings
-    from selfcal_lightning.training.metrics import CalibrationMetrics
 
 GUIDE = "docs/development/adding_a_module.md"
 
@@ -91,29 +88,7 @@ def import_class(path: str, *, option: str) -> type:
     return found
 
 
-MODULE = "a module"
 ExportKind = Literal["adapter", "model", "module"]
-
-
-class ReadingModule(Protocol):
-    """What ``SSCDataModule`` asks of the module that it makes batches for."""
-
-    # Whether what is trained acts on the confidence query alone, so that rows of generation train nothing.
-    activated: bool
-    # Attention of the model that reads the rows; None where the module chooses one that can read packed rows.
-    attn_implementation: str | None
-
-
-class PoolModule(Protocol):
-    """What ``CalibrationCurve`` reads: the validation pool, scored."""
-
-    val_metrics: CalibrationMetrics  # metrics that ``validation_step`` updates
-
-
-class CapabilityModule(Protocol):
-    """What ``CapabilityCurve`` reads: the validation questions, with their predicted capability."""
-
-    val_metrics: CapabilityMetrics  # metrics that ``validation_step`` updates
 
 
 class BasedModule(Protocol):
@@ -126,14 +101,6 @@ class BasedModule(Protocol):
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise InputError where the Trainer runs in a way that does not work; asked before long work, too."""
-
-
-class CheckpointedModule(Protocol):
-    """What ``TrainedCheckpoint`` keeps of a module, and holds a checkpoint against."""
-
-    base_model: str  # folder or hub name of the base model
-    identity: Mapping[str, Any]  # what ``base_model_identity`` says of it; empty before the model is loaded
-    hparams: MutableMapping[str, Any]  # settings, as plain types, by ``save_hyperparameters``
 
 
 class Exportable(Protocol):
@@ -199,12 +166,6 @@ class ScoringModule(Exportable, Protocol):
 
     def confidence_origin(self) -> dict[str, Any]:
         """Return what its confidences depend on beside the trained weights, JSON-able."""
-
-
-def reading_module(module: object, *, who: str) -> ReadingModule:
-    """Return a module as what a data module reads of it."""
-    check_members(module, ReadingModule, who=who, kind=MODULE)
-    return cast("ReadingModule", module)
 
 
 def linked_arguments(data_module: type, module: type, parameters: Mapping[type, frozenset[str]]) -> tuple[str, ...]:
@@ -287,56 +248,11 @@ class ScoredData(StoredData, Protocol):
     predict_index: SampleIndex | None
 
 
-class RowData(Protocol):
-    """What ``SelfCalibrationModule`` asks of the data module that makes its batches."""
-
-    packing: str  # how rows share a prompt; "off" where they never do
-    eta: float  # threshold of the generation loss
-
-
-class StepData(Protocol):
-    """What ``QuantileRewardModule`` asks of the data module that makes its batches."""
-
-    format: str | None  # format of the public reward model that rows are written for; None where they are the policy's
-    steps: str  # where steps end
-    target: str  # what is learnt
-
-
-class PolicyData(Protocol):
-    """What ``TestTimeTrainingModule`` asks of the data module that makes its batches."""
-
-    reward: str  # what the policy gradient learns from
-    learnt_target: str | None  # what P(True) learns
-
-    def round_adapter(self, epoch: int) -> dict[str, Tensor] | None:
-        """Return the adapter that the round of ``epoch`` was sampled with; None where it was the base model."""
-
-    def teaches(self, epoch: int) -> bool:
-        """Return whether the round of ``epoch`` has something to teach."""
-
-    def is_fresh(self, epoch: int) -> bool:
-        """Return whether ``epoch`` is the first one that is trained on its round."""
-
-
-class AnchorData(StoredData, Protocol):
-    """What ``AdaptationGuard`` reads: the rounds of a store, and the responses of round 0 as batches."""
-
-    def round_of(self, epoch: int) -> int:
-        """Return the newest generation round that ``epoch`` trains on."""
-
-    def anchor_batches(self, *, questions: int, samples: int) -> Iterator[Any]:
-        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
-
-
-class ProbeData(Protocol):
-    """What ``LinearProbeModule`` asks of the data module that reads its features."""
-
-    basis: ProbeBasis | None  # what the features and targets of training are; None where no training is set up
-
-
 def sampled_data(data: object, *, who: str) -> SampledData | None:
     """Return a data module as what an export reads of it; None where loaders were given without one."""
-    return _checked_or_none(data, SampledData, who=who)
+    if data is not None:
+        check_members(data, SampledData, who=who, kind=DATA_MODULE)
+    return cast("SampledData | None", data)
 
 
 def question_data(data: object, *, who: str) -> QuestionData:
@@ -349,56 +265,26 @@ def scored_data(data: object, *, who: str) -> ScoredData:
     return _checked(data, ScoredData, who=who, holds="over a sample store", remedy="use SSCDataModule")
 
 
-def row_data(data: object, *, who: str) -> RowData | None:
-    """Return a data module as what a module reads of it; None where loaders were given without one."""
-    return _checked_or_none(data, RowData, who=who)
-
-
-def check_step_data(data: object, stated: Mapping[str, str | None], *, who: str) -> None:
-    """Hold a data module against the steps, the target and the format that a reward model states, by their names."""
-    checked = _checked_or_none(data, StepData, who=who)
-    if checked is not None:
-        _check_stated(stated, {"steps": checked.steps, "target": checked.target, "format": checked.format})
-
-
-def policy_data(data: object, *, reward: str, target: str | None, who: str) -> PolicyData:
-    """Return a data module as what test-time training reads of it, held against what the module states."""
-    checked = _checked(data, PolicyData, who=who, holds="with rewards", remedy="use RolloutDataModule")
-    _check_stated({"reward": reward, "target": target}, {"reward": checked.reward, "target": checked.learnt_target})
-    return checked
-
-
-def anchor_data(data: object, *, who: str) -> AnchorData:
-    """Return a data module as what is read of its rounds."""
-    return _checked(data, AnchorData, who=who, holds="with rounds", remedy="use RolloutDataModule")
-
-
-def probe_data(data: object, *, who: str) -> ProbeData:
-    """Return a data module as what a probe reads of it."""
-    return _checked(data, ProbeData, who=who, holds="with features", remedy="use ProbeDataModule")
-
-
 def _checked(data: object, contract: type[C], *, who: str, holds: str, remedy: str) -> C:
     """Return a data module that keeps a contract."""
-    checked = _checked_or_none(data, contract, who=who)
-    if checked is None:
-        raise InputError(f"Expected a data module {holds} for {who}, but got none: {remedy}.")
-    return checked
-
-
-def _checked_or_none(data: object, contract: type[C], *, who: str) -> C | None:
-    """Return a data module that keeps a contract; None where there is none."""
     if data is None:
-        return None
+        raise InputError(f"Expected a data module {holds} for {who}, but got none: {remedy}.")
     check_members(data, contract, who=who, kind=DATA_MODULE)
     return cast("C", data)
 
 
-def _check_stated(stated: Mapping[str, str | None], found: Mapping[str, str | None]) -> None:
+def needed_data(data: Any, *, who: str, remedy: str) -> Any:
+    """Return a data module; InputError where loaders were given without one."""
+    if data is None:
+        raise InputError(f"Expected a data module for {who}, but got none: {remedy}.")
+    return data
+
+
+def check_stated(settings: Mapping[str, tuple[str | None, str | None]]) -> None:
     """Raise InputError where a data module has another setting than the module states, naming the first."""
-    for name, value in stated.items():
-        if value != found[name]:
+    for name, (value, found) in settings.items():
+        if value != found:
             raise InputError(
                 f"Expected `{name}` of the data module to be {value!r}, as the module states it, but got "
-                f"{found[name]!r}. Give both the same."
+                f"{found!r}. Give both the same."
             )

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from support.module_batches import module_of as bare_module
-from support.ssc_pools import Pool, Recorder
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
@@ -18,16 +17,13 @@ from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.training.contracts import (
     QuestionData,
-    ReadingModule,
-    RowData,
     SampledData,
     ScoredData,
     members_of,
     missing_members,
-    row_data,
 )
 
-OF_DATA = (SampledData, QuestionData, ScoredData, RowData)
+OF_DATA = (SampledData, QuestionData, ScoredData)
 
 
 class Other(LightningDataModule):
@@ -45,26 +41,6 @@ def test_the_data_module_keeps_its_contracts(tiny_model: str, tmp_path: Path, co
         asked, offered = vars(contract).get(name), getattr(type(data), name, None)
         if inspect.isfunction(asked):
             assert list(inspect.signature(offered).parameters) == list(inspect.signature(asked).parameters)
-
-
-def test_members_of_parts_and_of_extended_contracts_count() -> None:
-    assert set(members_of(SampledData)) < set(members_of(QuestionData))
-    assert members_of(ReadingModule) == ["activated", "attn_implementation"]
-    module = LightningModule()
-    assert missing_members(module, ReadingModule) == ["activated", "attn_implementation"]
-    module.activated, module.attn_implementation = torch.nn.Linear(1, 1), None
-    assert missing_members(module, ReadingModule) == [], "a part of a network is a member, too"
-
-
-def test_a_member_that_raises_when_it_is_read_is_there() -> None:
-    class Late(Other):
-        @property
-        def packing(self) -> str:
-            raise RuntimeError("not yet")
-
-        eta = 0.5
-
-    assert missing_members(Late(), RowData) == []
 
 
 @pytest.mark.parametrize(
@@ -87,19 +63,9 @@ def test_sampling_names_what_another_data_module_lacks(tiny_model: str) -> None:
         trainer_with(generation()).fit(module_of(tiny_model), datamodule=Other())
 
 
-def test_the_module_names_what_another_data_module_lacks(tiny_model: str) -> None:
-    with pytest.raises(InputError, match="`eta` and `packing` for SelfCalibrationModule, but got Other"):
+def test_a_data_module_without_packing_ends_the_run_before_its_first_step(tiny_model: str) -> None:
+    with pytest.raises(AttributeError, match="'Other' object has no attribute 'packing'"):
         trainer_with(max_steps=1).fit(bare_module(tiny_model), datamodule=Other())
-    assert row_data(None, who="SelfCalibrationModule") is None, "loaders may be given without a data module"
-
-
-def test_the_data_module_names_what_another_module_lacks(pool: Pool, store_dir: str) -> None:
-    class Silent(Recorder):
-        def __dir__(self) -> list[str]:
-            return [name for name in super().__dir__() if name != "activated"]
-
-    with pytest.raises(InputError, match="a module with `activated` for SSCDataModule, but got Silent, which lacks it"):
-        trainer_with(max_steps=1).fit(Silent(), datamodule=pool.data(store_dir))
 
 
 def test_an_export_does_not_hide_what_it_was_trained_on(tiny_model: str, tmp_path: Path) -> None:

@@ -37,15 +37,7 @@ from selfcal_lightning.rewards.module import (
 from selfcal_lightning.rewards.quantiles import monotone_quantiles
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
 from selfcal_lightning.training.calibrated_model import trained_parameters
-from selfcal_lightning.training.contracts import (
-    BasedModule,
-    CheckpointedModule,
-    Exportable,
-    PoolModule,
-    ReadingModule,
-    ScoringModule,
-    missing_members,
-)
+from selfcal_lightning.training.contracts import BasedModule, Exportable, ScoringModule, missing_members
 
 LORA = LoraSettings(r=2, dropout=0.1, activated=False)
 FULL: dict[str, Any] = {"lora": None, "full": True}
@@ -153,7 +145,7 @@ def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: 
 
 def test_it_keeps_the_contracts(pool: Pool) -> None:
     module = module_of(pool.model)
-    for contract in (ReadingModule, PoolModule, BasedModule, CheckpointedModule, Exportable, ScoringModule):
+    for contract in (BasedModule, Exportable, ScoringModule):
         assert missing_members(module, contract) == []
 
 

@@ -30,7 +30,7 @@ class QuestionSource:
     Attributes:
         task: Name of the task in ``selfcal_lightning.data.tasks.registry``.
         split: Split of the task's data set.
-        path: Local file, of a ``local_...`` task in the format of ``tasks.question_rows``, else with the columns of the
+        path: Local file, of a ``local_...`` task in the format of ``data.tasks.rows``, else with the columns of the
             task's hub data set; None reads the hub.
         part: "train", "validation" or "calibration": the part of all these questions that is set aside for that by a
             hash of their texts, 80, 10 and 10 %. None takes all.

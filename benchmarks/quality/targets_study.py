@@ -3,7 +3,7 @@
     python benchmarks/quality/targets_study.py [--quick]
 
 The responses are sampled once a seed; all variants train on the same rows, in the same optimiser steps, side by side
-over one reading of the responses (each equals its training alone, tests/modules/test_side_by_side.py), and score the
+over one reading of the responses (each equals its training alone, tests/training/test_side_by_side.py), and score the
 same responses of the base model. The default is chosen on calibration questions; the test questions are for the report.
 Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}``.
 """

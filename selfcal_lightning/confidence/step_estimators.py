@@ -1,7 +1,7 @@
 """How sure a model was of each step of a response: a metric of the step's tokens, mixed with their probability.
 
 ``metric^(1 - weight) * exp(mean log p)^weight`` a step, with the tokens found by the characters of the step: headings
-and white space between steps belong to none. See ``functional.response_certainty``.
+and white space between steps belong to none. See ``confidence.certainty``.
 """
 
 from __future__ import annotations

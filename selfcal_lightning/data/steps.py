@@ -247,7 +247,7 @@ def rule_for(text: str, steps: Steps) -> StepRule:
 
 
 def spans_of(text: str, steps: Steps) -> list[Span]:
-    """Return the characters of each step of a response; see ``functional.steps.step_spans``.
+    """Return the characters of each step of a response; see ``step_spans``.
 
     Example:
         >>> spans_of("One <end> Two", "marker:<end>")
@@ -313,7 +313,7 @@ class StepStops:
         return cls(tokenizer, steps, found)
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        """Return the first end of a step behind the first ``after`` tokens; see ``functional.steps.next_step_end``."""
+        """Return the first end of a step behind the first ``after`` tokens; see ``next_step_end``."""
         pieces = token_pieces(self.tokenizer, token_ids)
         return next_step_end(pieces, rule_for("", self.steps), after=after, marker=marker_of(self.steps))
 

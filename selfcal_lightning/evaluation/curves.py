@@ -50,7 +50,7 @@ class Block:
 
 
 class Reshuffles:
-    """Hands out the samples of a pool in random orders (``strategies.orders``), cut to a budget."""
+    """Hands out the samples of a pool in random orders (``inference.vectorised``), cut to a budget."""
 
     def __init__(
         self,

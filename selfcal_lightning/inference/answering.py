@@ -193,7 +193,7 @@ def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thou
 
 
 def read_questions(source: Questions, *, task: str, chain_of_thought: bool = True) -> list[Question]:
-    """Return the questions of a file or a list, in the one format (``tasks.question_rows``)."""
+    """Return the questions of a file or a list, in the one format (``data.tasks.rows``)."""
     if isinstance(source, str | Path):
         rows = read_question_file(source)
     elif all(isinstance(one, Question) for one in source) and source:

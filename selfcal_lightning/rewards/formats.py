@@ -44,8 +44,8 @@ class RewardFormat:
             rows of ``output_tokens`` in the output layer.
         num_outputs: Outputs of the head.
         link: What makes scores of the outputs; "none" leaves the one output as it is, which is no probability.
-            "quantiles" makes a mean, a lower and an upper quantile of three (``functional.monotone_quantiles``), or of
-            more, all but the last two of which are rows of the mean (``functional.folded_outputs``).
+            "quantiles" makes a mean, a lower and an upper quantile of three (``monotone_quantiles``), or of
+            more, all but the last two of which are rows of the mean (``folded_outputs``).
         right: The outputs that mean right; their probabilities are added.
         bias: Whether the layers have a bias; None takes one where it is stored.
         output_tokens: With ``lm_head``: the tokens whose logits are the outputs, in their order.

@@ -45,7 +45,7 @@ def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = F
     """Return the head of a public model with quantiles beside its score, which stays what it is.
 
     Its last layer gets one row for each output that means right, held against the one that does not, and two gaps that
-    begin alike everywhere; see ``functional.folded_outputs`` and ``functional.quantile_head_from``.
+    begin alike everywhere; see ``rewards.quantiles.folded_outputs`` and ``functional.quantile_head_from``.
     """
     *before, last = cast("list[nn.Linear]", list(head) if isinstance(head, nn.Sequential) else [head])
     with torch.no_grad():

@@ -286,10 +286,6 @@ def work() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(work())
-
-
 COUNTS = ("generated", "unreadable", "truncated", "cut_read", "refused", "left_out")
 
 
@@ -446,3 +442,7 @@ def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int)
     folder.mkdir(parents=True, exist_ok=True)
     name = f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"
     write_atomically(folder / name, to_json(json.loads(json.dumps(arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(work())

@@ -44,9 +44,6 @@ from selfcal_lightning.records import (
 if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:

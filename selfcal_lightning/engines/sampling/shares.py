@@ -23,9 +23,6 @@ from selfcal_lightning.records import (
 if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
-if TYPE_CHECKING:
-    pass
-
 
 def check_questions(questions: Sequence[Question]) -> None:
     """Raise ValueError when there are no questions or an id occurs twice."""

@@ -77,11 +77,14 @@ def _one_thread() -> None:
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """An importer of the modules in the folder of scripts."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "bundled_model"))
-    return importlib.import_module
+@pytest.fixture(scope="module")
+def script() -> Iterator[Callable[[str], ModuleType]]:
+    """An importer of the scripts under benchmarks, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in sorted(path for path in (ROOT / "benchmarks").iterdir() if path.is_dir()):
+            patch.syspath_prepend(str(folder))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module
 
 
 @pytest.fixture(scope="session")

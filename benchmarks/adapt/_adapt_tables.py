@@ -6,12 +6,13 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from shared.tables import table
 
 from selfcal_lightning.adaptation import runs as fitting
 from selfcal_lightning.adaptation.module import TestTimeTrainingModule
@@ -52,69 +53,74 @@ def targets(
     """Return what was asked of the figures, what came out, and whether that is met, missed or not measured."""
     trans, ind = tables["transductive"], tables["inductive"]
     ece = ind["changes"]["anchor less TTRL"]["ece"]
-    gained = {name: table["changes"]["anchor less start"] for name, table in (("trans", trans), ("ind", ind))}
-    after = {name: table["levels"][ANCHOR]["ece"] for name, table in (("trans", trans), ("ind", ind))}
+    both = {name: found["changes"]["anchor less start"] for name, found in (("trans", trans), ("ind", ind))}
+    after = {name: found["levels"][ANCHOR]["ece"] for name, found in (("trans", trans), ("ind", ind))}
     rows: list[tuple[str, str, bool | None]] = [
         ("anchor less TTRL, inductive ECE: upper bound < -.03", _cell(ece), ece["high"] < -0.03),
         (
             "anchor, ECE after <= .12 and upper bound of its change < +.03, transductive and inductive",
-            "; ".join(f"{after[name]:.3f}, {_cell(gained[name]['ece'])}" for name in gained),
-            all(gained[name]["ece"]["high"] < 0.03 and after[name] <= 0.12 for name in gained),
+            "; ".join(f"{after[name]:.3f}, {_cell(row['ece'])}" for name, row in both.items()),
+            all(row["ece"]["high"] < 0.03 and after[name] <= 0.12 for name, row in both.items()),
         ),
         (
             "anchor, inductive pass@1: lower bound of its change > -.02",
-            _cell(gained["ind"]["pass@1"]),
-            gained["ind"]["pass@1"]["low"] > -0.02,
+            _cell(both["ind"]["pass@1"]),
+            both["ind"]["pass@1"]["low"] > -0.02,
         ),
         (
             "anchor, pass@k: lower bounds of its change > -.10, transductive and inductive",
-            "; ".join(_cell(gained[name]["pass@k"]) for name in gained),
-            all(gained[name]["pass@k"]["low"] > -0.10 for name in gained),
+            "; ".join(_cell(row["pass@k"]) for row in both.values()),
+            all(row["pass@k"]["low"] > -0.10 for row in both.values()),
         ),
-        _equations_target(trans, ind),
-        _rounds_target(rounds_gain),
-        _packing_target(packing),
-        _guard_target(guarded),
+        (
+            "equations: pass@1, lower bounds > 0 transductive and > -.02 inductive",
+            *_equations_target(*(found["changes"].get("equations less start") for found in (trans, ind))),
+        ),
+        (
+            "TTRL: pass@1 at temperature 1 rises from the first round to the last, lower bound > 0",
+            *_rounds_target(rounds_gain),
+        ),
+        (
+            "a group packed against rows of their own: >= 1.4 x the responses a CPU second, forward and backward",
+            *_packing_target(packing),
+        ),
+        (
+            f"the guard stops a run at a rate of {WRECKING_RATE:g} within {MOST_ROUNDS} rounds, and restores",
+            *_guard_target(guarded),
+        ),
         ("selection, key steps and exports", "the report on selection", None),
     ]
     words = {True: "met", False: "missed", None: "not measured here"}
     return [{"target": name, "found": found, "verdict": words[met]} for name, found, met in rows]
 
 
-def _equations_target(trans: Mapping[str, Any], ind: Mapping[str, Any]) -> tuple[str, str, bool | None]:
-    name, label = "equations: pass@1, lower bounds > 0 transductive and > -.02 inductive", "equations less start"
-    if label not in trans["changes"]:
-        return name, "-", None
-    first, second = (table["changes"][label]["pass@1"] for table in (trans, ind))
-    return name, f"{_cell(first)}; {_cell(second)}", first["low"] > 0.0 and second["low"] > -0.02
+def _equations_target(trans: Mapping[str, Any] | None, ind: Mapping[str, Any] | None) -> tuple[str, bool | None]:
+    if trans is None or ind is None:
+        return "-", None
+    first, second = trans["pass@1"], ind["pass@1"]
+    return f"{_cell(first)}; {_cell(second)}", first["low"] > 0.0 and second["low"] > -0.02
 
 
-def _rounds_target(gain: Mapping[str, float | None] | None) -> tuple[str, str, bool | None]:
-    name = "TTRL: pass@1 at temperature 1 rises from the first round to the last, lower bound > 0"
+def _rounds_target(gain: Mapping[str, float | None] | None) -> tuple[str, bool | None]:
     if gain is None or gain["low"] is None:
-        return name, "one round has no change", None
-    return name, _cell(gain), gain["low"] > 0.0
+        return "one round has no change", None
+    return _cell(gain), gain["low"] > 0.0
 
 
-def _guard_target(guarded: Guarded | None) -> tuple[str, str, bool | None]:
-    name = f"the guard stops a run at a rate of {WRECKING_RATE:g} within {MOST_ROUNDS} rounds, and restores"
+def _guard_target(guarded: Guarded | None) -> tuple[str, bool | None]:
     if guarded is None:
-        return name, "-", None
+        return "-", None
     if guarded.rounds is None:
-        return name, "it was not stopped", False
-    restored = "the last good adapter was left" if guarded.is_restored else "another adapter was left"
-    return name, f"before round {guarded.rounds}: {'; '.join(guarded.problems)}; {restored}", guarded.is_restored
+        return "it was not stopped", False
+    left = "the last good adapter was left" if guarded.is_restored else "another adapter was left"
+    return f"before round {guarded.rounds}: {'; '.join(guarded.problems)}; {left}", guarded.is_restored
 
 
-def _packing_target(packing: Packing | None) -> tuple[str, str, bool | None]:
-    name = "a group packed against rows of their own: >= 1.4 x the responses a CPU second, forward and backward"
+def _packing_target(packing: Packing | None) -> tuple[str, bool | None]:
     if packing is None:
-        return name, "-", None
-    said = (
-        f"{packing.speed_up:.2f} x; {packing.packed_tokens:.0f} and {packing.apart_tokens:.0f} tokens a response "
-        "(equal gradients: a test)"
-    )
-    return name, said, packing.speed_up >= 1.4
+        return "-", None
+    tokens = f"{packing.packed_tokens:.0f} and {packing.apart_tokens:.0f} tokens a response (equal gradients: a test)"
+    return f"{packing.speed_up:.2f} x; {tokens}", packing.speed_up >= 1.4
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -133,29 +139,35 @@ def markdown(content: Mapping[str, Any]) -> str:
         "",
     ]
     columns = ("pass@1", "greedy", "majority", "pass@k", "distinct", "tokens", "ece", "brier", "auroc")
-    lines += [f"| questions | model | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    for name, table in content["sets"].items():
-        for label, row in table["levels"].items():
-            lines.append(f"| {name} | {label} | {' | '.join(f'{row[column]:.3f}' for column in columns)} |")
-    lines += _untrained(content["start"])
-    changed = ("pass@1", "greedy", "majority", "pass@k", "ece", "brier", "auroc")
-    lines += ["", f"| questions | change | {' | '.join(changed)} |", "|---|---|" + "---|" * len(changed)]
-    for name, table in content["sets"].items():
-        for label, row in table["changes"].items():
-            lines.append(f"| {name} | {label} | {' | '.join(_cell(row[column]) for column in changed)} |")
-    lines += _verdicts(content["sets"])
+    rows = [
+        [name, label, *(f"{row[column]:.3f}" for column in columns)]
+        for name, found in content["sets"].items()
+        for label, row in found["levels"].items()
+    ]
+    lines += [*_table(["questions", "model", *columns], rows), "", *_untrained(content["start"]), ""]
+    columns = ("pass@1", "greedy", "majority", "pass@k", "ece", "brier", "auroc")
+    rows = [
+        [name, label, *(_cell(row[column]) for column in columns)]
+        for name, found in content["sets"].items()
+        for label, row in found["changes"].items()
+    ]
+    lines += [*_table(["questions", "change", *columns], rows), "", *_verdicts(content["sets"])]
     if content["not_measured"]:
         lines += ["", f"Not measured at this size: {', '.join(content['not_measured'])}."]
-    lines += ["", "| target | found | |", "|---|---|---|"]
-    lines += [f"| {row['target']} | {row['found']} | {row['verdict']} |" for row in content["targets"]]
+    rows = [[row["target"], row["found"], row["verdict"]] for row in content["targets"]]
+    lines += ["", "| target | found | |", *_table(["", "", ""], rows)[1:], ""]
     heads = ("run", "round", "pass@1 at T = 1", "label accuracy", "reward accuracy", "agreement", "votes", "lost log p")
-    lines += ["", f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     keys = ("pass@1", "label_accuracy", "reward_accuracy", "agreement", "vote_share", "logprob_fall")
-    for run, result in content["runs"].items():
-        for number, row in result["rounds"].items():
-            cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
-            lines.append(f"| {run} | {number} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    rows = [
+        [run, number, *("-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys)]
+        for run, result in content["runs"].items()
+        for number, row in result["rounds"].items()
+    ]
+    return "\n".join([*lines, *_table(heads, rows), ""])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return table(heads, rows, left=len(heads))
 
 
 def _cell(found: Mapping[str, float | None]) -> str:
@@ -168,20 +180,20 @@ def _cell(found: Mapping[str, float | None]) -> str:
 
 def _untrained(start: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     """Return what the start does in other ways of sampling, the votes of as many tokens as an adaptation among them."""
-    columns = ("pass@1", "majority", "pass@k", "distinct", "samples")
-    lines = ["", f"| questions | without training | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    for name, rows in start.items():
-        for way, row in rows.items():
-            cells = ["-" if column not in row else f"{row[column]:.3f}" for column in columns[:-1]]
-            shown = way.replace("base", "start", 1)
-            lines.append(f"| {name} | {shown} | {' | '.join(cells)} | {row['samples']:.0f} |")
-    return lines
+    columns = ("pass@1", "majority", "pass@k", "distinct")
+    cells = [
+        [name, way.replace("base", "start", 1), *("-" if one not in row else f"{row[one]:.3f}" for one in columns),
+         f"{row['samples']:.0f}"]
+        for name, rows in start.items()
+        for way, row in rows.items()
+    ]  # fmt: skip
+    return _table(["questions", "without training", *columns, "samples"], cells)
 
 
 def _verdicts(sets: Mapping[str, Any]) -> list[str]:
-    methods = list(next(iter(sets.values()))["verdicts"])
-    lines = ["", f"| what pass@1 comes to | {' | '.join(sets)} |", "|---|" + "---|" * len(sets)]
-    return lines + [f"| {one} | {' | '.join(table['verdicts'][one] for table in sets.values())} |" for one in methods]
+    methods = next(iter(sets.values()))["verdicts"]
+    rows = [[one, *(found["verdicts"][one] for found in sets.values())] for one in methods]
+    return _table(["what pass@1 comes to", *sets], rows)
 
 
 # Of an adapter; weights all of which were tuned collapsed at 1e-3.

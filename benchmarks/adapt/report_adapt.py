@@ -11,12 +11,11 @@ is there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from _adapt_tables import (
     targets,
 )
 from shared.estimates import Measured, difference
-from shared.tables import write_report
+from shared.study import RESULTS, ROOT, Study, sizes_parser
 
 from selfcal_lightning.adaptation.evaluation import (
     BEYOND,
@@ -62,8 +61,6 @@ from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over
 from selfcal_lightning.models.folders import config_path, read_manifest
 from selfcal_lightning.records import SamplingSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
 NAME, PASS, GUARDED = "report_adapt", "pass@1", "guard-0"
@@ -71,32 +68,27 @@ NAME, PASS, GUARDED = "report_adapt", "pass@1", "guard-0"
 TEMPERATURES = [1.0, 0.5]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is done; the sizes stand above the tables."""
-
-    seeds: int = 3
-    start_questions: int = 400
-    questions: int = 200
-    out_of_domain: int = 64
-    samples: int = 8
-    rounds: int = 4
-    batch_size: int = 400
-    lr: float = 4e-3
+SIZES = {
+    "seeds": (3, "adaptations by each method"),
+    "start_questions": (400, "on which the start is calibrated"),
+    "questions": (200, "adapted on, and as many others to judge"),
+    "out_of_domain": (64, "questions out of domain"),
+    "samples": (8, "responses to a question"),
+    "rounds": (4, "rounds of sampling and training"),
+    "batch_size": (400, "responses to an update"),
+    "lr": (4e-3, "peak learning rate"),
+}
 
 
 def main() -> None:
     """Run what is missing, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = sizes_parser(__doc__, SIZES)
     parser.add_argument("--name", default=NAME, help="of the results under benchmarks/results")
     parser.add_argument("--folder", type=Path, help="where the runs lie; by default a folder of that name under runs/")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    options = parser.parse_args()
-    sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
-    folder = options.folder or ROOT / "runs" / options.name.replace("_", "-")
-    if not options.table:
+    sizes = parser.parse_args(namespace=Study(results=RESULTS))
+    folder = sizes.folder or ROOT / "runs" / sizes.name.replace("_", "-")
+    if not sizes.table:
         start = calibrated_start(folder, sizes)
         for seed in range(sizes.seeds):
             for method in METHODS:
@@ -105,27 +97,23 @@ def main() -> None:
         measure_packing(folder, start, first, sizes.samples)
         run_guarded(
             folder / GUARDED, start, first, questions=adapted_on(sizes),
-            sizes={
-                "num_samples": sizes.samples, "batch_size": sizes.batch_size, "max_new_tokens": TOKENS, "seed": 0,
-            },
+            sizes={**sizes.sizes("batch_size"), "num_samples": sizes.samples, "max_new_tokens": TOKENS, "seed": 0},
         )  # fmt: skip
-    write_tables(folder, sizes, options.name)
+    write_tables(folder, sizes)
 
 
-def adapted_on(sizes: Sizes) -> QuestionSlice:
+def adapted_on(sizes: Study) -> QuestionSlice:
     """Return the questions that are adapted on."""
     return QuestionSlice("word_problems", split="test_id", limit=sizes.questions)
 
 
-def command_of(sizes: Sizes, name: str) -> str:
+def command_of(sizes: Study) -> str:
     """Return the command that makes a report, as it is typed in the project's folder."""
-    given = {"name": name, **asdict(sizes)}
-    usual = {"name": NAME, **asdict(Sizes())}
-    changed = [f"--{key} {value}" for key, value in given.items() if value != usual[key]]
-    return " ".join(["python benchmarks/adapt/report_adapt.py", *changed])
+    name = [] if sizes.name == NAME else [f"--name {sizes.name}"]
+    return " ".join(["python benchmarks/adapt/report_adapt.py", *name, *sizes.changed(SIZES)])
 
 
-def calibrated_start(folder: Path, sizes: Sizes) -> Path:
+def calibrated_start(folder: Path, sizes: Study) -> Path:
     """Return the folder of the model that adaptations start from: calibrated jointly, and merged."""
     adapter, merged = folder / "start" / "adapter", folder / "start" / "merged"
     if read_manifest(adapter) is None:
@@ -143,7 +131,7 @@ def calibrated_start(folder: Path, sizes: Sizes) -> Path:
     return merged
 
 
-def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Sizes) -> None:
+def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Study) -> None:
     """Adapt by one method with one seed; all methods of a seed share the samples of round 0 and of the base model."""
     place = run_folder(folder, method, seed)
     if (place / "adaptation.json").exists():
@@ -175,7 +163,7 @@ def run_folder(folder: Path, method: str, seed: int) -> Path:
     return folder / f"{method.replace(', ', '-')}-{seed}"
 
 
-def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
+def write_tables(folder: Path, sizes: Study) -> None:
     """Write the results of what is there."""
     done = {
         method: [seed for seed in range(sizes.seeds) if (run_folder(folder, method, seed) / "adaptation.json").exists()]
@@ -195,8 +183,8 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
     for result in results.values():
         result["settings"]["base_model"] = Path(result["settings"]["base_model"]).name  # wherever it was made
     content = {
-        "command": command_of(sizes, name),
-        "sizes": {**asdict(sizes), "seeds_done": len(seeds)},
+        "command": command_of(sizes),
+        "sizes": {**sizes.sizes(*SIZES), "seeds_done": len(seeds)},
         "not_measured": [method for method in METHODS if method not in methods],
         "sets": tables,
         "start": {questions: untrained([results[PLAIN, seed] for seed in seeds], questions) for questions in SETS},
@@ -206,24 +194,22 @@ def write_tables(folder: Path, sizes: Sizes, name: str) -> None:
         "targets": targets(tables, gain, packing, guarded),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
-    write_report(RESULTS, name, content, markdown(content), indent=1)
+    sizes.publish(sizes.name, content, markdown(content), indent=1)
 
 
 def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str]) -> dict[str, Any]:
     """Return levels and paired changes of one set, pooled over seeds; a question is drawn with all its seeds."""
-    stores: dict[str, list[SampledSet]] = {
-        "start": [read_set(folder / f"base-{seed}" / name / "base") for seed in seeds],
-        **{m: [read_set(run_folder(folder, m, s) / "evaluation" / name / "adapted") for s in seeds] for m in methods},
-    }
+
+    def read(suffix: str) -> dict[str, list[SampledSet]]:
+        start = [read_set(folder / f"base-{seed}" / name / f"base{suffix}") for seed in seeds]
+        places = {m: [run_folder(folder, m, seed) / "evaluation" / name for seed in seeds] for m in methods}
+        return {
+            "start": start, **{m: [read_set(one / f"adapted{suffix}") for one in found] for m, found in places.items()}
+        }  # fmt: skip
+
+    stores, greedy = read(""), read("-greedy")
     size = min(one.num_samples for group in stores.values() for one in group)
     stores = {label: [one.first(size) for one in group] for label, group in stores.items()}
-    greedy = {
-        "start": [read_set(folder / f"base-{seed}" / name / "base-greedy") for seed in seeds],
-        **{
-            m: [read_set(run_folder(folder, m, s) / "evaluation" / name / "adapted-greedy") for s in seeds]
-            for m in methods
-        },
-    }
     pairs = {
         "TTRL less start": ("start", PLAIN),
         "round less start": ("start", ROUND),
@@ -235,7 +221,7 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
     return {
         "levels": {label: level(stores[label], greedy[label], size) for label in stores},
         "changes": {
-            label: change(stores[one], stores[other], greedy[one], greedy[other], size)
+            label: change((stores[one], stores[other]), (greedy[one], greedy[other]), size)
             for label, (one, other) in pairs.items()
             if {one, other} <= stores.keys()
         },
@@ -274,37 +260,25 @@ def level(stores: Sequence[SampledSet], greedy: Sequence[SampledSet], size: int)
 
 
 def change(
-    before: Sequence[SampledSet],
-    after: Sequence[SampledSet],
-    greedy_before: Sequence[SampledSet],
-    greedy_after: Sequence[SampledSet],
-    size: int,
+    stores: tuple[Sequence[SampledSet], ...], greedy: tuple[Sequence[SampledSet], ...], size: int
 ) -> dict[str, dict[str, float | None]]:
-    """Return the paired changes with 95 % intervals over questions and seeds."""
-    measured = [[_measured(one) for one in group] for group in (after, before)]
-    changes = {name: difference(*measured, metric) for name, metric in {PASS: PASS_AT_1, **CALIBRATION}.items()}
-    each: dict[str, Callable[[SampledSet], Floats]] = {
-        "majority": lambda one: one.majority(size), "pass@k": lambda one: one.solved(size),
-    }  # fmt: skip
-    changes["greedy"] = mean_change(*([one.accuracy() for one in group] for group in (greedy_before, greedy_after)))
-    for name, value in each.items():
-        changes[name] = mean_change(*([value(one) for one in group] for group in (before, after)))
+    """Return the paired changes from before to after with 95 % intervals over questions and seeds."""
+    before, after = ([_measured(one) for one in group] for group in stores)
+    changes = {name: difference(after, before, metric) for name, metric in {PASS: PASS_AT_1, **CALIBRATION}.items()}
+    changes["greedy"] = mean_change(*([one.accuracy() for one in group] for group in greedy))
+    changes["majority"] = mean_change(*([one.majority(size) for one in group] for group in stores))
+    changes["pass@k"] = mean_change(*([one.solved(size) for one in group] for group in stores))
     return {name: as_json(one) for name, one in changes.items()}
 
 
-def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Sizes) -> dict[str, float | None] | None:
+def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Study) -> dict[str, float | None] | None:
     """Return how pass@1 of the rounds, which are drawn at temperature 1, changes from the first to the last of TTRL."""
     if sizes.rounds < 2:
         return None
-    questions = load_sets({"adapted": QuestionSlice("word_problems", split="test_id", limit=sizes.questions)})[
-        "adapted"
-    ]
+    questions = load_sets({"adapted": adapted_on(sizes)})["adapted"]
+    stores = [run_folder(folder, PLAIN, seed) / "samples" for seed in seeds]
     found = [
-        [
-            round_accuracy(run_folder(folder, PLAIN, seed) / "samples", questions, round=round)
-            for seed in seeds
-        ]
-        for round in (0, sizes.rounds - 1)
+        [round_accuracy(store, questions, round=round) for store in stores] for round in (0, sizes.rounds - 1)
     ]  # fmt: skip
     return as_json(mean_change(*found))
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from shared.jobs import run_once
+from shared.study import SAMPLED, SPLITS, TASK, Study, configuration, train_on, write_configuration
 
-from selfcal_lightning.models.folders import config_path
-
-TASK = "word_problems"
-SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
-TESTS = ("id", "ood")
 PROBE, LABELLED, BEFORE, TAUGHT, AWAKE = "probe", "labelled", "p_true_before", "taught", "p_true_awake"
 TARGETS = {PROBE: "agreeing_pairs", LABELLED: "label"}
 CALIBRATED_ON = 700  # training questions of the demo
@@ -22,33 +15,16 @@ CALIBRATED_ON = 700  # training questions of the demo
 TAUGHT_ROWS = 7000
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run."""
-
-    output: Path
-    train: int
-    train_samples: int
-    questions: Mapping[str, int]
-    samples: int
-    taught_seeds: tuple[int, ...]
-    awake_seeds: tuple[int, ...]
-
-    def folder(self, seed: int) -> Path:
-        """Return where all of a seed lies."""
-        return self.output / f"seed-{seed}"
-
-
-def run_seed(plan: Plan, seed: int) -> None:
+def run_seed(plan: Study, seed: int) -> None:
     """Sample, fit and score what is not done yet of a seed."""
     folder = plan.folder(seed)
     train, tests = str(folder / "train"), str(folder / "tests")
-    sampled = ["--task", TASK, "--sampling.max_new_tokens", "120", "--engine.max_batch", "512", "--seed", str(seed)]
+    sampled = ["--task", TASK, *SAMPLED, "--seed", str(seed)]
     run_once(folder, "generate", "--model", "bundled", "--store_dir", train, "--limit", str(plan.train),
         "--num_samples", str(plan.train_samples), *sampled)  # fmt: skip
     for name, split in SPLITS.items():
         run_once(folder, "generate", "--model", "bundled", "--store_dir", tests, "--split", split, "--store_split",
-            name, "--limit", str(plan.questions[name]), "--num_samples", str(plan.samples), *sampled)  # fmt: skip
+            name, "--limit", str(plan.parts[name]), "--num_samples", str(plan.num_samples), *sampled)  # fmt: skip
     for name, target in TARGETS.items():
         probe = str(folder / name)
         run_once(folder, "fit-probe", "--pool", train, "--output", probe, "--target", target)
@@ -57,55 +33,32 @@ def run_seed(plan: Plan, seed: int) -> None:
         )
     run_once(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
     if seed in plan.taught_seeds:
-        _teach(plan, seed)
+        _teach(plan, folder, seed)
     if seed in plan.awake_seeds:
-        _calibrate(plan, seed)
+        _calibrate(plan, folder, seed)
 
 
-def _teach(plan: Plan, seed: int) -> None:
+def _teach(plan: Study, folder: Path, seed: int) -> None:
     """Teach an activated adapter to answer before there is a response, without labels."""
-    folder = plan.folder(seed)
-    config = _configuration(plan, seed, "capability/taught.yaml", TAUGHT)
     epochs = max(round(TAUGHT_ROWS / plan.train), 1)
-    config["trainer"] |= {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
-    config["data"]["init_args"]["num_samples"] = plan.train_samples
-    _fit(folder, TAUGHT, config)
+    trainer = {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
+    _fit(plan, folder, seed, TAUGHT, "capability/taught.yaml", limit=plan.train, trainer=trainer)
     run_once(folder, "score-questions", "--estimator", BEFORE, "--adapter", str(folder / TAUGHT / "adapter"),
         "--store_dir", str(folder / "tests"), "--name", TAUGHT)  # fmt: skip
 
 
-def _calibrate(plan: Plan, seed: int) -> None:
+def _calibrate(plan: Study, folder: Path, seed: int) -> None:
     """Train the demo's activated adapter, on as many of the questions, and let it judge the test responses."""
-    folder = plan.folder(seed)
-    config = _configuration(plan, seed, "demo.yaml", AWAKE)
-    callbacks = config["trainer"]["callbacks"]
-    config["trainer"]["callbacks"] = [each for each in callbacks if not each["class_path"].endswith("SSCGeneration")]
-    config["data"]["init_args"]["num_samples"] = plan.train_samples
-    config["data"]["init_args"]["train"][0]["limit"] = min(CALIBRATED_ON, plan.train)
-    _fit(folder, AWAKE, config)
+    _fit(plan, folder, seed, AWAKE, "demo.yaml", limit=min(CALIBRATED_ON, plan.train), trainer={})
     run_once(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
         "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
 
 
-def _configuration(plan: Plan, seed: int, name: str, output: str) -> dict[str, Any]:
-    """Return a shipped configuration with this seed, its samples and the report's sizes."""
-    config: dict[str, Any] = yaml.safe_load(Path(config_path(name)).read_text())
-    folder = plan.folder(seed)
-    config["seed_everything"] = seed
-    config["trainer"]["enable_progress_bar"] = False
-    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / output)
-    exports = [each for each in config["trainer"]["callbacks"] if each["class_path"].endswith("AdapterExport")]
-    exports[0]["init_args"]["output_dir"] = str(folder / output / "adapter")
-    data = config["data"]["init_args"]
-    config["model"]["init_args"]["seed"] = data["seed"] = seed
-    data["store_dir"] = str(folder / "train")
-    data["train"] = [{"task": TASK, "split": "train", "limit": plan.train}]
-    data["validation"] = []
-    return config
-
-
-def _fit(folder: Path, name: str, config: Mapping[str, Any]) -> None:
-    place = folder / name / "config.yaml"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(yaml.safe_dump(dict(config), sort_keys=False))
-    run_once(folder, "fit", "--config", str(place))
+def _fit(plan: Study, folder: Path, seed: int, name: str, source: str, *, limit: int, trainer: dict[str, Any]) -> None:
+    """Train by a shipped configuration on the training responses of the seed, which are all there."""
+    place, keep = folder / name, {"CalibrationCurve", "AdapterExport"}
+    config = configuration(source, seed=seed, folder=place, adapter=place / "adapter", keep=keep)
+    config["trainer"] |= trainer
+    data = train_on(config, folder / "train", limit=limit)
+    data |= {"validation": [], "num_samples": plan.train_samples}
+    run_once(folder, "fit", "--config", str(write_configuration(place / "config.yaml", config)))

@@ -16,8 +16,9 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TASK, TAUGHT, TESTS
-from shared.estimates import Column, estimated
+from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT
+from shared.estimates import Column, estimated, metric_columns
+from shared.study import TASK, TESTS
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, powers_of_two, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
@@ -49,9 +50,7 @@ from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
 from selfcal_lightning.metrics.bootstrap import (
     Estimate,
-    bootstrap_interval,
     calibration_error_bounds,
-    question_bootstrap,
     resample_weights,
 )
 from selfcal_lightning.metrics.capability import pass_at_k, pass_at_k_squared_errors, squared_errors
@@ -196,13 +195,8 @@ def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
         for name in (PROBE, "p_true", *beside):
             scored = scored_responses(entries, name=name)
             columns = (scored.confidence, scored.correct, scored.question_index)
-            plain = bootstrap_interval(*columns, metrics=MEASURES, num_resamples=1)
-            drawn = question_bootstrap(*columns, metrics=MEASURES, num_resamples=RESAMPLES)
-            for measure in MEASURES:
-                value = plain[measure].value
-                found[f"{split}/response/{name}/{measure}"] = np.append(
-                    np.nan if value is None else value, drawn[measure]
-                )
+            for measure, column in metric_columns(columns, MEASURES, num_resamples=RESAMPLES).items():
+                found[f"{split}/response/{name}/{measure}"] = column
             found[f"{split}/response/{name}/{ECE}"] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
     return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT, TESTS
+from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT
 from _capability_measures import LEFT_OUT, READ
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from shared.study import TESTS
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE

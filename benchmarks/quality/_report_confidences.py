@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, TASK, Plan
+from _report_jobs import ACTIVATED, AWAKE, BASE, JOINT, PROBE, Plan
 from shared.estimates import RESAMPLES
+from shared.study import TASK
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores

@@ -10,7 +10,7 @@ from _report_jobs import ACTIVATED, BASE, JOINT
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.estimates import Measured, difference, summary
-from shared.tables import Criterion, above, at_most, criteria_table, exactly, section, show
+from shared.tables import Criterion, above, at_most, criteria_table, exactly, section, show, table
 
 from selfcal_lightning.evaluation.metrics import SHORT_NAMES
 from selfcal_lightning.metrics.arrays import AUROC, ECE, Floats
@@ -63,22 +63,22 @@ def figure(report: Mapping[str, Any]) -> Figure:
 
 
 def _trained(report: Mapping[str, Any]) -> list[str]:
-    names = (BASE, ACTIVATED, JOINT)
-    lines = [
+    names, found = (BASE, ACTIVATED, JOINT), report["confidences"]
+    rows = [
+        [label, title, *(show(found[name][test][metric]) for name in names)]
+        for metric, label in METRICS.items()
+        for test, title in TITLES.items()
+    ]
+    return [
         "What is trained; the responses of *nothing* and *activated* are the same, *joint* is judged on its own:",
         "",
-        f"| | test | {' | '.join(names)} |",
-        "|---|---|---:|---:|---:|",
+        *table(["", "test", *names], rows, left=2),
+        "",
     ]
-    for metric in METRICS:
-        for test, title in TITLES.items():
-            cells = " | ".join(show(report["confidences"][name][test][metric]) for name in names)
-            lines.append(f"| {METRICS[metric]} | {title} | {cells} |")
-    return [*lines, ""]
 
 
 def _sceptic(report: Mapping[str, Any]) -> list[str]:
-    shown = ("auroc", "ece", "brier", "within_question_auroc")
+    shown, found = ("auroc", "ece", "brier", "within_question_auroc"), report["confidences"]
     lines = [
         f"What a sceptic would use instead. *Labels*: fitted to the verdicts on {report['sizes']['calibration']} "
         "calibration questions, which are in-domain. *All*: needs all responses to the question, a single one will not "
@@ -86,14 +86,10 @@ def _sceptic(report: Mapping[str, Any]) -> list[str]:
         "",
     ]
     for test, title in TITLES.items():
-        lines += [
-            f"| {title} | needs | {' | '.join(METRICS[metric] for metric in shown)} |",
-            f"|---|---|{'---:|' * len(shown)}",
+        rows = [
+            [one.label, _needs(one), *(show(found[one.key][test][metric]) for metric in shown)] for one in CONTENDERS
         ]
-        for contender in CONTENDERS:
-            cells = [show(report["confidences"][contender.key][test][metric]) for metric in shown]
-            lines.append(f"| {contender.label} | {_needs(contender)} | {' | '.join(cells)} |")
-        lines.append("")
+        lines += [*table([title, "needs", *(METRICS[metric] for metric in shown)], rows, left=2), ""]
     return lines
 
 
@@ -106,10 +102,9 @@ def _votes(report: Mapping[str, Any]) -> list[str]:
     sizes = report["vote_sizes"]
     lines = ["Accuracy of the vote of so many samples:", ""]
     for test, title in TITLES.items():
-        lines += [f"| {title} | {' | '.join(map(str, sizes))} |", f"|---|{'---:|' * len(sizes)}"]
-        for key, found in report["votes"][test].items():
-            lines.append(f"| {label_of(key)} | {' | '.join(show(found[str(size)]) for size in sizes)} |")
-        lines.append("")
+        votes = report["votes"][test].items()
+        rows = [[label_of(key), *(show(found[str(size)]) for size in sizes)] for key, found in votes]
+        lines += [*table([title, *map(str, sizes)], rows), ""]
     return lines
 
 
@@ -123,13 +118,11 @@ def _savings(report: Mapping[str, Any]) -> list[str]:
         "",
     ]
     for test, title in TITLES.items():
-        rows = report["savings"][test]
-        targets = [row["target"] for row in next(iter(rows.values()))]
-        head = [f"{name}, as {target} plain" for target in targets for name in ("samples", "tokens", "seconds")]
-        lines += [f"| {title} | {' | '.join(head)} |", f"|---|{'---:|' * len(head)}"]
-        for key, found in rows.items():
-            lines.append(f"| {label_of(key)} | {' | '.join(cell for row in found for cell in _paid(row))} |")
-        lines.append("")
+        found = report["savings"][test]
+        targets = [row["target"] for row in next(iter(found.values()))]
+        heads = [f"{name}, as {target} plain" for target in targets for name in ("samples", "tokens", "seconds")]
+        rows = [[label_of(key), *(cell for row in cells for cell in _paid(row))] for key, cells in found.items()]
+        lines += [*table([title, *heads], rows), ""]
     return lines
 
 
@@ -146,15 +139,9 @@ def _ablations(report: Mapping[str, Any]) -> list[str]:
     if not report["ablations"]:
         return []
     names = list(SHORT_NAMES.values())
-    lines = [
-        f"Joint training with one change each, in-domain, seed {report['seeds'][0]}:",
-        "",
-        f"| change | {' | '.join(names)} |",
-        f"|---|{'---:|' * len(names)}",
-    ]
-    for name, entry in report["ablations"].items():
-        lines.append(f"| {name} | {' | '.join(show(entry[metric]) for metric in names)} |")
-    return [*lines, ""]
+    rows = [[name, *(show(entry[metric]) for metric in names)] for name, entry in report["ablations"].items()]
+    head = f"Joint training with one change each, in-domain, seed {report['seeds'][0]}:"
+    return [head, "", *table(["change", *names], rows), ""]
 
 
 def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:

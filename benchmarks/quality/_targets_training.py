@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from _learned_token import LearnedTokenModule
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
+from shared import study
+from shared.study import Study, train_on
 from torch import Tensor
 
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
@@ -22,7 +22,6 @@ from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.models.activated import adapter_in_use, ask
-from selfcal_lightning.models.folders import config_path
 from selfcal_lightning.models.lora import FIRST, LoraSettings
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import BesideSettings, adapter_name
@@ -50,19 +49,14 @@ LEARNING_RATE = 2.0e-3  # the demo's is a fourth of it and has four times the st
 Scores = Mapping[str, np.ndarray]
 
 
-def folder_of(options: argparse.Namespace, seed: int) -> Path:
-    """Return where what belongs to a seed lies."""
-    return options.output / f"seed-{seed}"
-
-
 def adapter_names() -> dict[str, str]:
     """Return what each variant's adapter is called in the module, by variant; the first is the module's own."""
     return {variant: FIRST if variant == FIRST_VARIANT else f"v{number}" for number, variant in enumerate(VARIANTS)}
 
 
-def fit_teacher(options: argparse.Namespace, seed: int) -> Fusion:
+def fit_teacher(options: Study, seed: int) -> Fusion:
     """Fit log-probability and P(True) to the vote share of the training responses: without labels."""
-    path = folder_of(options, seed) / "teacher.json"
+    path = options.folder(seed) / "teacher.json"
     if not path.exists():
         chosen = training_questions(options)
         pool = [entry for entry in train_store(options, seed).samples(split="train") if entry.question.id in chosen]
@@ -70,25 +64,25 @@ def fit_teacher(options: argparse.Namespace, seed: int) -> Fusion:
     return Fusion.load(path)
 
 
-def training_questions(options: argparse.Namespace) -> set[str]:
+def training_questions(options: Study) -> set[str]:
     """Return the ids of the training questions."""
     data = SSCDataModule(options.model, "unused", train=training_sources(options))
     return {question.id for question in data.questions("train")}
 
 
-def training_sources(options: argparse.Namespace) -> list[QuestionSource]:
+def training_sources(options: Study) -> list[QuestionSource]:
     """Return where the training questions come from."""
     return [QuestionSource("word_problems", split="train", limit=options.questions)]
 
 
-def train_store(options: argparse.Namespace, seed: int) -> SampleStore:
+def train_store(options: Study, seed: int) -> SampleStore:
     """Return the training samples of a seed."""
-    return SampleStore(folder_of(options, seed) / "samples", num_samples=options.responses)
+    return SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
 
 
-def beside_settings(options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
+def beside_settings(options: Study, seed: int) -> dict[str, dict[str, Any]]:
     """Return the settings of the adapters beside the first one, by name."""
-    teacher = str(folder_of(options, seed) / "teacher.json")
+    teacher = str(options.folder(seed) / "teacher.json")
     names = adapter_names()
     return {
         names[variant]: {key: teacher if value == TEACHER else value for key, value in settings.items()}
@@ -97,37 +91,28 @@ def beside_settings(options: argparse.Namespace, seed: int) -> dict[str, dict[st
     }
 
 
-def configuration(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def configuration(options: Study, seed: int) -> dict[str, Any]:
     """Return the demo's configuration with this seed, the study's sizes, and all variants side by side."""
-    config = yaml.safe_load(Path(config_path("demo.yaml")).read_text())
-    folder = folder_of(options, seed)
-    config["seed_everything"] = seed
-    config["trainer"] |= {"enable_progress_bar": False, "logger": False, "enable_checkpointing": False}
-    config["trainer"]["default_root_dir"] = str(folder)
-    export = next(one for one in config["trainer"]["callbacks"] if one["class_path"].endswith(".AdapterExport"))
-    export["init_args"]["output_dir"] = str(folder / "adapter")
-    config["trainer"]["callbacks"] = [export]
+    folder = options.folder(seed)
+    config = study.configuration(
+        "demo.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep={"AdapterExport"}
+    )
+    config["trainer"] |= {"logger": False, "enable_checkpointing": False, "default_root_dir": str(folder)}
     config["model"]["init_args"] |= {
-        "base_model": options.model, "seed": seed, "lr": LEARNING_RATE, "beside": beside_settings(options, seed),
+        "base_model": options.model, "lr": LEARNING_RATE, "beside": beside_settings(options, seed),
     }  # fmt: skip
-    config["data"]["init_args"] |= {
-        "seed": seed,
-        "store_dir": str(folder / "samples"),
-        "num_samples": options.responses,
-        "target": "leave_one_out",
-        "train": [{"task": "word_problems", "split": "train", "limit": options.questions}],
-        "validation": [],
-    }
+    data = train_on(config, folder / "samples", limit=options.questions)
+    data |= {"num_samples": options.responses, "target": "leave_one_out", "validation": []}
     return config
 
 
-def score_variants(options: argparse.Namespace, seed: int) -> Scores:
+def score_variants(options: Study, seed: int) -> Scores:
     """Return the confidence of every variant's adapter in all judged responses, in the order of :func:`judged_rows`."""
     settings = configuration(options, seed)["model"]["init_args"]
     beside = {name: BesideSettings(**one) for name, one in settings.pop("beside").items()}
     module = SelfCalibrationModule(**{**settings, "lora": LoraSettings(**settings["lora"])}, beside=beside)
     module.configure_model()
-    folder, names = folder_of(options, seed), adapter_names()
+    folder, names = options.folder(seed), adapter_names()
     for name in names.values():
         place = folder / ("adapter" if name == FIRST else f"adapter-{name}")
         load_adapter(module, name, place)
@@ -162,7 +147,7 @@ def load_adapter(module: SelfCalibrationModule, name: str, folder: Path) -> None
         raise SystemExit(f"Expected the adapter in {folder} to be that of the study, but got more: {sorted(written)}")
 
 
-def train_learned_token(options: argparse.Namespace, seed: int) -> Scores:
+def train_learned_token(options: Study, seed: int) -> Scores:
     """Train the learned token on leave-one-out agreement, on the rows and steps of the others, and score with it."""
     config = configuration(options, seed)
     settings, trainer = config["model"]["init_args"], config["trainer"]
@@ -177,7 +162,7 @@ def train_learned_token(options: argparse.Namespace, seed: int) -> Scores:
 
 @torch.no_grad()
 def score_rows(
-    options: argparse.Namespace,
+    options: Study,
     seed: int,
     module: SelfCalibrationModule,
     confidences: Callable[[SSCBatch], Mapping[str, Tensor]],
@@ -191,9 +176,9 @@ def score_rows(
     return {name: torch.cat(values).double().numpy() for name, values in parts.items()}
 
 
-def judged_batches(options: argparse.Namespace, seed: int) -> Iterator[TupleRows]:
+def judged_batches(options: Study, seed: int) -> Iterator[TupleRows]:
     """Yield the judged responses of all splits, question by question."""
-    store = SampleStore(folder_of(options, seed) / "judged")
+    store = SampleStore(options.folder(seed) / "judged")
     for split, limit in options.splits.items():
         index = store.index(split=split)
         index = index.select(np.flatnonzero(index.question_index < limit))

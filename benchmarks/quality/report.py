@@ -9,10 +9,8 @@ go to ``benchmarks/results/report.{json,md,png}``. Exit status 1 where a criteri
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _report_confidences import (
     CONTENDERS,
+    Saving,
     fit_on,
     mean_tokens,
     measured_seconds,
@@ -30,62 +29,50 @@ from _report_confidences import (
     vote_curves,
     with_fitted,
 )
-from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, TESTS, Plan, run_ablation, run_seed
+from _report_jobs import ABLATIONS, ACTIVATED, BASE, JOINT, Plan, run_ablation, run_seed
 from _report_tables import FULL, SIZES_OF_VOTES, as_markdown, criteria, figure
 from shared.estimates import Measured, summary
-from shared.tables import triple, write_report
+from shared.study import COLLECT, TESTS, command_line, study_parser
+from shared.tables import triple
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.calibration import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import estimate_of
 
-COLLECT = "--collect"
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+SIZES = {
+    "training": (1000, "training questions, 10 responses each"),
+    "id": (1000, "in-domain test questions"),
+    "ood": (500, "out-of-domain test questions"),
+    "calibration": (200, "questions for what is fitted to labels"),
+    "num_samples": (16, "responses per test question, at least 8"),
+    "asleep": (50, "questions sampled again with the sleeping adapter"),
+    "workers": (2, "jobs at a time"),
+    "threads": (1, "threads of a job"),
+}
 
 
 def main() -> int:
     """Run all jobs that are not done yet, then print and write the report."""
-    options = parse_arguments()
-    questions = {"id": options.id, "ood": options.ood, "calibration": options.calibration}
-    plan = Plan(options.output, options.training, questions, options.num_samples, options.asleep, options.threads)
-    started = time.monotonic()
-    plan.output.mkdir(parents=True, exist_ok=True)
-    ablations = tuple(ABLATIONS) if options.ablations else ()
-    if not options.collect:
-        with ThreadPoolExecutor(options.workers) as pool:
-            list(pool.map(lambda seed: run_seed(plan, seed), options.seeds))
-            list(pool.map(lambda name: run_ablation(plan, options.seeds[0], name), ablations))
-    report = assemble(plan, options.seeds, ablations)
-    report["minutes"] = round((time.monotonic() - started) / 60, 1)
-    given = [argument for argument in sys.argv[1:] if argument != COLLECT]
-    report["command"] = f"python benchmarks/quality/report.py {' '.join(given)}" if given else FULL
-    write_report(options.results, "report", report, as_markdown(report), picture=figure(report))
-    return 0 if all(row["met"] for row in report["criteria"]) else 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/report"), help="samples, models and logs go here")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--training", type=int, default=1000, help="training questions, 10 responses each")
-    parser.add_argument("--id", type=int, default=1000, help="in-domain test questions")
-    parser.add_argument("--ood", type=int, default=500, help="out-of-domain test questions")
-    parser.add_argument("--calibration", type=int, default=200, help="questions for what is fitted to labels")
-    parser.add_argument("--num_samples", type=int, default=16, help="responses per test question, at least 8")
-    parser.add_argument("--asleep", type=int, default=50, help="questions sampled again with the sleeping adapter")
+    parser = study_parser(__doc__, "runs/report", SIZES)
     parser.add_argument("--ablations", action="store_true", help="joint training with one change each, too")
     parser.add_argument(COLLECT, action="store_true", help="run no job: the figures of what lies in --output")
-    parser.add_argument("--workers", type=int, default=2, help="jobs at a time")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a job")
-    options = parser.parse_args()
-    if options.num_samples < max(SIZES_OF_VOTES):
-        parser.error(f"Expected --num_samples to be at least {max(SIZES_OF_VOTES)}, but got {options.num_samples}.")
-    return options
+    plan = parser.parse_args(namespace=Plan())
+    if plan.num_samples < max(SIZES_OF_VOTES):
+        parser.error(f"Expected --num_samples to be at least {max(SIZES_OF_VOTES)}, but got {plan.num_samples}.")
+    started = time.monotonic()
+    plan.output.mkdir(parents=True, exist_ok=True)
+    ablations = tuple(ABLATIONS) if plan.ablations else ()
+    if not plan.collect:
+        with ThreadPoolExecutor(plan.workers) as pool:
+            list(pool.map(lambda seed: run_seed(plan, seed), plan.seeds))
+            list(pool.map(lambda name: run_ablation(plan, plan.seeds[0], name), ablations))
+    report = assemble(plan, plan.seeds, ablations)
+    report["minutes"] = round((time.monotonic() - started) / 60, 1)
+    report["command"] = command_line("quality/report.py", alone=FULL)
+    plan.publish("report", report, as_markdown(report), picture=figure(report))
+    return 0 if all(row["met"] for row in report["criteria"]) else 1
 
 
 def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[str, Any]:
@@ -99,7 +86,7 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
         for test in TESTS
     }
     curves = {test: over_seeds([vote_curves(pools[seed, test]) for seed in seeds]) for test in TESTS}
-    first = {kind: plan.folder(seeds[0], kind) for kind in (ACTIVATED, JOINT)}
+    first = {kind: plan.place(seeds[0], kind) for kind in (ACTIVATED, JOINT)}
     seconds = measured_seconds(plan.output, first[ACTIVATED] / "adapter", first[JOINT] / "calibrated")
     sizes = powers_of_two(plan.num_samples)
     targets = [size for size in (4, 8, 16) if size <= plan.num_samples]
@@ -109,7 +96,7 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
     }
     unequal, compared = changed_texts(plan, seeds)
     return {
-        "sizes": {"training": plan.training, "num_samples": plan.num_samples, **plan.questions},
+        "sizes": {**plan.sizes("training", "num_samples"), **plan.parts},
         "seeds": seeds,
         "criteria": [row.as_json() for row in criteria(rows, curves, unequal, compared)],
         "confidences": {
@@ -127,7 +114,11 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
             for test, found in curves.items()
         },
         "seconds": seconds,
-        "savings": {test: savings_rows(curves[test], targets, tokens[test], seconds) for test in TESTS},
+        "savings": {
+            test: {key: [saving(row) for row in rows]
+                   for key, rows in savings(curves[test], targets, tokens[test], seconds).items()}
+            for test in TESTS
+        },
         "ablations": {name: ablation(plan, seeds[0], name) for name in ablations},
     }  # fmt: skip
 
@@ -144,45 +135,21 @@ def measure(pool: RecordedPool, confidence: str) -> Measured:
     return Measured.of(scored_responses(pool.entries, name=confidence))
 
 
-def savings_rows(
-    curves: Mapping[str, Floats],
-    targets: list[int],
-    tokens: Mapping[str, tuple[float, int]],
-    seconds: Mapping[str, tuple[float, float]],
-) -> dict[str, list[dict[str, Any]]]:
-    """Return what each weighing needs at equal accuracy, as plain JSON types."""
-    found = savings(curves, targets, tokens, seconds)
-    return {
-        key: [
-            {
-                "target": row.target,
-                "samples": triple(row.samples),
-                "tokens": None if row.tokens is None else round(row.tokens, 1),
-                "seconds": None if row.seconds is None else round(row.seconds, 5),
-            }
-            for row in rows
-        ]
-        for key, rows in found.items()
-    }
+def saving(row: Saving) -> dict[str, Any]:
+    """Return what a weighing needs at equal accuracy, as plain JSON types."""
+    tokens, seconds = (None if one is None else round(one, k) for one, k in ((row.tokens, 1), (row.seconds, 5)))
+    return {"target": row.target, "samples": triple(row.samples), "tokens": tokens, "seconds": seconds}
 
 
 def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:
     """Return how many texts differ with the sleeping adapter loaded, and how many were compared."""
-    unequal = compared = 0
+    pairs: list[tuple[str, str]] = []
     for seed in seeds:
-        asleep = SampleStore(plan.folder(seed, ACTIVATED) / "asleep").samples(split="id")
-        texts = {
-            entry.question.id: [sample.text for sample in entry.samples]
-            for entry in SampleStore(plan.responses(seed, BASE)).samples(split="id")
-        }
-        pairs = [
-            (sample.text, text)
-            for entry in asleep
-            for sample, text in zip(entry.samples, texts[entry.question.id], strict=True)
-        ]
-        unequal += sum(one != other for one, other in pairs)
-        compared += len(pairs)
-    return unequal, compared
+        awake = SampleStore(plan.responses(seed, BASE)).samples(split="id")
+        texts = {entry.question.id: [sample.text for sample in entry.samples] for entry in awake}
+        for entry in SampleStore(plan.place(seed, ACTIVATED) / "asleep").samples(split="id"):
+            pairs += zip((sample.text for sample in entry.samples), texts[entry.question.id], strict=True)
+    return sum(one != other for one, other in pairs), len(pairs)
 
 
 def ablation(plan: Plan, seed: int, name: str) -> dict[str, list[float | None]]:

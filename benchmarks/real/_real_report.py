@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from _real_jobs import JOINT, LEAVE_ONE_OUT, PROBE, TARGETS, TUNED, Jobs
 from matplotlib.figure import Figure
+from shared.estimates import RESAMPLES, mean_bounds, metric_columns
+from shared.tables import table
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores, confidence_of
@@ -25,10 +27,8 @@ from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.metrics.bootstrap import (
     Estimate,
-    bootstrap_interval,
     calibration_error_bounds,
     estimate_of,
-    question_bootstrap,
     resample_weights,
 )
 from selfcal_lightning.metrics.calibration import ErrorBounds
@@ -39,7 +39,6 @@ Pool = list[QuestionSamples]
 METRICS = (AUROC, ECE, BRIER, WITHIN_QUESTION_AUROC, PASS_AT_1)
 LIKELIHOOD, SCALED, SHARE = "likelihood", "likelihood_platt", "share_of_4"
 GROUP = 4
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,11 @@ class Columns:
         """Return the value of a metric with its interval over questions."""
         if metric == ECE:
             return Estimate.from_bounds(self.error, least=0.0, most=1.0)
-        column = self.metrics[metric]
-        return Estimate.from_resamples(float(column[0]), column[1:])
+        return estimate_of(self.metrics[metric])
 
     def above(self, other: Columns, metric: str) -> Estimate:
         """Return by how much a metric is above that of another confidence, on the same resamples."""
-        difference = self.metrics[metric] - other.metrics[metric]
-        return Estimate.from_resamples(float(difference[0]), difference[1:])
+        return estimate_of(self.metrics[metric] - other.metrics[metric])
 
 
 def columns_of(pool: Pool, names: Sequence[str]) -> Columns:
@@ -75,19 +72,12 @@ def columns_over(seeds: Sequence[tuple[Pool, str]]) -> Columns:
     for pool, name in seeds:
         scored = scored_responses(pool, name=name)
         given = scored.confidence, scored.correct, scored.question_index
-        value = bootstrap_interval(*given, metrics=list(METRICS), num_resamples=1)
-        resampled = question_bootstrap(*given, metrics=list(METRICS), num_resamples=RESAMPLES)
-        rows.append({name: np.array([_number(value[name].value), *resampled[name]]) for name in METRICS})
+        rows.append(metric_columns(given, METRICS, num_resamples=RESAMPLES))
         errors.append(calibration_error_bounds(*given, num_resamples=RESAMPLES))
     mean = {metric: np.mean([row[metric] for row in rows], axis=0) for metric in METRICS}
-    error = ErrorBounds(
-        float(np.mean([one.value for one in errors])),
-        np.mean([one.least for one in errors], axis=0),
-        np.mean([one.most for one in errors], axis=0),
-    )
     by_seed = {metric: tuple(float(row[metric][0]) for row in rows) for metric in METRICS}
     by_seed[ECE] = tuple(one.value for one in errors)
-    return Columns(mean, error, by_seed)
+    return Columns(mean, mean_bounds(errors), by_seed)
 
 
 def with_plain_confidences(pool: Pool) -> Pool:
@@ -151,10 +141,6 @@ def _plain(samples: Sequence[Sample]) -> list[Sample]:
 def _features(parts: Sequence[str]) -> list[str]:
     """Return confidences as features: probabilities by their log-odds."""
     return [part if part == MEAN_LOGPROB else f"logit:{part}" for part in parts]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
@@ -370,7 +356,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"questions; activated adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on "
         "labelled calibration questions, adapters without labels.",
         "",
-        f"| confidence | {' | '.join(SHOWN.values())} | AUROC by seed |",
+        "| confidence | " + " | ".join([*SHOWN.values(), "AUROC by seed"]) + " |",
         f"|---|{'---:|' * len(SHOWN)}---|",
     ]
     for name, row in report["confidences"].items():
@@ -379,13 +365,13 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         by_seed = ", ".join(f"{value:.3f}" for value in seeds) if len(seeds) > 1 else ""
         lines.append(f"| {_label(name)} | {cells} | {by_seed} |")
     widths = [width for width in SHOWN_VOTES if width <= len(report["votes"]["counted"])]
-    lines += ["", f"| votes weighted by | {' | '.join(f'{width} samples' for width in widths)} |"]
-    lines.append(f"|---|{'---:|' * len(widths)}")
+    rows = []
     for name, curve in report["votes"].items():
-        lines.append(f"| {_label(name)} | {' | '.join(show(curve[width - 1]) for width in widths)} |")
+        rows.append([_label(name), *(show(curve[width - 1]) for width in widths)])
         if name in report["gains"]:
-            gains = " | ".join(show(report["gains"][name][width - 1], signed=True) for width in widths)
-            lines.append(f"| - above counted votes | {gains} |")
+            gains = (show(report["gains"][name][width - 1], signed=True) for width in widths)
+            rows.append(["- above counted votes", *gains])
+    lines += ["", *table(["votes weighted by", *(f"{width} samples" for width in widths)], rows)]
     lines += _equal_lines(report["equal_accuracy"]) + _generator_lines(report["generators"])
     if report["held_to"]:
         lines += ["", "| held to | measured | met |", "|---|---:|---|"]

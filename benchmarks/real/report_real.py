@@ -17,12 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _real_jobs import JOINT, LEAVE_ONE_OUT, TARGETS, TUNED, Jobs, Sizes
 from _real_report import as_markdown, assemble, figure
+from shared.study import IMAGES, RESULTS, command_line
 from shared.tables import write_report
 
 from selfcal_lightning.evaluation.figures import save_figure
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-IMAGES = RESULTS.parents[1] / "docs" / "images"
 DPI = 110
 VARIANTS = ("activated", JOINT, TUNED)
 # The demonstration's account of time is made of these. One core with AVX512-BF16 was measured, shared with other work:
@@ -50,7 +49,7 @@ def main() -> int:
             print(account(jobs), flush=True)
         run(jobs, options)
     report = assemble(jobs, seeds=options.seeds, texts=jobs.texts(options.targets[0], options.seeds[0]))
-    report["command"] = " ".join(["python benchmarks/real/report_real.py", *sys.argv[1:]])
+    report["command"] = command_line("real/report_real.py")
     report["sizes"] |= {"train": options.train, "calibration": options.calibration, "samples": options.num_samples}
     report["sizes"]["train_samples"] = sizes.samples_of("train")
     report["minutes"] = round((time.monotonic() - started) / 60, 1)
@@ -91,9 +90,9 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
     if not options.demo:
         jobs.probe()
     if "activated" in options.variants:
-        for seed, target in _order(options):
-            adapter = jobs.activate(target, seed)
-            jobs.score_both(adapter, f"{target}_{seed}")
+        for target in options.targets:  # the headline's first
+            for seed in options.seeds:
+                jobs.score_both(jobs.activate(target, seed), f"{target}_{seed}")
         if not options.demo:
             target, seed = options.targets[0], options.seeds[0]
             jobs.sample_twice(jobs.folder / target / f"seed-{seed}" / "adapter", jobs.texts(target, seed))
@@ -104,11 +103,6 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
             jobs.sample(merged, jobs.own_samples(seed), "train")
             adapter = jobs.activate(LEAVE_ONE_OUT, seed, model=merged, samples=jobs.own_samples(seed))
             jobs.score(jobs.own_test(seed), adapter, TUNED, split="test")
-
-
-def _order(options: argparse.Namespace) -> list[tuple[int, str]]:
-    """Return seeds and targets of activated adapters: the headline's first."""
-    return [(seed, target) for target in options.targets for seed in options.seeds]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -6,23 +6,18 @@ Every job is a command that a user would type, and one that was done is not run 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from shared.jobs import run_once
+from shared.study import SAMPLED, SPLITS, TASK, TESTS, Study, configuration, train_on, write_configuration
 
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.models.folders import config_path
 
-TASK = "word_problems"
-SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
-TESTS = ("id", "ood")
 # The confidence that the activated adapter puts on the test responses.
 AWAKE = "p_true_awake"
 WIDTH, KEEP, TREES = 8, 2, 4
+KEPT = {"SSCGeneration", "AdapterExport"}  # callbacks of a training
 
 
 class Trained(NamedTuple):
@@ -57,22 +52,8 @@ SEARCHES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is run."""
-
-    output: Path
-    training: int
-    rolled: int
-    questions: Mapping[str, int]
-    num_samples: int
-    rolled_responses: int
-    num_rollouts: int
-    searched: int
-
-    def folder(self, seed: int) -> Path:
-        """Return where all of a seed lies."""
-        return self.output / f"seed-{seed}"
+class Plan(Study):
+    """Where everything of a seed lies."""
 
     def samples(self, seed: int, *, is_rolled: bool) -> Path:
         """Return the store of training responses."""
@@ -99,7 +80,7 @@ def run_seed(plan: Plan, seed: int) -> None:
     """Sample, train, roll out, score and search, all of one seed."""
     sample_tests(plan, seed)
     for split in TESTS:
-        roll_out(plan, seed, plan.tests(seed), split, limit=plan.questions[split], responses=plan.rolled_responses)
+        roll_out(plan, seed, plan.tests(seed), split, limit=plan.parts[split], responses=plan.rolled_responses)
     for name, trained in MODELS.items():
         if name == RATES:
             roll_out(plan, seed, plan.samples(seed, is_rolled=True), "train", limit=plan.rolled, responses=8)
@@ -114,9 +95,8 @@ def sample_tests(plan: Plan, seed: int) -> None:
     for split, source in SPLITS.items():
         _run(
             plan, seed, "generate", "--model", "bundled", "--store_dir", str(plan.tests(seed)), "--task", TASK,
-            "--split", source, "--store_split", split, "--limit", str(plan.questions[split]),
-            "--num_samples", str(plan.num_samples), "--sampling.max_new_tokens", "120", "--engine.max_batch", "512",
-            "--seed", str(1000 + seed),
+            "--split", source, "--store_split", split, "--limit", str(plan.parts[split]),
+            "--num_samples", str(plan.num_samples), *SAMPLED, "--seed", str(1000 + seed),
         )  # fmt: skip
 
 
@@ -129,21 +109,22 @@ def roll_out(plan: Plan, seed: int, samples: Path, split: str, *, limit: int, re
     )  # fmt: skip
 
 
-def fit(plan: Plan, seed: int, name: str, config: Mapping[str, Any]) -> None:
+def fit(plan: Plan, seed: int, name: str, config: dict[str, Any]) -> None:
     """Train a reward model, or the activated adapter; training samples that are not there are drawn on the way."""
-    path = plan.folder(seed) / name / "config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    _run(plan, seed, "fit", "--config", str(path))
+    config["trainer"]["limit_val_batches"] = 0
+    for unused in ("validation", "test"):
+        config["data"]["init_args"].pop(unused, None)
+    _run(plan, seed, "fit", "--config", str(write_configuration(plan.folder(seed) / name / "config.yaml", config)))
 
 
 def reward_configuration(plan: Plan, seed: int, name: str, trained: Trained) -> dict[str, Any]:
     """Return the demo's configuration of a reward model with this seed, target and size."""
-    config = _configuration(plan, seed, name, "rewards/demo.yaml", output=plan.model(seed, name))
+    config = configuration(
+        "rewards/demo.yaml", seed=seed, folder=plan.folder(seed) / name, adapter=plan.model(seed, name), keep=KEPT
+    )
     config["model"]["init_args"]["target"] = trained.target
-    data = config["data"]["init_args"]
-    data["store_dir"] = str(plan.samples(seed, is_rolled=trained.is_rolled))
-    data["train"][0]["limit"] = plan.rolled if trained.is_rolled else plan.training
+    limit = plan.rolled if trained.is_rolled else plan.training
+    data = train_on(config, plan.samples(seed, is_rolled=trained.is_rolled), limit=limit)
     if trained.target in ("hard", "success_rate"):
         data["rollouts"] = str(plan.rollouts(seed, "train"))
     return config
@@ -151,10 +132,9 @@ def reward_configuration(plan: Plan, seed: int, name: str, trained: Trained) -> 
 
 def awake_configuration(plan: Plan, seed: int) -> dict[str, Any]:
     """Return that of the activated confidence, on the same training responses."""
-    config = _configuration(plan, seed, AWAKE, "demo.yaml", output=plan.folder(seed) / AWAKE / "adapter")
-    data = config["data"]["init_args"]
-    data["store_dir"], data["num_samples"] = str(plan.samples(seed, is_rolled=False)), 8
-    data["train"][0]["limit"] = plan.training
+    folder = plan.folder(seed) / AWAKE
+    config = configuration("demo.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep=KEPT)
+    train_on(config, plan.samples(seed, is_rolled=False), limit=plan.training)["num_samples"] = 8
     return config
 
 
@@ -194,22 +174,6 @@ def search(plan: Plan, seed: int) -> None:
             "--reward.model", str(plan.model(seed, OUTCOME)), "--sampling.max_new_tokens", "120",
             "--seed", str(1000 + seed), "--json", "true", output=plan.answers(seed, name),
         )  # fmt: skip
-
-
-def _configuration(plan: Plan, seed: int, name: str, source: str, *, output: Path) -> dict[str, Any]:
-    config: dict[str, Any] = yaml.safe_load(Path(config_path(source)).read_text())
-    trainer, data = config["trainer"], config["data"]["init_args"]
-    config["seed_everything"] = seed
-    trainer["enable_progress_bar"], trainer["limit_val_batches"] = False, 0
-    trainer["logger"]["init_args"]["save_dir"] = str(plan.folder(seed) / name)
-    by_name = {entry["class_path"].rsplit(".", 1)[-1]: entry for entry in trainer["callbacks"]}
-    by_name["SSCGeneration"]["init_args"]["seed"] = seed
-    by_name["AdapterExport"]["init_args"]["output_dir"] = str(output)
-    trainer["callbacks"] = [by_name["SSCGeneration"], by_name["AdapterExport"]]
-    config["model"]["init_args"]["seed"] = data["seed"] = seed
-    for unused in ("validation", "test"):
-        data.pop(unused, None)
-    return config
 
 
 def _run(plan: Plan, seed: int, *arguments: str, output: Path | None = None) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _reward_jobs import FEW_OUTCOME, FEW_VOTES, HARD, OUTCOME, RATES, TESTS, VOTES
+from _reward_jobs import FEW_OUTCOME, FEW_VOTES, HARD, OUTCOME, RATES, VOTES
 from _reward_measures import (
     ABOVE,
     BELOW,
@@ -28,7 +27,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.estimates import Measured
 from shared.estimates import difference as response_difference
-from shared.tables import Criterion, above, at_most, below, criteria_table, exactly, section, show
+from shared.study import RESULTS, TESTS
+from shared.tables import Criterion, above, at_most, below, criteria_table, exactly, section, show, table
 
 from selfcal_lightning.data.steps import POSITIONS
 from selfcal_lightning.metrics.arrays import WITHIN_QUESTION_AUROC, Floats
@@ -36,7 +36,7 @@ from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 
 TITLES = {"id": "in domain", "ood": "out of domain"}
 BASELINE = "8"
-SCORING = Path(__file__).resolve().parents[1] / "results" / "reward_scoring.json"
+SCORING = RESULTS / "reward_scoring.json"
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ POSITION_NAMES = dict(
 RESPONSES = {"brier": "Brier ↓", "ece": "ECE ↓", "auroc": "AUROC ↑", "within_question_auroc": "within a question ↑"}
 SIZES = ("1", "2", "4", "8", "16")
 TICKS = (50, 100, 200, 400, 800)
+AT_EQUAL = ("plain votes at the same tokens", "best-of-N at the same tokens")
 COLOURS = {OUTCOME: "#4878a8", RATES: "#5b9a5b", HARD: "#c2504a"}
 
 
@@ -257,66 +258,62 @@ def _head(report: Mapping[str, Any]) -> str:
 
 
 def _places(models: Mapping[str, Any], title: str) -> list[str]:
-    lines = [
-        f"| {title}, all places | {' | '.join(HEADS[name] for name in METRICS)} |",
-        f"|---|{'---:|' * len(METRICS)}",
-    ]
-    for name, label in MODELS.items():
-        lines.append(f"| {label} | {' | '.join(show(models[name]['all'][metric]) for metric in METRICS)} |")
+    heads = [f"{title}, all places", *(HEADS[name] for name in METRICS)]
+    lines = table(
+        heads,
+        [[label, *(show(models[name]["all"][metric]) for metric in METRICS)] for name, label in MODELS.items()],
+    )
     for first, second in PAIRS:
-        heads = f"{HEADS[first].rstrip(' ↓')} ({HEADS[second].rstrip(' ↓')})"
-        lines += ["", f"| {title}, {heads} | {' | '.join(POSITION_NAMES.values())} |"]
-        lines.append(f"|---|{'---:|' * len(POSITIONS)}")
+        head = f"{title}, {HEADS[first].rstrip(' ↓')} ({HEADS[second].rstrip(' ↓')})"
+        rows = []
         for name, label in MODELS.items():
-            cells = [
-                f"{show(models[name][position][first])} ({show([*models[name][position][second][:1], None, None])})"
-                for position in POSITIONS
-            ]
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+            found = [models[name][position] for position in POSITIONS]
+            rows.append([label, *(f"{show(at[first])} ({show([at[second][0], None, None])})" for at in found)])
+        lines += ["", *table([head, *POSITION_NAMES.values()], rows)]
     return [*lines, ""]
 
 
 def _responses(rows: Mapping[str, Any], title: str) -> list[str]:
-    lines = [f"| {title}, whole responses | {' | '.join(RESPONSES.values())} |", f"|---|{'---:|' * len(RESPONSES)}"]
-    for name, label in LABELS.items():
-        lines.append(f"| {label} | {' | '.join(show(rows[name][metric]) for metric in RESPONSES)} |")
-    return [*lines, ""]
+    cells = [[label, *(show(rows[name][metric]) for metric in RESPONSES)] for name, label in LABELS.items()]
+    return [*table([f"{title}, whole responses", *RESPONSES.values()], cells), ""]
 
 
 def _answers(votes: Mapping[str, Any], title: str) -> list[str]:
     sizes = [size for size in SIZES if size in votes[PLAIN]]
-    lines = [f"| {title}, accuracy at | {' | '.join(sizes)} |", f"|---|{'---:|' * len(sizes)}"]
-    for way, settings in votes.items():
-        if way.split()[0] in ("plain", "vote", "best"):
-            lines.append(f"| {way_label(way)} | {' | '.join(show(settings[size]['correct']) for size in sizes)} |")
-    tokens = " | ".join(f"{votes[PLAIN][size]['tokens'][0]:.0f}" for size in sizes)
-    lines += [
-        f"| tokens | {tokens} |", "",
-        f"| {title}: what adapts | accuracy | tokens | minus uniform best-of-N at the same tokens | minus plain "
-        "votes at the same tokens |",
-        "|---|---:|---:|---:|---:|",
+    fixed = [
+        [way_label(way), *(show(settings[size]["correct"]) for size in sizes)]
+        for way, settings in votes.items()
+        if way.split()[0] in ("plain", "vote", "best")
+    ]
+    tokens = ["tokens", *(f"{votes[PLAIN][size]['tokens'][0]:.0f}" for size in sizes)]
+    adaptive = [
+        [f"{way_label(way)}, {setting}", *_spent(row, "less_best", "less_plain")]
+        for way, settings in votes.items()
+        if way.split()[0] in ("adaptive", "stop")
+        for setting, row in settings.items()
+    ]
+    heads = ["accuracy", "tokens", f"minus uniform {AT_EQUAL[1]}", f"minus {AT_EQUAL[0]}"]
+    return [
+        *table([f"{title}, accuracy at", *sizes], [*fixed, tokens]), "",
+        *table([f"{title}: what adapts", *heads], adaptive), "",
     ]  # fmt: skip
-    for way, settings in votes.items():
-        if way.split()[0] in ("adaptive", "stop"):
-            for setting, row in settings.items():
-                cells = [show(row["correct"]), show(row["tokens"], digits=0), show(row["less_best"], "+")]
-                cells.append(show(row["less_plain"], "+"))
-                lines.append(f"| {way_label(way)}, {setting} | {' | '.join(cells)} |")
-    return [*lines, ""]
 
 
 def _searches(report: Mapping[str, Any]) -> list[str]:
-    lines = [
+    heads = ["", "accuracy", "tokens", *(f"minus {other}" for other in AT_EQUAL)]
+    rows = [[label, *_spent(row, "less_plain", "less_best")] for label, row in report["searches"].items()]
+    return [
         f"Live, the first {report['sizes']['searched']} in-domain questions; beams of 8 over 2 kept beginnings, tokens "
         "counted to the step, with the one that tells its end:",
         "",
-        "| | accuracy | tokens | minus plain votes at the same tokens | minus best-of-N at the same tokens |",
-        "|---|---:|---:|---:|---:|",
+        *table(heads, rows),
+        "",
     ]
-    for label, row in report["searches"].items():
-        cells = [show(row["correct"]), show(row["tokens"], digits=0), show(row["less_plain"], "+")]
-        lines.append(f"| {label} | {' | '.join(cells)} | {show(row['less_best'], '+')} |")
-    return [*lines, ""]
+
+
+def _spent(row: Mapping[str, Any], *less: str) -> list[str]:
+    """Return the cells of a way: accuracy, tokens, and what it is above others at the same tokens."""
+    return [show(row["correct"]), show(row["tokens"], digits=0), *(show(row[name], "+") for name in less)]
 
 
 def way_label(way: str) -> str:

@@ -11,7 +11,6 @@ would type, and an interrupted report goes on where it stopped. Figures go to
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _reward_jobs import MODELS, TESTS, Plan, run_seed
+from _reward_jobs import MODELS, Plan, run_seed
 from _reward_measures import (
     FUSED,
     LABELS,
@@ -43,67 +42,59 @@ from _reward_measures import (
 from _reward_tables import COLOURS, FULL, Found, as_markdown, at_equal_tokens, criteria, figure
 from shared.estimates import Measured, summary
 from shared.jobs import seconds_of
-from shared.tables import triple, write_report
+from shared.study import COLLECT, TESTS, command_line, study_parser
+from shared.tables import triple
 
 from selfcal_lightning.data.steps import POSITIONS
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import estimate_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-COLLECT = "--collect"
 SEARCHED = {
     "beam": "beam search",
     "beam_km": "beam search, width and number by the scores",
     "trees": "diverse tree search",
     "particles": "particle filtering",
 }
+SIZES = {
+    "training": (1500, "training questions without rollouts, x 8"),
+    "rolled": (250, "training questions with rollouts, x 8"),
+    "id": (300, "in-domain test questions"),
+    "ood": (300, "out-of-domain test questions"),
+    "calibration": (60, "questions for what is fitted to labels"),
+    "num_samples": (16, "responses to each of these, at least 8"),
+    "rolled_responses": (8, "how many of them are rolled out"),
+    "num_rollouts": (8, "rollouts of a prefix"),
+    "searched": (100, "questions that are searched live"),
+    "workers": (2, "seeds at a time, one thread each"),
+}
 SMALL = {"training": 120, "rolled": 20, "id": 30, "ood": 30, "calibration": 20, "rolled_responses": 4, "searched": 15}
 
 
 def main() -> int:
     """Run all jobs that are not done yet, then print and write the report."""
-    options = parse_arguments()
-    questions = {"id": options.id, "ood": options.ood, "calibration": options.calibration}
-    plan = Plan(
-        options.output, options.training, options.rolled, questions, options.num_samples, options.rolled_responses,
-        options.num_rollouts, options.searched,
-    )  # fmt: skip
-    if not options.collect:
-        with ProcessPoolExecutor(options.workers, mp_context=get_context("fork")) as pool:
-            list(pool.map(partial(run_seed, plan), options.seeds))
-    report = assemble(plan, options.seeds)
-    given = [argument for argument in sys.argv[1:] if argument != COLLECT]
-    report["command"] = f"python benchmarks/rewards/report_rewards.py {' '.join(given)}" if given else FULL
-    write_report(options.results, "report_rewards", report, as_markdown(report), picture=figure(report), dpi=110)
+    plan = parse_arguments()
+    if not plan.collect:
+        with ProcessPoolExecutor(plan.workers, mp_context=get_context("fork")) as pool:
+            list(pool.map(partial(run_seed, plan), plan.seeds))
+    report = assemble(plan, plan.seeds)
+    report["command"] = command_line("rewards/report_rewards.py", alone=FULL)
+    plan.publish("report_rewards", report, as_markdown(report), picture=figure(report), dpi=110)
     return 1 if any(row["met"] is False for row in report["criteria"]) else 0
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Plan:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/report-rewards"), help="samples, models, logs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--training", type=int, default=1500, help="training questions without rollouts, x 8")
-    parser.add_argument("--rolled", type=int, default=250, help="training questions with rollouts, x 8")
-    parser.add_argument("--id", type=int, default=300, help="in-domain test questions")
-    parser.add_argument("--ood", type=int, default=300, help="out-of-domain test questions")
-    parser.add_argument("--calibration", type=int, default=60, help="questions for what is fitted to labels")
-    parser.add_argument("--num_samples", type=int, default=16, help="responses to each of these, at least 8")
-    parser.add_argument("--rolled_responses", type=int, default=8, help="how many of them are rolled out")
-    parser.add_argument("--num_rollouts", type=int, default=8)
-    parser.add_argument("--searched", type=int, default=100, help="questions that are searched live")
-    parser.add_argument("--workers", type=int, default=2, help="seeds at a time, one thread each")
+    parser = study_parser(__doc__, "runs/report-rewards", SIZES)
     parser.add_argument("--small", action="store_true", help=f"sizes of a few CPU minutes a seed: {SMALL}")
     parser.add_argument(COLLECT, action="store_true", help="run nothing, only collect what is there")
-    options = parser.parse_args()
-    if options.small:
+    plan = parser.parse_args(namespace=Plan())
+    if plan.small:
         parser.set_defaults(**SMALL)
-        options = parser.parse_args()
-    if options.num_samples < 8:
-        parser.error(f"Expected --num_samples to be at least 8, but got {options.num_samples}.")
-    return options
+        plan = parser.parse_args(namespace=Plan())
+    if plan.num_samples < 8:
+        parser.error(f"Expected --num_samples to be at least 8, but got {plan.num_samples}.")
+    return plan
 
 
 def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
@@ -120,10 +111,9 @@ def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
     searched = [first_questions(pool, plan.searched) for pool in pools["id"]]
     beside = spend(searched, [prior[: plan.searched] for prior in priors["id"]])
     live = searches(plan, seeds)
-    sizes = {name: getattr(plan, name) for name in ("training", "rolled", "num_samples", "rolled_responses",
-                                                    "num_rollouts", "searched")}  # fmt: skip
+    sizes = plan.sizes("training", "rolled", "num_samples", "rolled_responses", "num_rollouts", "searched")
     return {
-        "sizes": {**sizes, **plan.questions},
+        "sizes": {**sizes, **plan.parts},
         "seeds": list(seeds),
         "cpu_minutes": round(sum(sum(seconds_of(plan.folder(seed)).values()) for seed in seeds) / 60, 1),
         "criteria": [row.as_json() for row in criteria(Found(places, responses, votes, live))],

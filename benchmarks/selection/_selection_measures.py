@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+from shared.estimates import RESAMPLES, metric_columns
 
 from selfcal_lightning.adaptation.picking import SelectedRow, SelectionSettings, select_rows
 from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps, run_select
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.metrics.arrays import AUROC, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    bootstrap_interval,
-    estimate_of,
-    mean_over_seeds,
-    question_bootstrap,
-    resample_weights,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
 from selfcal_lightning.records import QuestionSamples, Sample
 
-RESAMPLES = 1000
 Score = Callable[[QuestionSamples, Sample], float | None]
 
 
@@ -93,10 +86,8 @@ def _is_right(entry: QuestionSamples, row: SelectedRow) -> bool:
 
 
 def _columns(values: Sequence[float], correct: Sequence[bool], questions: Sequence[int], metric: str) -> Floats:
-    """Return a metric on all questions and on resamples of them, [1 + R]."""
-    whole = bootstrap_interval(values, correct, questions, metrics=[metric], num_resamples=1)[metric].value
-    resampled = question_bootstrap(values, correct, questions, metrics=[metric], num_resamples=RESAMPLES)[metric]
-    return np.append(np.nan if whole is None else whole, resampled)
+    columns = np.array(values), np.array(correct), np.array(questions)
+    return metric_columns(columns, [metric], num_resamples=RESAMPLES)[metric]
 
 
 Judge = Callable[[str, str, str], float | None]

@@ -8,18 +8,17 @@ there. Gold answers judge and do nothing else: the fusion is fitted to votes.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _selection_measures import HandedOn, Score, hand_on, over_seeds, score_tells, selection_worth
-from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, triple, write_report
+from shared.study import RESULTS, ROOT, Study, sizes_parser
+from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, table, triple
 
 from selfcal_lightning.adaptation.picking import (
     FUSED,
@@ -40,8 +39,6 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 CRITERIA = (
     "min_logprob", "self_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
     "step_coe_c", "step_self_evaluation", "coe_r", "coe_c", "coe_r_raw", "coe_c_raw", "sasc_std", "sasc_certainty",
@@ -60,40 +57,34 @@ ELSEWHERE = {
 PAIRS = ((FUSED, SHARE), (FUSED, SSC), (FUSED, PICK), (MEAN_LOGPROB, SHARE), (SHARE, SHARE), (SSC, SSC))
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is done; the sizes stand above the tables."""
-
-    seeds: int = 3
-    questions: int = 300
-    samples: int = 8
-    kept: float = 0.35
+SIZES = {
+    "seeds": (3, "a store each"),
+    "questions": (300, "in-domain test questions"),
+    "samples": (8, "responses to each"),
+    "kept": (0.35, "share of the questions that is kept"),
+}
 
 
 def main() -> None:
     """Run what is missing, and write the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = sizes_parser(__doc__, SIZES)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-selection")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--name", default="report_selection", help="of the results")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
-    options = parser.parse_args()
-    sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
-    stores = [options.folder / f"seed-{seed}" for seed in range(sizes.seeds)]
-    if not options.table:
+    study = parser.parse_args(namespace=Study())
+    stores = [study.folder / f"seed-{seed}" for seed in range(study.seeds)]
+    if not study.table:
         for seed, store in enumerate(stores):
-            sample(store, seed, sizes)
+            sample(store, seed, study)
     pools = [read_pool(store) for store in stores]
-    passed_on = [hand_on(store, options.folder / f"{store.name}-selection", kept=sizes.kept) for store in stores]
-    content = assemble(pools, passed_on, sizes)
-    changed = [f"--{name} {value}" for name, value in asdict(sizes).items() if value != getattr(Sizes(), name)]
-    content["command"] = shlex.join(["python", "benchmarks/selection/report_selection.py", *" ".join(changed).split()])
-    write_report(options.results, options.name, content, markdown(content), indent=1)
+    passed_on = [hand_on(store, study.folder / f"{store.name}-selection", kept=study.kept) for store in stores]
+    content = assemble(pools, passed_on, study.sizes(*SIZES))
+    content["command"] = " ".join(["python benchmarks/selection/report_selection.py", *study.changed(SIZES)])
+    study.publish(study.name, content, markdown(content), indent=1)
 
 
-def sample(store: Path, seed: int, sizes: Sizes) -> None:
+def sample(store: Path, seed: int, sizes: Study) -> None:
     """Sample and score a pool, as far as that was not done."""
     run_generate(
         "bundled", str(store), "word_problems", split="test_id", limit=sizes.questions, num_samples=sizes.samples,
@@ -108,17 +99,19 @@ def read_pool(store: Path) -> list[QuestionSamples]:
     return sorted(entries, key=lambda entry: entry.question.id)
 
 
-def assemble(pools: Sequence[Sequence[QuestionSamples]], passed_on: Sequence[HandedOn], sizes: Sizes) -> dict[str, Any]:
+def assemble(
+    pools: Sequence[Sequence[QuestionSamples]], passed_on: Sequence[HandedOn], sizes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the figures of the report."""
     names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
-    criteria = {name: _criterion(pools, name, sizes.kept) for name in names}
+    criteria = {name: _criterion(pools, name, sizes["kept"]) for name in names}
     selections = {
-        f"{pick}, {keep}": _selection(pools, SelectionSettings(pick=pick, keep=keep, top=sizes.kept))
+        f"{pick}, {keep}": _selection(pools, SelectionSettings(pick=pick, keep=keep, top=sizes["kept"]))
         for pick, keep in PAIRS
     }
     right = [sample.correct for pool in pools for entry in pool for sample in entry.samples]
     return {
-        "sizes": {**asdict(sizes), "responses": len(right), "right": sum(map(bool, right)) / len(right)},
+        "sizes": {**sizes, "responses": len(right), "right": sum(map(bool, right)) / len(right)},
         "selections": {name: _as_json(row) for name, row in selections.items()},
         "criteria": {name: _as_json(row) for name, row in criteria.items()},
         "targets": [one.as_json() for one in targets(selections, passed_on)],
@@ -193,9 +186,10 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"{sizes['samples']} at the usual sampling (EDT .8), {sizes['seeds']} seed(s): {sizes['responses']:,} "
         f"responses, {sizes['right']:.3f} of them right. Means over seeds, 95 % intervals over questions and seeds."
     )
+    elsewhere = [f"| {text} | {where} | not measured here |" for text, where in ELSEWHERE.items()]
     lines = [
         *section("head", [head]),
-        *section("targets", [*criteria_table(content["targets"])[:-1], *_elsewhere()]),
+        *section("targets", [*criteria_table(content["targets"])[:-1], *elsewhere]),
         *section(
             "selections", _table("picks, keeps", ("best", "gain", "picked", "kept"), heads, content["selections"])
         ),
@@ -204,18 +198,14 @@ def markdown(content: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _elsewhere() -> list[str]:
-    return [f"| {text} | {where} | not measured here |" for text, where in ELSEWHERE.items()]
-
-
 def _table(
     first: str, names: Sequence[str], heads: Mapping[str, str], rows: Mapping[str, Mapping[str, Sequence[float | None]]]
 ) -> list[str]:
-    lines = [f"| {first} | {' | '.join(heads[name] for name in names)} |", f"|---|{'---:|' * len(names)}"]
-    for label, row in rows.items():
-        cells = (show(row[name], sign="+" if name == "gain" else "") if name in row else "-" for name in names)
-        lines.append(f"| `{label}` | {' | '.join(cells)} |")
-    return lines
+    def cell(row: Mapping[str, Sequence[float | None]], name: str) -> str:
+        return show(row[name], sign="+" if name == "gain" else "") if name in row else "-"
+
+    lines = [[f"`{label}`", *(cell(row, name) for name in names)] for label, row in rows.items()]
+    return table([first, *(heads[name] for name in names)], lines)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,7 @@ class Measured:
     def of(cls, scored: ScoredResponses) -> Measured:
         """Measure the five metrics; responses to the same questions share their resamples."""
         columns = (scored.confidence, scored.correct, scored.question_index)
-        values = question_values(*columns)
-        resampled = question_bootstrap(*columns, metrics=list(SHORT_NAMES), num_resamples=RESAMPLES)
-        rows = {metric: np.append(values[metric], resampled[metric]) for metric in SHORT_NAMES}
+        rows = metric_columns(columns, list(SHORT_NAMES), num_resamples=RESAMPLES)
         return cls(rows, calibration_error_bounds(*columns, num_resamples=RESAMPLES))
 
 
@@ -84,10 +82,20 @@ def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds])
     return Estimate.from_bounds(change, least=-1.0, most=1.0)
 
 
-def question_values(confidence: Array, correct: Array, questions: Array) -> dict[str, float]:
-    """Return each metric on all questions, by its key."""
-    estimates = bootstrap_interval(confidence, correct, questions, metrics=list(SHORT_NAMES), num_resamples=1)
-    return {metric: estimates[metric].value for metric in SHORT_NAMES}
+def metric_columns(
+    columns: tuple[Array, Array, Array], metrics: Sequence[str], *, num_resamples: int
+) -> dict[str, Floats]:
+    """Return metrics of (confidence, correct, question) on all questions and on resamples of them, [1 + R] by key."""
+    whole = bootstrap_interval(*columns, metrics=metrics, num_resamples=1)
+    resampled = question_bootstrap(*columns, metrics=metrics, num_resamples=num_resamples)
+    values = {key: whole[key].value for key in metrics}
+    return {key: np.append(np.nan if values[key] is None else values[key], resampled[key]) for key in metrics}
+
+
+def mean_bounds(rows: Sequence[ErrorBounds]) -> ErrorBounds:
+    """Return the mean over seeds of calibration errors on the same resamples of the questions, seeds not drawn."""
+    least, most = (np.mean(ends, axis=0) for ends in zip(*map(_ends, rows), strict=True))
+    return ErrorBounds(float(np.mean([row.value for row in rows])), least, most)
 
 
 def _column(rows: Sequence[Measured], metric: str) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,17 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
 def section(name: str, lines: Sequence[str]) -> list[str]:
     """Put lines between marks, by which the documentation takes this part alone."""
     return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Return the lines of a table: as many columns of text as ``left`` says, then numbers."""
+    rule = f"|{'---|' * left}{'---:|' * (len(heads) - left)}"
+    return [_line(heads), rule, *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    first = f"{cells[0]} " if cells[0] else ""
+    return f"| {first}| {' | '.join(cells[1:])} |"
 
 
 def write_report(

@@ -1,11 +1,8 @@
-"""The report on the bundled model: its intervals, criteria and jobs, and that what lies there is what it writes."""
+"""The report on the bundled model: its intervals and criteria."""
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -14,17 +11,8 @@ import pytest
 from selfcal_lightning.metrics.bootstrap import ScoredResponses, estimate_of
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
-RESULTS = BENCHMARKS.parent / "results"
 NUM_QUESTIONS, NUM_SAMPLES = 30, 4
 Module = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    for folder in (BENCHMARKS.parent, BENCHMARKS):
-        monkeypatch.syspath_prepend(str(folder))
-    return importlib.import_module
 
 
 def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
@@ -37,19 +25,8 @@ def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
     return ScoredResponses(confidence.ravel(), correct.ravel(), questions)
 
 
-def test_one_seed_has_the_interval_over_questions(module: Module) -> None:
-    estimates = module("shared.estimates")
-    column = np.linspace(0.0, 1.0, 21)
-    assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
-    row = estimates.Measured.of(scored(0, noise=0.1))
-    alone = estimates.errors_over_seeds([row.errors])
-    assert alone.value == pytest.approx(row.errors.value)
-    assert alone.least == pytest.approx(row.errors.least)
-    assert alone.most == pytest.approx(row.errors.most)
-
-
-def test_seeds_that_differ_widen_the_interval(module: Module) -> None:
-    estimates = module("shared.estimates")
+def test_seeds_that_differ_widen_the_interval(script: Module) -> None:
+    estimates = script("shared.estimates")
     over_questions = 0.5 + 0.01 * np.random.default_rng(0).normal(size=1001)
 
     def width(*levels: float) -> float:
@@ -60,8 +37,8 @@ def test_seeds_that_differ_widen_the_interval(module: Module) -> None:
     assert width(-0.1, 0.0, 0.1) > 3 * width(0.0, 0.0, 0.0)
 
 
-def test_a_confidence_does_not_differ_from_itself(module: Module) -> None:
-    estimates = module("shared.estimates")
+def test_a_confidence_does_not_differ_from_itself(script: Module) -> None:
+    estimates = script("shared.estimates")
     rows = [estimates.Measured.of(scored(seed, noise=0.1)) for seed in range(3)]
     for metric in ("discrimination/AUROC", "calibration/Brier"):
         found = estimates.difference(rows, rows, metric)
@@ -71,16 +48,16 @@ def test_a_confidence_does_not_differ_from_itself(module: Module) -> None:
     assert found.low <= 0.0 <= found.high
 
 
-def test_the_samples_for_an_accuracy_are_read_between_the_points(module: Module) -> None:
-    needed = module("_report_confidences").samples_needed
+def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Module) -> None:
+    needed = script("_report_confidences").samples_needed
     curve = np.array([[0.4, 0.4, 0.4], [0.5, 0.3, 0.3], [0.6, 0.5, 0.3]])
     assert needed(curve, np.array([0.55, 0.45, 0.45]))[:2] == pytest.approx([2.5, 2.5])
     assert np.isnan(needed(curve, np.array([0.55, 0.45, 0.45]))[2])
     assert needed(curve, np.array([0.1, 0.4, 0.4])).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_criterion_is_met_by_what_it_names(module: Module) -> None:
-    estimates, demands = module("shared.estimates"), module("_report_tables")
+def test_a_criterion_is_met_by_what_it_names(script: Module) -> None:
+    estimates, demands = script("shared.estimates"), script("_report_tables")
 
     def measured(*, noise: float, shift: float = 0.0) -> list[object]:
         return [estimates.Measured.of(scored(seed, noise=noise, shift=shift)) for seed in range(3)]
@@ -97,24 +74,8 @@ def test_a_criterion_is_met_by_what_it_names(module: Module) -> None:
     assert verdicts(poor, good, -0.02, 1) == [False] * 7
 
 
-def test_both_adapters_of_a_seed_train_on_the_same_samples(module: Module, tmp_path: Path) -> None:
-    jobs = module("_report_jobs")
-    plan = jobs.Plan(tmp_path, 40, {"id": 8, "ood": 8, "calibration": 8}, 8, 4, 1)
-    activated, joint = (jobs.configuration(plan, 3, name) for name in ("activated", "joint"))
-    assert activated["data"]["init_args"]["store_dir"] == joint["data"]["init_args"]["store_dir"]
-    assert activated["seed_everything"] == joint["seed_everything"] == 3
-    assert joint["model"]["init_args"]["lora"]["activated"] is False
-    assert plan.responses(3, "activated") == plan.responses(3, "nothing") != plan.responses(3, "joint")
-    for name, (section, key, value) in jobs.ABLATIONS.items():
-        changed = jobs.configuration(plan, 3, name)
-        assert changed[section]["init_args"].pop(key) == value
-        plain = jobs.configuration(plan, 3, "joint")
-        plain[section]["init_args"].pop(key, None)
-        assert changed[section] == plain[section]
-
-
-def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(module: Module) -> None:
-    made = module("_report_confidences")
+def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: Module) -> None:
+    made = script("_report_confidences")
     rng = np.random.default_rng(0)
 
     def entry(number: int) -> QuestionSamples:
@@ -139,14 +100,3 @@ def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(module: M
     shares = [sample.confidences["vote_share"] for sample in entries[0].samples]
     answers = [sample.answer for sample in entries[0].samples]
     assert shares == [answers.count(answer) / 8 for answer in answers]
-
-
-def test_the_published_report_is_the_one_that_its_numbers_give(module: Module) -> None:
-    content = (RESULTS / "report.json").read_text()
-    assert len(content) < 100_000
-    assert module("_report_tables").as_markdown(json.loads(content)) == (RESULTS / "report.md").read_text()
-
-
-def test_the_documentation_shows_the_published_picture() -> None:
-    shown = RESULTS.parents[1] / "docs" / "images" / "report_votes.png"
-    assert shown.read_bytes() == (RESULTS / "report.png").read_bytes()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from support.house import ROOT
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "adapt"))
-    return importlib.import_module("report_adapt")
+def report(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("report_adapt")
 
 
 def test_changes_are_paired_over_questions_and_drawn_over_seeds(report: ModuleType) -> None:
@@ -27,12 +24,14 @@ def test_changes_are_paired_over_questions_and_drawn_over_seeds(report: ModuleTy
 
 
 def test_the_command_says_what_is_not_usual(report: ModuleType) -> None:
-    assert report.command_of(report.Sizes(), "report_adapt") == "python benchmarks/adapt/report_adapt.py"
-    told = report.command_of(report.Sizes(seeds=1, lr=1e-3), "other")
-    assert told == "python benchmarks/adapt/report_adapt.py --name other --seeds 1 --lr 0.001"
+    usual = {name: value for name, (value, _) in report.SIZES.items()}
+    told = "python benchmarks/adapt/report_adapt.py"
+    assert report.command_of(report.Study(**usual, name="report_adapt")) == told
+    other = report.Study(**{**usual, "seeds": 1, "lr": 1e-3}, name="other")
+    assert report.command_of(other) == f"{told} --name other --seeds 1 --lr 0.001"
 
 
-def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
+def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Callable[[str], ModuleType]) -> None:
     def change(value: float) -> dict[str, float]:
         return {"change": value, "low": value - 0.01, "high": value + 0.01}
 
@@ -42,8 +41,8 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
         "changes": {"anchor less start": found, "anchor less TTRL": {**found, "ece": change(-0.05)}},
     }
     tables = {"transductive": table, "inductive": table}
-    packing = importlib.import_module("_adapt_tables").Packing(48.0, 83.0, 2.0, 2.5)
-    guarded = importlib.import_module("_adapt_tables").Guarded(1, ("a token has lost 3 nats",), is_restored=True)
+    packing = script("_adapt_tables").Packing(48.0, 83.0, 2.0, 2.5)
+    guarded = script("_adapt_tables").Guarded(1, ("a token has lost 3 nats",), is_restored=True)
     rows = {row["target"].split(":")[0]: row for row in report.targets(tables, change(0.005), packing, guarded)}
     assert {name: row["verdict"] for name, row in rows.items()} == {
         "anchor less TTRL, inductive ECE": "met",
@@ -56,8 +55,3 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType) -> None:
         "the guard stops a run at a rate of 0.03 within 3 rounds, and restores": "met",
         "selection, key steps and exports": "not measured here",
     }
-
-
-def test_tables_are_made_before_all_is_measured(report: ModuleType, tmp_path: Path) -> None:
-    assert importlib.import_module("_adapt_tables").read_packing(tmp_path) is None
-    assert importlib.import_module("_adapt_tables").read_guarded(tmp_path) is None

@@ -1,9 +1,7 @@
-"""The report on capability: what it measures of a seed, its targets, and what it writes, on made-up responses."""
+"""The report on capability: what it measures of a seed and its targets, on made-up responses."""
 
 from __future__ import annotations
 
-import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +14,8 @@ from support.capability_pools import capability_store, give_states
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 from selfcal_lightning.metrics.calibration import ErrorBounds
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "capability"
-RESULTS = FOLDER.parent / "results"
 Module = Callable[[str], ModuleType]
 Columns = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def module() -> Module:
-    with pytest.MonkeyPatch.context() as patch:
-        for folder in (FOLDER.parent, FOLDER):
-            patch.syspath_prepend(str(folder))
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +32,14 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def columns(module: Module, seed: Path) -> Columns:
+def columns(script: Module, seed: Path) -> Columns:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_capability_measures", "_capability_measures"):
-            patch.setattr(module(name), "RESAMPLES", 30)
-            patch.setattr(module(name), "TESTS", ("test",))
-        measures = module("_capability_measures")
+        measures = script("_capability_measures")
+        patch.setattr(measures, "RESAMPLES", 30)
+        patch.setattr(measures, "TESTS", ("test",))
         patch.setattr(measures, "FROM_PROMPTS", ("probe", "labelled"))
         patch.setattr(measures, "FROM_RESPONSES", ("agreeing_pairs", "top_share"))
-        found = measures.measure_seed(seed) | module("_capability_measures").size_columns(seed)
+        found = measures.measure_seed(seed) | measures.size_columns(seed)
     return {key.replace("test/", f"{split}/", 1): found[key] for key in found for split in ("id", "ood")}
 
 
@@ -73,55 +60,22 @@ def test_a_seed_is_measured(columns: Columns) -> None:
     assert columns["id/size/few questions"][0] > columns["id/size/all"][0]
 
 
-def test_the_mean_over_seeds_keeps_what_some_seeds_have(module: Module) -> None:
+def test_the_mean_over_seeds_keeps_what_some_seeds_have(script: Module) -> None:
     error = ErrorBounds(0.1, np.full(30, -0.05), np.full(30, 0.2))
     one, other = {"a": np.zeros(31), "b": np.ones(31), "ece": error}, {"a": np.ones(31), "ece": error}
-    found = module("report_capability").over_seeds([one, other])
+    found = script("report_capability").over_seeds([one, other])
     assert found["a"][0] == pytest.approx(0.5)
     assert found["a"].std() > 0.0, "which seeds were drawn"
     assert found["b"].tolist() == [1.0] * 31
-    assert module("report_capability")._plain(found["ece"]) == [0.1, 0.0, 0.15], "it may be none in truth"
+    assert script("report_capability")._plain(found["ece"]) == [0.1, 0.0, 0.15], "it may be none in truth"
 
 
-def test_targets_name_what_is_missed(module: Module, columns: Columns) -> None:
-    checks = module("_capability_measures").targets(columns, seconds=(0.001, 0.01))
+def test_targets_name_what_is_missed(script: Module, columns: Columns) -> None:
+    checks = script("_capability_measures").targets(columns, seconds=(0.001, 0.01))
     found = {row.what: row for row in checks}
     ratio = found["processor time of the probe over that of one response"]
     assert (ratio.found.value, ratio.holds) == (pytest.approx(0.1), True)
     worse = {**columns, "id/probe/mse": columns["id/probe/mse"] + 1.0}
-    missed = {row.what for row in module("_capability_measures").targets(worse, seconds=(0.001, 0.01)) if not row.holds}
+    missed = {row.what for row in script("_capability_measures").targets(worse, seconds=(0.001, 0.01)) if not row.holds}
     assert found["MSE of the label-free probe, in domain"].holds
     assert {"MSE of the label-free probe, in domain", "MSE without labels less that with labels, in domain"} <= missed
-
-
-def test_what_is_written(module: Module, columns: Columns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report: dict[str, Any] = {
-        "command": "the command", "seeds": [0], "taught_seeds": [], "awake_seeds": [], "processor_minutes": 1.0,
-        "sizes": {"train": 40, "train_samples": 8, "samples": 8, "id": 24, "ood": 24, "calibration": 24},
-    }  # fmt: skip
-    made = module("report_capability")
-    checks = module("_capability_measures").targets(columns, seconds=(0.001, 0.01))
-    report["checks"] = [{**vars(check), "found": made.triple(check.found)} for check in checks]
-    report["measured"] = {key: made._plain(column) for key, column in columns.items()}
-    made._write(tmp_path, report)
-    text = (tmp_path / "report_capability.md").read_text()
-    assert text == capsys.readouterr().out.rstrip("\n") + "\n"
-    assert "Command: `the command`" in text
-    for part in ("head", "targets", "estimates", "pass_at_k", "budgets", "asking", "sizes"):
-        assert f"[start:{part}]" in text
-        assert f"[end:{part}]" in text
-    assert "| label-free probe | 0 | no |" in text
-    record = json.loads((tmp_path / "report_capability.json").read_text())
-    assert len(record["checks"]) == len(checks)
-    assert record["measured"]["id/probe/mse"][0] == pytest.approx(columns["id/probe/mse"][0], abs=1e-5)
-    assert (tmp_path / "report_capability.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_published_report_is_the_one_that_its_numbers_give(module: Module) -> None:
-    content = (RESULTS / "report_capability.json").read_text()
-    assert len(content) < 100_000
-    assert (
-        module("_capability_tables").as_markdown(json.loads(content)) == (RESULTS / "report_capability.md").read_text()
-    )
-    shown = RESULTS.parents[1] / "docs" / "images" / "report_capability.png"
-    assert shown.read_bytes() == (RESULTS / "report_capability.png").read_bytes()

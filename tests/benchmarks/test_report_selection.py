@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-from support.house import ROOT
 from support.selection_stores import sums_entry, sums_store
 
 from selfcal_lightning.adaptation.picking import SelectionSettings
@@ -18,9 +17,8 @@ from selfcal_lightning.metrics.arrays import Floats
 
 
 @pytest.fixture
-def worth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "selection"))
-    return importlib.import_module("_selection_measures")
+def worth(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("_selection_measures")
 
 
 def first(column: Floats) -> float:
@@ -55,9 +53,8 @@ def test_seeds_are_drawn_as_well(worth: ModuleType) -> None:
     assert (found.value, found.low, found.high) == (0.5, 0.25, 0.75)
 
 
-def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "selection"))
-    report = importlib.import_module("report_selection")
+def test_the_script(script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = script("report_selection")
     monkeypatch.setattr(report, "CRITERIA", ())
     sums_store(tmp_path / "pools" / "seed-0")
     given = ["--folder", str(tmp_path / "pools"), "--results", str(tmp_path), "--seeds", "1", "--table"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,18 +16,12 @@ import pytest
 import torch
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
 
+Script = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a file of the folder by name, as its scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib
-
-
-def test_the_learned_token_is_one_more_row_of_the_output_layer(benchmarks: ModuleType, tiny_model: str) -> None:
-    made = benchmarks.import_module("_learned_token").LearnedTokenModule
+def test_the_learned_token_is_one_more_row_of_the_output_layer(script: Script, tiny_model: str) -> None:
+    made = script("_learned_token").LearnedTokenModule
     module = made(tiny_model, lora=replace(NO_DROPOUT, activated=True), torch_dtype="float32")
     module.configure_model()
     batch = batch_of(MIXED[:6], module.chat)
@@ -52,18 +46,12 @@ def entry(brier: float, change: float, high: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("high", "clearly"), [(-0.001, True), (0.002, False)])
-def test_the_choice_is_the_best_without_labels(high: float, clearly: bool, benchmarks: ModuleType) -> None:
-    study = benchmarks.import_module("targets_study")
+def test_the_choice_is_the_best_without_labels(high: float, clearly: bool, script: Script) -> None:
+    study = script("targets_study")
     table = {name: entry(0.2, 0.0, 0.0) for name in study.VARIANTS}
     table |= {"vote share": entry(0.18, -0.02, high), "true labels": entry(0.1, -0.1, -0.05)}
     chosen = study.choose({**table, study.LEARNED_TOKEN: entry(0.05, -0.15, -0.1)})
     assert (chosen["variant"], chosen["clearly"]) == ("vote share", {"minus_first": clearly, "minus_ssc": clearly})
-
-
-def test_a_variant_is_not_better_than_itself(benchmarks: ModuleType) -> None:
-    study = benchmarks.import_module("targets_study")
-    table = {name: entry(0.2, 0.0, 0.0) for name in study.VARIANTS} | {"SSC": entry(0.18, -0.02, -0.01)}
-    assert study.choose(table)["clearly"] == {"minus_first": True, "minus_ssc": False}
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
-"""The training benchmarks run, and their arithmetic is right."""
+"""The benchmarks of training and speed run, and their arithmetic is right."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from selfcal_lightning.models.packing import tree_attention_mask
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
+Script = Callable[[str], ModuleType]
 ABSENT = ("datasets", "jsonargparse", "bitsandbytes", "vllm", "math_verify", "aiohttp")
 # Finders that do not find some packages: they are not installed, as far as the process can tell.
 WITHOUT = f"""
@@ -30,13 +31,6 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a file of the folder by name, as its scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib
-
-
 def run(script: str, *arguments: str, folder: Path) -> str:
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -45,9 +39,9 @@ def run(script: str, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_flops_of_a_tiny_model_by_hand(benchmarks: ModuleType) -> None:
+def test_flops_of_a_tiny_model_by_hand(script: Script) -> None:
     """Two layers, hidden 4, two heads of size 2, one key-value head, intermediate 6, vocabulary 10, rank 3."""
-    flops = benchmarks.import_module("_training_rows")
+    flops = script("_training_rows")
     size = {"hidden_size": 4, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape = flops.Shape.of({**size, "num_key_value_heads": 1, "vocab_size": 10}, rank=3)
     # A layer: query 4x4, key 4x2, value 4x2, output 4x4, MLP 3 x 4x6 = 16 + 8 + 8 + 16 + 72 = 120.
@@ -60,8 +54,8 @@ def test_flops_of_a_tiny_model_by_hand(benchmarks: ModuleType) -> None:
     assert flops.training_flops(shape, load) == 2880 + 320 + 1512 + 576
 
 
-def test_the_load_of_a_packed_batch_counts_prompts_once(benchmarks: ModuleType) -> None:
-    flops, made = benchmarks.import_module("_training_rows"), benchmarks.import_module("_training_rows")
+def test_the_load_of_a_packed_batch_counts_prompts_once(script: Script) -> None:
+    flops = made = script("_training_rows")
     rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
     places = torch.arange(6).numpy()
     chat = made.bundled_chat()
@@ -80,54 +74,37 @@ def test_the_load_of_a_packed_batch_counts_prompts_once(benchmarks: ModuleType) 
     assert separate.logits == load.logits == 6 + labels
 
 
-def test_the_ways_give_the_same_losses_and_gradients(benchmarks: ModuleType) -> None:
-    throughput = benchmarks.import_module("training_throughput")
+def test_the_ways_give_the_same_losses_and_gradients(script: Script) -> None:
+    throughput = script("training_throughput")
     bench = throughput.Bench(measured={})
     errors = bench.check("tiny", rows=4)
     assert errors.keys() == throughput.WAYS.keys()
     assert max(errors.values()) < 1e-5
 
 
-def test_the_preset_draws_several_responses_to_a_prompt(benchmarks: ModuleType) -> None:
-    made = benchmarks.import_module("_training_rows")
-    found = {size: made.draw_preset(made.MIXES["equal"], group_size=size) for size in (1, 8)}
-    means = {size: draw.statistics(100) for size, draw in found.items()}
-    assert means[1]["responses_per_prompt"] < 1.2 < 4 < means[8]["responses_per_prompt"] <= 8
-    assert means[8]["packed_tokens"] < 0.75 * means[8]["separate_tokens"]
-
-
-def test_measurements_are_kept_and_half_a_line_is_not(benchmarks: ModuleType, tmp_path: Path) -> None:
-    measurements = benchmarks.import_module("_training_tables").Measurements
+def test_measurements_are_kept_but_half_a_line_and_those_of_other_code_are_not(script: Script, tmp_path: Path) -> None:
+    measurements = script("_training_tables").Measurements
     path = tmp_path / "cells.jsonl"
     assert measurements(path, {"torch": "1"}).once("a", lambda: 1.5) == 1.5
     path.write_text(path.read_text() + '["b", 2')
     again = measurements(path, {"torch": "1"})
     assert again.once("a", lambda: 9.0) == 1.5
     assert "b" not in again
-
-
-def test_measurements_of_other_code_are_not_mixed_in(benchmarks: ModuleType, tmp_path: Path) -> None:
-    measurements = benchmarks.import_module("_training_tables").Measurements
-    path = tmp_path / "cells.jsonl"
-    measurements(path, {"torch": "1"}).once("a", lambda: 1.5)
-    with pytest.raises(SystemExit, match=r"made with \{'torch': '2'\}.*--fresh"):
+    with pytest.raises(SystemExit, match=r"\{'torch': '2'\}.*--fresh"):
         measurements(path, {"torch": "2"})
 
 
-def test_peak_memory_is_that_of_the_function_alone(benchmarks: ModuleType) -> None:
-    peak_memory_of = benchmarks.import_module("_training_tables").peak_memory_of
+def test_peak_memory_is_that_of_the_function_alone(script: Script) -> None:
+    peak_memory_of = script("_training_tables").peak_memory_of
     before = bytearray(64 << 20)
     peak = peak_memory_of(lambda: bytearray(b"x" * (32 << 20)))
     assert len(before) == 64 << 20
     assert 30 << 20 < peak < 100 << 20
 
 
-def test_the_candidate_for_gpus_lays_out_the_right_keys(
-    benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_candidate_for_gpus_lays_out_the_right_keys(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernel's meaning written out on a CPU, logits are those of attention by segments."""
-    made = benchmarks.import_module("_training_rows")
-    candidate = benchmarks.import_module("_training_rows")
+    made = candidate = script("_training_rows")
     chat = made.bundled_chat()
     rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
     batch = made.collator_of(chat, shared_prefix=True)(rows.tuples(torch.arange(6).numpy()))
@@ -170,15 +147,7 @@ def test_the_candidate_for_gpus_lays_out_the_right_keys(
 @pytest.mark.slow
 def test_training_imports_without_the_optional_packages() -> None:
     """The machine with a GPU has none of them (benchmarks/gpu.sh); no import of ours needs an extra."""
-    names = [
-        "modules.self_calibration",
-        "engines.vllm.engine",
-        "callbacks.generation.callback",
-        "datamodules.ssc.datamodule",
-        "datamodules.ssc.collate",
-        "datamodules.ssc.dealing",
-        "datamodules.ssc.sampler",
-    ]
+    names = ("training.self_calibration", "engines.vllm.engine", "callbacks.generation", "datamodules.ssc.datamodule")
     code = WITHOUT + "".join(f"import selfcal_lightning.{name}\n" for name in names)
     code += f"sys.path.insert(0, {str(BENCHMARKS)!r})\nimport peft, gpu_training\n"
     code += f"assert not sys.modules.keys() & set({ABSENT}), sys.modules.keys() & set({ABSENT})\n"
@@ -226,9 +195,9 @@ def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_job_that_fails_or_hangs_costs_only_itself(
-    benchmarks: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = benchmarks.import_module("gpu_training")
+    script = script("gpu_training")
     options = type("Options", (), {"device": "cuda", "small": True, "seconds": 0.1})()
     monkeypatch.setattr(script, "SCRIPT", tmp_path / "job.py")
     (tmp_path / "job.py").write_text("raise RuntimeError('out of memory')")
@@ -251,3 +220,16 @@ def test_generation_is_held_against_a_loop_without_cache(tmp_path: Path) -> None
     assert 4 <= loop["tokens"] <= 4 * 96
     assert ours["tokens_per_second"] > 2 * loop["tokens_per_second"]
     assert "EDT of the reference's loop, transformers" in output
+
+
+@pytest.mark.slow
+def test_packed_rows_take_fewer_tokens_for_the_same_scores(script: Script, tmp_path: Path) -> None:
+    scoring = script("reward_scoring")
+    ways = scoring.prepare(tmp_path, num_questions=2, num_samples=4)
+    costs, num_steps = scoring.measure(ways, turns=1)
+    tokens = {cost.way: cost.tokens for cost in costs}
+    assert num_steps == costs[0].passes
+    assert tokens[scoring.PACKED] * 3 < tokens[scoring.ROWS] * 2 < tokens[scoring.APART]
+    ways.by_name[scoring.ROWS] = lambda: [0.5] * num_steps
+    with pytest.raises(SystemExit, match="to score as one text a step does"):
+        scoring.measure(ways, turns=1)

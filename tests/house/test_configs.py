@@ -17,7 +17,7 @@ from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import FUNCTION_VERBS
-from selfcal_lightning.commands.presets import PRESETS, CommonCase, as_arguments, prepare
+from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,45 +62,6 @@ def _command(path: Path) -> list[str]:
     launcher = re.match(r"# (selfcal|torchrun .* -m selfcal_lightning) ", first)
     assert launcher, f"{path} must begin with the command that runs it"
     return first.removeprefix(launcher[0]).split()
-
-
-def test_all_configs_are_found() -> None:
-    assert {path.relative_to(ROOT / "configs").as_posix() for path in CONFIGS} == {
-        "adapt/calibrated.yaml",
-        "adapt/demo.yaml",
-        "adapt/empo.yaml",
-        "adapt/gspo.yaml",
-        "adapt/intuitor.yaml",
-        "adapt/rent.yaml",
-        "adapt/sft.yaml",
-        "adapt/ttrl.yaml",
-        "capability/demo.yaml",
-        "capability/paper.yaml",
-        "capability/taught.yaml",
-        "demo-joint.yaml",
-        "demo.yaml",
-        "evaluate/demo-joint.yaml",
-        "evaluate/demo.yaml",
-        "presets/activated.yaml",
-        "presets/joint.yaml",
-        "presets/small.yaml",
-        "rewards/demo.yaml",
-        "rewards/math-shepherd.yaml",
-        "rewards/qwen2.5-math-prm-7b.yaml",
-        "rewards/reasoneval.yaml",
-        "train/deepseek-r1-distill-qwen-1.5b.yaml",
-        "train/llama-3.1-70b-instruct-qlora.yaml",
-        "train/llama-3.1-8b-instruct-ddp8.yaml",
-        "train/llama-3.1-8b-instruct-torchrun.yaml",
-        "train/llama-3.1-8b-instruct.yaml",
-        "train/llama-3.3-70b-instruct-fsdp8.yaml",
-        "train/qwen2.5-7b-instruct-activated.yaml",
-        "train/qwen2.5-7b-instruct.yaml",
-        "train/slurm-llama-3.3-70b-instruct.yaml",
-        "two_stages.yaml",
-    }
-    assert len(TRAINING) == 11
-    assert sorted(path.stem for path in PRESET_FILES) == sorted(PRESETS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from support.house import ROOT
 
+import selfcal_lightning as sc
+from selfcal_lightning.core.imports import is_installed, require
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOPS = ("selfcal_lightning", "datamodules", "callbacks", "configs")
 EXTRAS = ("vllm", "bitsandbytes", "aiohttp")
@@ -33,7 +36,8 @@ def test_bare_name_is_refused(name: str) -> None:
 def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
     """What needs torch, but no extra either, is imported in tests/benchmarks/test_training_benchmarks.py."""
     code = (
-        "import sys\n"
+        "import sys, selfcal_lightning\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), 'the root imports nothing'\n"
         f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
         "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.data.store.sample_store\n"
         "import selfcal_lightning.commands.generate, selfcal_lightning.commands.evaluate\n"
@@ -60,3 +64,36 @@ def test_wheel_holds_the_house(tmp_path: Path) -> None:
     assert "selfcal_lightning/configs/demo.yaml" in names
     assert "selfcal_lightning/assets/tiny_solver/model.safetensors" in names
     assert not any(name.split("/")[0] in {"callbacks", "datamodules", "configs", "tests"} for name in names)
+
+
+@pytest.mark.parametrize("name", sc.__all__)
+def test_every_name_is_there(name: str) -> None:
+    if name in {"VLLMEngine", "OpenAIEngine"}:
+        pytest.importorskip({"VLLMEngine": "vllm", "OpenAIEngine": "aiohttp"}[name])
+    assert getattr(sc, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="calibrat"):
+        _ = sc.calibrat  # type: ignore[attr-defined]
+
+
+def test_a_missing_dependency_names_its_extra() -> None:
+    assert not is_installed("no_such_module")
+    with pytest.raises(
+        ImportError, match=r"`no_such_module`.*pip install '\.\[qlora\]'` in the folder of selfcal_lightning\.$"
+    ):
+        require("no_such_module.inside", extra="qlora")
+    with pytest.raises(ImportError, match=r"'\.\[vllm\]'.*make setup-vllm"):
+        require("no_such_module", extra="vllm")
+
+
+def test_an_installed_dependency_that_fails_raises_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "selfcal_broken_module.py").write_text("import no_such_inner_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_inner_module"):
+        require("selfcal_broken_module", extra="vllm")
+    assert "selfcal_broken_module" not in sys.modules
+    assert require("json", extra="dev").__name__ == "json"

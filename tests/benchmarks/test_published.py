@@ -1,0 +1,44 @@
+"""What lies under benchmarks/results: every table is the one that its figures give, every picture the one shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from support.house import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+WRITERS = {
+    "report": "_report_tables.as_markdown",
+    "report_capability": "_capability_tables.as_markdown",
+    "report_rewards": "_reward_tables.as_markdown",
+    "report_selection": "report_selection.markdown",
+    "report_adapt": "_adapt_tables.markdown",
+    "report_real": "_real_report.as_markdown",
+    "group_size_study": "group_size_study.as_markdown",
+    "targets_study": "targets_study.as_markdown",
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_table_is_that_of_its_figures(name: str, script: Callable[[str], ModuleType]) -> None:
+    module, function = WRITERS[name].split(".")
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    assert getattr(script(module), function)(content) == (RESULTS / f"{name}.md").read_text()
+
+
+def test_the_table_of_scoring_costs_is_that_of_the_figures(script: Callable[[str], ModuleType]) -> None:
+    scoring, found = script("reward_scoring"), json.loads((RESULTS / "reward_scoring.json").read_text())
+    costs = [scoring.Cost(**cost) for cost in found["costs"]]
+    text = scoring.report(costs, num_steps=found["steps"], size=found["size"], command=found["command"])
+    assert text == (RESULTS / "reward_scoring.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("shown", "drawn"), [("votes", "report"), ("capability", "report_capability"), ("rewards", "report_rewards")]
+)
+def test_the_documentation_shows_the_published_picture(shown: str, drawn: str) -> None:
+    image = ROOT / "docs" / "images" / f"report_{shown}.png"
+    assert image.read_bytes() == (RESULTS / f"{drawn}.png").read_bytes()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 def _line(cells: Sequence[str]) -> str:
     first = f"{cells[0]} " if cells[0] else ""
     return f"| {first}| {' | '.join(cells[1:])} |"
+
+
+def machine() -> dict[str, Any]:
+    """Return what the times of a report were taken on."""
+    return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
 
 
 def write_report(

@@ -10,14 +10,18 @@ to ``engine_throughput.{json,md}`` in ``--output``.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from _reference_generation import reference_passes
+from shared.study import RESULTS, ROOT
+from shared.tables import table, write_report
 
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
@@ -28,7 +32,6 @@ from selfcal_lightning.records import Request, Response, SamplingSettings, sampl
 
 EDT = "EDT 0.8/0.8/1.0"
 REFERENCE = "reference's loop"
-ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "selfcal_lightning" / "assets" / "tiny_solver"
 TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
 
@@ -115,16 +118,13 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table and the ratios."""
     rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
     base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
-    lines = [
-        f"| engine | sampling | responses | tokens | s (median) | tokens/s | of {base} |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
         ratio = row["tokens_per_second"] / rates[base, row["sampling"]]
-        lines.append(
-            f"| {row['engine']} | {row['sampling']} | {row['responses']} | {row['tokens']} | {row['seconds']:.2f} | "
-            f"{row['tokens_per_second']:.0f} | {ratio:.3g} |"
-        )
+        numbers = [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.0f}", f"{ratio:.3g}"]
+        cells.append([*(str(row[name]) for name in ("engine", "sampling", "responses", "tokens")), *numbers])
+    heads = ("engine", "sampling", "responses", "tokens", "s (median)", "tokens/s", f"of {base}")
+    lines = table(heads, cells, left=len(heads))
     for engine in dict.fromkeys(row["engine"] for row in rows if row["engine"] != REFERENCE):
         lines.append(f"\nEDT of plain, {engine}: {rates[engine, EDT] / rates[engine, 'plain T=0.8']:.2f}")
         if (REFERENCE, EDT) in rates:
@@ -150,22 +150,19 @@ def main() -> None:
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="cache of the vLLM engine")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the figures")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows = run(options)
     plain = {name: value for name, value in vars(options).items() if name != "output"}
-    options.output.mkdir(parents=True, exist_ok=True)
     model = "the bundled model" if options.model == str(BUNDLED) else options.model
     report = {"torch": torch.__version__, "options": {**plain, "model": model}, "rows": rows}
-    (options.output / "engine_throughput.json").write_text(json.dumps(report, indent=1) + "\n")
     text = (
         f"Generation with P(True) on {model}: {options.questions} questions x {options.samples} responses of at most "
         f"{options.max_new_tokens} tokens, float32, {options.threads} thread(s), median of {options.repeats}; by "
         "`python benchmarks/speed/engine_throughput.py`.\n\n" + as_markdown(rows)
     )
-    (options.output / "engine_throughput.md").write_text(text)
-    print(text)
+    write_report(options.output, "engine_throughput", report, text, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from shared.timing import timed
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.curves import PLANS, Job, Reshuffles, StrategyCurve, evaluate_jobs, make_jobs
@@ -153,13 +157,6 @@ def check_equal(curves: list[StrategyCurve], loops: list[np.ndarray]) -> int:
         found = np.stack([curve.outcome.accuracy, curve.outcome.mean_samples])
         np.testing.assert_allclose(found, loop, rtol=0, atol=1e-12)
     return sum(len(curve.outcome.grid) for curve in curves)
-
-
-def timed(run: Callable[[], object]) -> tuple[float, float, object]:
-    """Return wall seconds, seconds of this process's own processor time, and the result."""
-    wall, processor = time.perf_counter(), time.process_time()
-    result = run()
-    return time.perf_counter() - wall, time.process_time() - processor, result
 
 
 def main() -> None:

@@ -9,11 +9,15 @@ compared before their times are. "naive" is the plain way: Python loops over bin
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from shared.timing import timed
 from sklearn.metrics import average_precision_score, roc_auc_score
 from torchmetrics.classification import BinaryAUROC, BinaryCalibrationError
 
@@ -27,14 +31,10 @@ SAMPLES = 16
 CHUNK = 4096
 
 
-def timed(function: Callable[[], float], repeats: int = 3) -> tuple[float, float]:
+def least(function: Callable[[], float], repeats: int = 3) -> tuple[float, float]:
     """Return the least wall-clock time in seconds and the value."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        value = function()
-        times.append(time.perf_counter() - start)
-    return min(times), float(value)
+    runs = [timed(function) for _ in range(repeats)]
+    return min(wall for wall, _, _ in runs), float(runs[-1][2])
 
 
 def report(name: str, ours: tuple[float, float], others: dict[str, tuple[float, float]], tolerance: float) -> None:
@@ -110,10 +110,10 @@ def bench_bootstrap(confidence: np.ndarray, correct: np.ndarray, num_questions: 
     """Time 1000 resamples; the naive way runs two of them and is scaled."""
     size = num_questions * SAMPLES
     c, y, q = confidence[:size], correct[:size], np.repeat(np.arange(num_questions), SAMPLES)
-    seconds, _ = timed(lambda: question_bootstrap(c, y, q)[ECE].mean(), repeats=2)
+    seconds, _ = least(lambda: question_bootstrap(c, y, q)[ECE].mean(), repeats=2)
     resampled = question_bootstrap(c, y, q, num_resamples=2)
     first = np.mean([resampled[key][:2] for key in (ECE, BRIER, AUROC, WITHIN_QUESTION_AUROC, PASS_AT_1)])
-    naive, value = timed(lambda: naive_bootstrap(c, y, num_questions, 2).mean(), repeats=1)
+    naive, value = least(lambda: naive_bootstrap(c, y, num_questions, 2).mean(), repeats=1)
     name = f"bootstrap, 5 metrics, {num_questions} x {SAMPLES} x 1000"
     report(name, (seconds, first), {"naive (2 resamples, scaled)": (500.0 * naive, value)}, 1e-9)
 
@@ -134,18 +134,18 @@ def main() -> None:
 
     report(
         "ECE",
-        timed(lambda: expected_calibration_error(confidence, correct)),
+        least(lambda: expected_calibration_error(confidence, correct)),
         {
-            "naive per bin": timed(lambda: naive_calibration_error(confidence, correct)),
-            "naive per response": timed(lambda: scalar_calibration_error(confidence, correct), 1),
+            "naive per bin": least(lambda: naive_calibration_error(confidence, correct)),
+            "naive per response": least(lambda: scalar_calibration_error(confidence, correct), 1),
         },
         1e-9,
     )
     ours, theirs = BinnedCalibrationError(), BinaryCalibrationError(n_bins=10)
     report(
         f"ECE metric, chunks of {CHUNK}",
-        timed(lambda: streamed(ours, c, y)),
-        {"torchmetrics": timed(lambda: streamed(theirs, c, y))},
+        least(lambda: streamed(ours, c, y)),
+        {"torchmetrics": least(lambda: streamed(theirs, c, y))},
         1e-4,
     )
     theirs_bytes = sum(part.nbytes for part in (*theirs.confidences, *theirs.accuracies))
@@ -154,25 +154,25 @@ def main() -> None:
     binary_auroc = BinaryAUROC()
     report(
         "AUROC",
-        timed(lambda: auroc(confidence, correct)),
+        least(lambda: auroc(confidence, correct)),
         {
-            "scikit-learn": timed(lambda: roc_auc_score(correct, confidence)),
-            "torchmetrics": timed(lambda: streamed(binary_auroc, c, y)),
+            "scikit-learn": least(lambda: roc_auc_score(correct, confidence)),
+            "torchmetrics": least(lambda: streamed(binary_auroc, c, y)),
         },
         1e-5,
     )
     report(
         "average precision",
-        timed(lambda: auprc(confidence, correct)),
-        {"scikit-learn": timed(lambda: average_precision_score(correct, confidence))},
+        least(lambda: auprc(confidence, correct)),
+        {"scikit-learn": least(lambda: average_precision_score(correct, confidence))},
         1e-9,
     )
     few = min(size, 2000 * SAMPLES)
     c_few, y_few, q_few = confidence[:few], correct[:few], question[:few]
     report(
         f"within-question AUROC, {few // SAMPLES} questions",
-        timed(lambda: within_question_discrimination(c_few, y_few, q_few).mean),
-        {"naive per question": timed(lambda: naive_within_question(c_few, y_few, q_few), 1)},
+        least(lambda: within_question_discrimination(c_few, y_few, q_few).mean),
+        {"naive per question": least(lambda: naive_within_question(c_few, y_few, q_few), 1)},
         1e-9,
     )
     bench_bootstrap(confidence, correct, min(1000, size // SAMPLES))

@@ -22,10 +22,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from _synthetic_pools import Size, write_lines, write_store
+from shared.study import RESULTS
+from shared.tables import table, write_report
 
 GIB = 2**30
-OUTPUT = Path(__file__).resolve().parents[1] / "results"
 NUM_RESHUFFLES = 100
 
 
@@ -95,11 +98,11 @@ def report(costs: Sequence[Cost], *, size: Size, command: str) -> str:
         f"Synthetic pools of {size.num_samples} responses of {size.num_tokens} tokens a question; {os.cpu_count()} "
         f"cores, which other work may have shared; by `{command}`.",
         "",
-        "| command | questions | responses | s | s of processor | peak GiB | longest silence, s | lines of progress |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for cost in costs:
-        cells = (
+    heads = ("command", "questions", "responses", "s", "s of processor", "peak GiB", "longest silence, s",
+             "lines of progress")  # fmt: skip
+    rows = [
+        (
             f"`{cost.command}`",
             f"{cost.num_questions:,}",
             f"{cost.num_questions * size.num_samples:,}",
@@ -109,8 +112,9 @@ def report(costs: Sequence[Cost], *, size: Size, command: str) -> str:
             f"{cost.silence_seconds:.0f}",
             f"{cost.num_lines}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        for cost in costs
+    ]
+    return "\n".join([*lines, *table(heads, rows, left=len(heads))]) + "\n"
 
 
 def run(folder: Path, size: Size, *, num_imported: int, num_reshuffles: int) -> list[Cost]:
@@ -143,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=300, help="mean length of a response")
     parser.add_argument("--num_reshuffles", type=int, default=NUM_RESHUFFLES)
     parser.add_argument("--work", type=Path, default=None, help="where the pools go; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     size = Size(options.questions, options.samples, options.tokens)
     folder = Path(tempfile.mkdtemp(prefix="pool-scale-", dir=options.work))
@@ -153,10 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         shutil.rmtree(folder)
     given = " ".join(["python benchmarks/speed/pool_scale.py", *(sys.argv[1:] if arguments is None else arguments)])
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "pool_scale.md").write_text(report(costs, size=size, command=given))
     content = {"command": given, "size": asdict(size), "costs": [asdict(cost) for cost in costs]}
-    (options.output / "pool_scale.json").write_text(json.dumps(content, indent=1) + "\n")
+    text = report(costs, size=size, command=given)
+    write_report(options.output, "pool_scale", content, text, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,7 +24,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from shared.tables import write_report
+from shared.study import RESULTS
+from shared.tables import table, write_report
+from shared.timing import timed
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.data.steps import token_step_ends
@@ -39,7 +40,6 @@ from selfcal_lightning.rewards.model import load_reward_model
 from selfcal_lightning.rewards.module import QuantileRewardModule
 from selfcal_lightning.rewards.reading import RewardReader, read_reward_file
 
-OUTPUT = Path(__file__).resolve().parents[1] / "results"
 SPLIT, STEPS = "test_id", "sentence"
 APART, ROWS, PACKED = "one text a step", "one row a response", "packed by question"
 TOLERANCE = 1e-5
@@ -133,9 +133,7 @@ def measure(ways: Ways, *, turns: int) -> tuple[list[Cost], int]:
     seconds: dict[str, list[float]] = {way: [] for way in counted}
     for _ in range(turns):
         for way, score in ways.by_name.items():
-            start = time.process_time()
-            score()
-            seconds[way].append(time.process_time() - start)
+            seconds[way].append(timed(score)[1])
     return [Cost(way, *counted[way], min(seconds[way])) for way in counted], len(scores[APART])
 
 
@@ -146,14 +144,14 @@ def report(costs: Sequence[Cost], *, num_steps: int, size: str, command: str) ->
         f"Command: `{command}`. {size}, {num_steps:,} steps; the bundled trunk in float32 on one thread, CPU seconds "
         "of the best of several turns in one process, beside other work.",
         "",
-        "| scores of all steps | passes | tokens | less by | CPU seconds | less by |",
-        "|---|---:|---:|---:|---:|---:|",
     ]
+    rows = []
     for cost in costs:
         fewer, sooner = first.tokens / cost.tokens, first.processor_seconds / cost.processor_seconds
         cells = [f"{cost.passes:,}", f"{cost.tokens:,}", f"{fewer:.1f} x", f"{cost.processor_seconds:.2f}"]
-        lines.append(f"| {cost.way} | {' | '.join(cells)} | {sooner:.1f} x |")
-    return "\n".join(lines) + "\n"
+        rows.append([cost.way, *cells, f"{sooner:.1f} x"])
+    heads = ["scores of all steps", "passes", "tokens", "less by", "CPU seconds", "less by"]
+    return "\n".join([*lines, *table(heads, rows)]) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -162,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="reward-scoring-") as folder:

@@ -7,7 +7,6 @@ Medians of the passes, after one that warms the disk's cache. Figures go to ``be
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import selectors
 import statistics
@@ -17,7 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shared.study import RESULTS
+from shared.tables import table, write_report
+
 HELP_TARGET, LINE_TARGET = 1.5, 3.0
 HELPS = ("fit", "generate", "evaluate", "answer", "score", "export", "fit-threshold")
 LINES = {
@@ -42,10 +45,9 @@ def main() -> int:
         seconds = [first_character(arguments) for _ in range(options.passes + 1)][1:]
         found[name] = {"seconds": statistics.median(seconds), "target": target}
         print(f"{name:<28}{found[name]['seconds']:6.2f} s (at most {target} s)", flush=True)
-    options.results.mkdir(parents=True, exist_ok=True)
     command = f"python benchmarks/speed/start_up.py --passes {options.passes}"
-    (options.results / "start_up.json").write_text(json.dumps({"command": command, "rows": found}, indent=1) + "\n")
-    (options.results / "start_up.md").write_text(as_markdown(command, found))
+    content = {"command": command, "rows": found}
+    write_report(options.results, "start_up", content, as_markdown(command, found), indent=1)
     return 0 if all(row["seconds"] <= row["target"] for row in found.values()) else 1
 
 
@@ -71,10 +73,8 @@ def first_character(arguments: list[str]) -> float:
 
 def as_markdown(command: str, found: dict[str, dict[str, float]]) -> str:
     """Return the table."""
-    rows = [f"| `{name}` | {row['seconds']:.2f} | {row['target']} |" for name, row in found.items()]
-    return (
-        "\n".join([f"Command: `{command}` (two CPU cores).", "", "| | s | target |", "|---|---:|---:|", *rows]) + "\n"
-    )
+    rows = [[f"`{name}`", f"{row['seconds']:.2f}", str(row["target"])] for name, row in found.items()]
+    return "\n".join([f"Command: `{command}` (two CPU cores).", "", *table(["", "s", "target"], rows)]) + "\n"
 
 
 if __name__ == "__main__":

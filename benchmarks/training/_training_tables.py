@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.tables import table
+
 TARGETS = {"reference": 8.0, "bucketing": 1.6}
 
 
@@ -56,21 +58,19 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _ways_table(cells: list[dict[str, Any]], memory: dict[str, dict[str, float]]) -> list[str]:
-    lines = [
-        "| model | prompt + response | N | way | ms per response | slots each | x ref | x bucketing | MiB | passes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells:
-        ways = cell["ways"]
-        for name, way in ways.items():
-            peak = _two_digits(memory[cell["size"]][name]) if cell["mix"] == "equal" else ""
-            ratios = f"{_ratio(ways, 'reference', name):.1f} | {_ratio(ways, 'bucketing', name):.2f}"
-            lines.append(
-                f"| {cell['size']} | {_lengths(cell)} | {cell['samples']} | {name} | "
-                f"{1e3 * way['seconds_per_response']:.0f} | {way['slots'] / way['rows']:.0f} | {ratios} | {peak} | "
-                f"{len(way['passes'])} |"
-            )
-    return lines
+    heads = ("model", "prompt + response", "N", "way", "ms per response", "slots each", "x ref", "x bucketing", "MiB",
+             "passes")  # fmt: skip
+    rows = [
+        [
+            cell["size"], _lengths(cell), str(cell["samples"]), name, f"{1e3 * way['seconds_per_response']:.0f}",
+            f"{way['slots'] / way['rows']:.0f}", f"{_ratio(cell['ways'], 'reference', name):.1f}",
+            f"{_ratio(cell['ways'], 'bucketing', name):.2f}",
+            _two_digits(memory[cell["size"]][name]) if cell["mix"] == "equal" else "", str(len(way["passes"])),
+        ]
+        for cell in cells
+        for name, way in cell["ways"].items()
+    ]  # fmt: skip
+    return table(heads, rows, left=len(heads))
 
 
 def _targets(cells: list[dict[str, Any]]) -> list[str]:
@@ -88,11 +88,9 @@ def _targets(cells: list[dict[str, Any]]) -> list[str]:
 
 def _preset_table(cells: list[dict[str, Any]], kept: list[dict[str, Any]]) -> list[str]:
     """The reference way is not run again: it costs one padded forward pass for each loss, whatever the rows."""
-    lines = [
-        "| model | prompt + response | responses per prompt | tokens per response, separate | packed | "
-        "ms, bucketing | ms, shared prefix | x ref | x bucketing | passes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("model", "prompt + response", "responses per prompt", "tokens per response, separate", "packed",
+             "ms, bucketing", "ms, shared prefix", "x ref", "x bucketing", "passes")  # fmt: skip
+    rows = []
     for cell in cells:
         bucketing, shared = cell["ways"]["bucketing"], cell["ways"]["shared prefix"]
         same = next(one for one in kept if (one["size"], one["mix"]) == (cell["size"], cell["mix"]))
@@ -100,28 +98,26 @@ def _preset_table(cells: list[dict[str, Any]], kept: list[dict[str, Any]]) -> li
         seconds_per_forward = reference["seconds_per_response"] / (reference["forwards"] / reference["rows"])
         padded = seconds_per_forward * shared["forwards"] / shared["rows"]
         times = [way["seconds_per_response"] for way in (bucketing, shared)]
-        lines.append(
-            f"| {cell['size']} | {_lengths(cell)} | {cell['responses_per_prompt']:.1f} | "
-            f"{cell['separate_tokens']:.0f} | {cell['packed_tokens']:.0f} | {1e3 * times[0]:.0f} | "
-            f"{1e3 * times[1]:.0f} | {padded / times[1]:.1f} | {times[0] / times[1]:.2f} | {len(shared['passes'])} |"
-        )
-    return lines
+        rows.append([
+            cell["size"], _lengths(cell), f"{cell['responses_per_prompt']:.1f}", f"{cell['separate_tokens']:.0f}",
+            f"{cell['packed_tokens']:.0f}", *(f"{1e3 * time:.0f}" for time in times), f"{padded / times[1]:.1f}",
+            f"{times[0] / times[1]:.2f}", str(len(shared["passes"])),
+        ])  # fmt: skip
+    return table(heads, rows, left=len(heads))
 
 
 def _growth_table(cells: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| model | prompt + response | N | ms per response, bucketing | ms, shared prefix | x bucketing | "
-        "of the slots | passes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ("model", "prompt + response", "N", "ms per response, bucketing", "ms, shared prefix", "x bucketing",
+             "of the slots", "passes")  # fmt: skip
+    rows = []
     for cell in cells:
         one, other = cell["ways"]["bucketing"], cell["ways"]["shared prefix"]
         times = [1e3 * way["seconds_per_response"] for way in (one, other)]
-        lines.append(
-            f"| {cell['size']} | {_lengths(cell)} | {cell['samples']} | {times[0]:.0f} | {times[1]:.0f} | "
-            f"{times[0] / times[1]:.2f} | {other['slots'] / one['slots']:.2f} | {len(other['passes'])} |"
-        )
-    return lines
+        rows.append([
+            cell["size"], _lengths(cell), str(cell["samples"]), *(f"{time:.0f}" for time in times),
+            f"{times[0] / times[1]:.2f}", f"{other['slots'] / one['slots']:.2f}", str(len(other["passes"])),
+        ])  # fmt: skip
+    return table(heads, rows, left=len(heads))
 
 
 def _lengths(cell: dict[str, Any]) -> str:

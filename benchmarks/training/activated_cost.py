@@ -14,24 +14,25 @@ core; ``benchmarks/results/activated_cost.{json,md}``.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
 from _training_tables import MIB, Measurements, peak_memory_of
 from _training_ways import Work, reference, shared_prefix
+from shared.study import RESULTS
+from shared.tables import machine, table, write_report
 from training_throughput import REFERENCE_ROWS, made_with, one_step
 
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 CELLS = Path("runs/activated_cost.jsonl")
 JOINT, ALONE, ACTIVATED, REFERENCE = "joint", "joint, calibration alone", "activated", "reference"
 WAYS = (JOINT, ALONE, ACTIVATED, REFERENCE)
@@ -134,17 +135,16 @@ def markdown(report: dict[str, Any]) -> str:
         f"on the same {report['rows']} responses. MiB: peak beyond the model, of one question's responses (the "
         f"reference: of one). torch {report['torch']}, {report['machine']['cores']} cores.",
         "",
-        "| prompt + response | way | ms per response | of joint | MiB | of joint |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for cell in report["cells"]:
         joint = cell["ways"][JOINT]
         for name, way in cell["ways"].items():
-            ratio, memory = way["seconds"] / joint["seconds"], way["mib"] / joint["mib"]
-            lines.append(
-                f"| {cell['lengths'][0]} + {cell['lengths'][1]} | {name} | {1000 * way['seconds']:.0f} | {ratio:.2f} | "
-                f"{way['mib']:.0f} | {memory:.2f} |"
-            )
+            cells = [" + ".join(map(str, cell["lengths"])), name, f"{1000 * way['seconds']:.0f}"]
+            cells += [f"{way['seconds'] / joint['seconds']:.2f}", f"{way['mib']:.0f}"]
+            rows.append([*cells, f"{way['mib'] / joint['mib']:.2f}"])
+    heads = ("prompt + response", "way", "ms per response", "of joint", "MiB", "of joint")
+    lines += table(heads, rows, left=len(heads))
     first = report["cells"][0]
     time = first["ways"][REFERENCE]["seconds"] / first["ways"][ACTIVATED]["seconds"]
     lengths = " + ".join(map(str, first["lengths"]))
@@ -176,7 +176,7 @@ def main() -> None:
                 measured.once(key, lambda lengths=lengths, way=way: bench.seconds(lengths, way))
                 print(f"{key:<70} {1000 * measured[key]:9.1f} ms per response", flush=True)
     report = {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": machine(),
         "torch": torch.__version__,
         "size": plan.size,
         "rows": plan.rows,
@@ -184,12 +184,8 @@ def main() -> None:
         "relative_error": measured["check"],
         "cells": [result(measured, plan, lengths) for lengths in plan.lengths],
     }
-    text = markdown(report)
-    print(text)
     output = options.output or (Path("runs/activated_cost_quick") if options.quick else RESULTS)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "activated_cost.json").write_text(json.dumps(report, indent=1) + "\n")
-    (output / "activated_cost.md").write_text(text)
+    write_report(output, "activated_cost", report, markdown(report), indent=1)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,16 +25,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 import transformers
 from _training_rows import MIXES, SIZES, Lengths, PresetDraw, TrainingRows, bundled_chat, draw_preset, random_module
 from _training_rows import random_rows as make_rows
 from _training_tables import MIB, Measurements, digest_of, markdown, peak_memory_of
 from _training_ways import WAYS, Work, collator_name
+from shared.study import RESULTS
+from shared.tables import machine, write_report
 
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 CELLS = Path("runs/training_throughput.jsonl")
 CORE = ("reference", "bucketing", "shared prefix")
 REFERENCE_ROWS = 4  # of the reference way, that are timed
@@ -191,7 +192,7 @@ def made_with() -> dict[str, Any]:
     """Return what the measurements depend on."""
     here = Path(__file__).resolve()
     sources = [*here.parent.glob("_training_*.py"), here]
-    for module in ("functional", "models", "modules", "datamodules"):
+    for module in ("metrics", "models", "training", "datamodules"):
         sources += Path(importlib.import_module(f"selfcal_lightning.{module}").__file__).parent.rglob("*.py")
     return {"torch": torch.__version__, "transformers": transformers.__version__, "code": digest_of(sources)}
 
@@ -259,7 +260,7 @@ def main() -> None:
     for cell in plan:
         bench.measure(cell)
     report = {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": machine(),
         "torch": torch.__version__,
         "collator": collator_name(),
         "relative_errors": errors,
@@ -267,12 +268,8 @@ def main() -> None:
         "cells": [bench.result(cell) for cell in plan],
         "cpu_seconds": time.process_time() - started,
     }
-    text = markdown(report)
-    print(text)
     output = options.output or (Path("runs/training_throughput_quick") if options.quick else RESULTS)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "training_throughput.json").write_text(json.dumps(report, indent=1) + "\n")
-    (output / "training_throughput.md").write_text(text)
+    write_report(output, "training_throughput", report, markdown(report), indent=1)
 
 
 if __name__ == "__main__":

@@ -249,13 +249,14 @@ def _end_interrupted(error: BaseException, *, command: Sequence[str], kept: str)
 
 def _stdout_is_gone(error: BaseException) -> bool:
     """Return whether the reader of standard output has gone, as ``| head`` does; then nothing more is written to it."""
-    if not isinstance(error, BrokenPipeError) or sys.stdout is not sys.__stdout__:
+    if not isinstance(error, BrokenPipeError) or sys.stdout is not sys.__stdout__ or sys.stdout is None:
         return False
     output = select.poll()
-    output.register(sys.stdout.fileno(), 0)  # a pipe or terminal that hung up says so unasked
+    number = sys.stdout.fileno()
+    output.register(number, 0)  # a pipe or terminal that hung up says so unasked
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     return True
 
 

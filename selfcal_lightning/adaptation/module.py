@@ -110,8 +110,8 @@ def check_ratio(ratio: str, clip: tuple[float, float]) -> None:
 def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
     if ratio == "token":
         return token_ratio(logprob, behaviour)
-    sums = [values.new_zeros(rows).index_add(0, row, values) for values in (logprob, behaviour)]
-    return sequence_ratio(*sums, torch.bincount(row, minlength=rows))[row]
+    ours, theirs = (values.new_zeros(rows).index_add(0, row, values) for values in (logprob, behaviour))
+    return sequence_ratio(ours, theirs, torch.bincount(row, minlength=rows))[row]
 
 
 def _is_clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:

@@ -38,6 +38,8 @@ class QuestionRows(ExactMetric):
         kwargs: Of ``torchmetrics.Metric``.
     """
 
+    questions: list[Tensor]
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_rows("questions", width=3, dtype=torch.float64)

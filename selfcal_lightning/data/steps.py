@@ -303,7 +303,9 @@ class StepStops:
             )
         check_marker(tokenizer, steps)
         special = set(tokenizer.all_special_ids)
-        pieces = ((number, tokenizer.decode([number])) for number in range(len(tokenizer)) if number not in special)
+        pieces = (
+            (number, str(tokenizer.decode([number]))) for number in range(len(tokenizer)) if number not in special
+        )
         found = tuple(number for number, piece in pieces if _may_end(piece, steps))
         if not found:
             raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
@@ -140,13 +140,13 @@ def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> li
     if lost:
         raise RequestsFailedError({f"prompt {i} of next_token_probabilities": why for i, why in lost.items()})
     return [
-        [value for part in parts for value in part] if failure is None else None
+        None if failure is not None else [value for part in parts if isinstance(part, list) for value in part]
         for parts, failure in zip(answers, failures, strict=True)
     ]
 
 
 def _leading(news: Sequence[News], kind: type[T]) -> list[T]:
-    return list(takewhile(lambda item: isinstance(item, kind), news))
+    return cast(list[T], list(takewhile(lambda item: isinstance(item, kind), news)))
 
 
 def _name(news: News) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -145,6 +145,8 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
     colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
     for position, (name, (confidence, correct)) in enumerate(curves.items()):
         curve = roc_curve(confidence, correct)
+        x: Any
+        y: Any
         x, y = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
         label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
@@ -203,7 +205,7 @@ def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
 
 Cost = Literal["samples", "tokens"]
 # One look for each strategy, in every panel; lightness and marks differ too, so that grey prints can be read.
-LOOKS: dict[str, tuple[str, str]] = {
+LOOKS: dict[str, tuple[str, Any]] = {
     "self_consistency": ("#000000", "-"),
     "adaptive_consistency": ("#4878a8", "-"),
     "adaptive_beta": ("#4878a8", "--"),
@@ -218,7 +220,7 @@ LOOKS: dict[str, tuple[str, str]] = {
     "standardised": ("#7b5ea7", ":"),
     "cges": ("#d4a72c", "-"),
 }
-_OTHER = ("#8a8a8a", "-")
+_OTHER: tuple[str, Any] = ("#8a8a8a", "-")
 _GREY = "#b0b0b0"
 _WIDTH, _HEIGHT = 3.3, 2.9
 
@@ -296,12 +298,12 @@ def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None
         axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=1)
     axes.set_xscale("log")
     # Panels share their axis, so the ticks hold for all of them.
-    low, high = axes.get_xlim()
+    first, last = axes.get_xlim()
     if cost == "samples":
         ticks = [2**power for power in range(12)]
     else:
         ticks = [base * 10**power for power in range(7) for base in (1, 2, 5)]
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * low <= tick <= 1.1 * high]))
+    axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * first <= tick <= 1.1 * last]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _frame(axes)

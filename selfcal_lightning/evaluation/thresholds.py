@@ -50,7 +50,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
             fitted = replace(
                 threshold_for_budget(row.curve.solver, questions[side], found, budget),
                 name=f"{row.contender.strategy}{weighted}_budget_{budget}",
-                sampled_by=None if halves[side] is None else halves[side].pool.sampled_by,
+                sampled_by=None if (half := halves[side]) is None else half.pool.sampled_by,
             )
             name = f"{side}/thresholds/{file_name(fitted.name)}.json"
             fitted.save(folder / name)

@@ -61,8 +61,8 @@ def draw_reliability(axes: Axes, bins: ReliabilityBins, *, colour: str, label: s
     kinds = [(filled & ~few, 1.0, label), (filled & few, 0.35, f"fewer than {FEW:.0%} of the responses")]
     for chosen, alpha, name in kinds:
         if chosen.any():
-            shape = {"x": centres(bins)[chosen], "height": bins.accuracy[chosen], "width": widths(bins)[chosen]}
-            axes.bar(**shape, color=to_rgba(colour, alpha), label=name, zorder=2)
+            x, height, width = centres(bins)[chosen], bins.accuracy[chosen], widths(bins)[chosen]
+            axes.bar(x, height, width, color=to_rgba(colour, alpha), label=name, zorder=2)
     axes.bar(
         centres(bins)[filled],
         bins.gap[filled],

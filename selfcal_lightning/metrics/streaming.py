@@ -220,6 +220,8 @@ class ConfidenceAUROC(ExactMetric):
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
 
+    responses: list[Tensor]
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_rows("responses", width=2, dtype=torch.float64)
@@ -267,6 +269,9 @@ class WithinQuestionAUROC(ExactMetric):
     higher_is_better = True
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
+
+    responses: list[Tensor]
+    questions: list[Tensor]
 
     def __init__(self, *, average: Literal["question", "pair"] = "question", **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def _use(layers: Sequence[BaseTunerLayer], names: list[str]) -> None:
 @contextmanager
 def _as_trained(layer: BaseTunerLayer) -> Iterator[None]:
     """Keep which parameters are trained as it is, whatever PEFT's own switches make of it."""
-    trained = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    trained = [(parameter, parameter.requires_grad) for parameter in cast(nn.Module, layer).parameters()]
     yield
     for parameter, is_trained in trained:
         parameter.requires_grad_(is_trained)
@@ -276,7 +276,7 @@ def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOu
     Every call adds its query to the same contexts: several may be asked, one after the other.
     """
     ids, ends = _queries(contexts, query.suffix_ids)
-    return run_outputs(model, contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
+    return run_outputs(cast(Any, model), contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
 
 
 def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -303,7 +303,7 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
         asked = _asked_logits(model, ids, rows, tree if packed else None, query.tolist())
         whole = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -1] for row in rows])
         error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
-        if not error <= logit_tolerance(model, asked, rows[0]):
+        if not error <= logit_tolerance(cast(Any, model), asked, rows[0]):
             raise PackingError(
                 f"Expected {name} to give a query the same logits over cached keys and values as in a whole sequence, "
                 f"but they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"
@@ -378,6 +378,9 @@ def _context_layer() -> type[DynamicLayer]:
     from transformers.cache_utils import DynamicLayer
 
     class ContextLayer(DynamicLayer):
+        keys: Tensor
+        values: Tensor
+
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> States:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)

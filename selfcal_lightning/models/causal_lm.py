@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -166,7 +166,7 @@ def load_causal_lm(
     # The files of a reward model have no output layer; one that is tied to the embedding takes no memory.
     tied = {"tie_word_embeddings": True} if is_trunk and _lacks_output_layer(base_model, revision) else {}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -180,6 +180,7 @@ def load_causal_lm(
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _no_model(base_model, revision, error) from error
+    model, loading = loaded
     check_all_loaded(base_model, loading, option="base_model")
     if is_trunk:
         model.set_output_embeddings(_small_output_layer(model))
@@ -196,7 +197,7 @@ def _lacks_output_layer(base_model: str, revision: str | None) -> bool:
 
 def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
     """Return a frozen layer of a few outputs that differ, so that packed rows can still be held against whole ones."""
-    embedding = model.get_input_embeddings().weight
+    embedding = cast(Tensor, model.get_input_embeddings().weight)
     layer = nn.Linear(embedding.shape[1], SMALL_OUTPUTS, bias=False, device="meta", dtype=embedding.dtype)
     layer = layer.to_empty(device=embedding.device).requires_grad_(False)
     drawn = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0))
@@ -224,7 +225,7 @@ def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedCo
 
 
 def logits_at(
-    model: nn.Module,
+    model: PreTrainedModel,
     head: nn.Module | None,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -258,7 +259,7 @@ def selected_logits(
 
 
 def forward_arguments(
-    model: nn.Module,
+    model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     *,

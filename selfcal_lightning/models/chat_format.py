@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.models.folders import refusal_of_code, resolve_model
@@ -181,7 +181,7 @@ def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[
 
     place = resolve_model(model)
     try:
-        ends = GenerationConfig.from_pretrained(place, revision=revision).eos_token_id
+        ends = GenerationConfig.from_pretrained(place, revision=cast(str, revision)).eos_token_id
     except OSError:  # there is no generation_config.json
         ends = _configured_ends(place, revision=revision)
     if ends is None:
@@ -294,7 +294,8 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without control tokens."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = list(token_ids)
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the format, as plain JSON types."""
@@ -317,7 +318,8 @@ class ChatFormat:
         if "strftime_now" in self._template:
             options["date_string"] = FIXED_DATE
         try:
-            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+            return cast(str, text)
         except TemplateError as error:
             raise InputError(
                 f"Expected the chat template of {self.tokenizer.name_or_path!r} to accept the roles "
@@ -381,7 +383,7 @@ class ChatFormat:
         return tuple(ids)
 
     def _control_ids(self, ids: Iterable[int]) -> list[int]:
-        return [i for i in ids if self._control.fullmatch(self.tokenizer.convert_ids_to_tokens(i))]
+        return [i for i in ids if self._control.fullmatch(cast(str, self.tokenizer.convert_ids_to_tokens(i)))]
 
     def _single_tokens(self, texts: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of the single tokens that decode to one of ``texts``.
@@ -395,7 +397,7 @@ class ChatFormat:
         candidates = {vocabulary[spelling] for spelling in spellings if spelling in vocabulary}
         encoded = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
         candidates |= {ids[0] for ids in encoded if len(ids) == 1}
-        exact = sorted(i for i in candidates if self.tokenizer.decode([i]).strip() in words)
+        exact = sorted(i for i in candidates if str(self.tokenizer.decode([i])).strip() in words)
         if not exact:
             raise InputError(
                 f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a single token for one of "

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.core.files import read_json_object
@@ -423,9 +423,8 @@ def base_model_identity(base_model: str, *, revision: str | None = None) -> dict
     from transformers.utils import cached_file
 
     place = resolve_model(base_model)
-    config = read_json_object(
-        cached_file(place, "config.json", revision=revision), what="the configuration of the base model"
-    )
+    file = cast(str, cached_file(place, "config.json", revision=revision))
+    config = read_json_object(file, what="the configuration of the base model")
     return {
         "model": base_model,
         "revision": revision,
@@ -471,7 +470,7 @@ def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
     return None if ids is None else tuple(ids)
 
 
-def adapter_identity(adapter: str | None) -> dict[str, str | None]:
+def adapter_identity(adapter: str | None) -> dict[str, Any]:
     """Return the hash of an adapter, under the name that says what it changes."""
     if adapter is None:
         return {"adapter_sha256": None}

@@ -172,11 +172,11 @@ def save_adapter(
         folder = Path(written) if name == FIRST else Path(written) / name
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             (folder / file).rename(directory / file)
-    file = directory / CONFIG_FILE
-    config = json.loads(file.read_text()) | {"revision": revision}
+    settings = directory / CONFIG_FILE
+    config = json.loads(settings.read_text()) | {"revision": revision}
     if invocation_ids is not None:
         config |= invoked_by(invocation_ids)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True))
+    settings.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:

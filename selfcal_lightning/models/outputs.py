@@ -21,7 +21,7 @@ from selfcal_lightning.models.packing import PrefixTree, two_layers_on_meta
 from selfcal_lightning.records import ConfidenceQuery
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _TILE_ELEMENTS = 2**25  # 128 MiB in float32
 
@@ -208,7 +208,7 @@ class LogitOutputs:
 
 
 def read_outputs(
-    model: nn.Module,
+    model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     *,
@@ -227,7 +227,7 @@ def read_outputs(
 
 
 def read_hidden(
-    model: nn.Module,
+    model: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor,
     *,
@@ -240,13 +240,13 @@ def read_hidden(
     return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
 
 
-def has_plain_head(model: nn.Module) -> bool:
+def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether the output layer of a model is a plain one, neither adapted nor trained nor quantised."""
     return _is_frozen_linear(model.get_output_embeddings())
 
 
 def run_outputs(
-    model: nn.Module, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
+    model: PreTrainedModel, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
 ) -> ModelOutputs:
     """Do what ``read_outputs`` does with a forward pass of these arguments, among them ``input_ids`` [S, T]."""
     head = model.get_output_embeddings()
@@ -273,7 +273,7 @@ def ends_with_head(config: PreTrainedConfig) -> bool:
 def _returns_what_the_head_gives(config: PreTrainedConfig) -> bool:
     model = two_layers_on_meta(config, "eager")
     head = None if model is None else model.get_output_embeddings()
-    if head is None:
+    if model is None or head is None:
         return False
     # A mask of four dimensions is taken as it is; making one would look at values.
     inputs = {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 1, 3, 3)}

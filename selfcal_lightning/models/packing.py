@@ -347,7 +347,7 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
         return "its attention caps the scores"
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return "it is no causal language model of transformers"
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{model_class.__name__} does not let its attention be exchanged"
     # Some architectures take seconds to build, and a run asks several times.

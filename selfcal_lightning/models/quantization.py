@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -111,7 +111,7 @@ def keep_quantized_gradients(model: nn.Module) -> None:
     After the repacking, the training forward yields no gradients, in silence (bitsandbytes 0.50.2, `nn/modules.py`).
     """
     for module in quantized_layers(model):
-        module.support_avx512bf16_for_cpu = False
+        cast(Any, module).support_avx512bf16_for_cpu = False
 
 
 def import_bitsandbytes() -> ModuleType:

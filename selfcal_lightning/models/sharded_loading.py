@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,9 @@ def meta_causal_lm(
     for name, module in model.named_modules():
         _compute_buffers(model, name, module)
     if (model_folder(base_model, revision=revision) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(resolve_model(base_model), revision=revision)
+        model.generation_config = GenerationConfig.from_pretrained(
+            resolve_model(base_model), revision=cast(str, revision)
+        )
     return model
 
 
@@ -100,19 +102,19 @@ def check_architecture(
         check_adaptable(model, settings)
 
 
-def places(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (full name, module, name in it) of every parameter or buffer, tied ones once for each place."""
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Yield (full name, module, name in it, parameter) of every parameter, tied ones once for each place."""
     for prefix, module in model.named_modules():
-        for part, tensor in (module._buffers if buffers else module._parameters).items():
-            if tensor is not None:
-                yield (f"{prefix}.{part}" if prefix else part), module, part
+        for part, parameter in module._parameters.items():
+            if parameter is not None:
+                yield (f"{prefix}.{part}" if prefix else part), module, part, parameter
 
 
 def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> None:
     """Compute the buffers of ``module`` that are not stored, by the rule that ``from_pretrained`` applies to them."""
-    computed = [part for part, buffer in module._buffers.items() if buffer is not None and _is_computed(module, part)]
-    for part in computed:
-        buffer = module._buffers[part]
+    unstored = module._non_persistent_buffers_set
+    computed = {part: b for part, b in module._buffers.items() if b is not None and b.is_meta and part in unstored}
+    for part, buffer in computed.items():
         if not buffer.is_floating_point():
             raise InputError(
                 f"Expected the buffers of the base model to be floats, but {name}.{part} is {buffer.dtype} and cannot "
@@ -122,22 +124,17 @@ def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> No
     if computed:
         model._init_weights(module)
     for part in computed:
-        if module._buffers[part].isnan().any():
+        if cast(Tensor, module._buffers[part]).isnan().any():
             raise InputError(
                 f"Expected transformers to compute the buffer {name}.{part}, but it did not. Use "
                 "`trainer.strategy: ddp`."
             )
 
 
-def _is_computed(module: nn.Module, part: str) -> bool:
-    return part in module._non_persistent_buffers_set and module._buffers[part].is_meta
-
-
 def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
     """Put ``make(parameter)`` in the place of every parameter; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for _, module, part in list(places(model)):
-        parameter = module._parameters[part]
+    for _, module, part, parameter in list(places(model)):
         if parameter not in made:
             made[parameter] = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
         module._parameters[part] = made[parameter]
@@ -177,17 +174,17 @@ def load_sharded_causal_lm(
         model.enable_input_require_grads()
     layers = decoder_layers(model)
     # PEFT renames what it wraps, but keeps the modules: (module, name of the parameter in it) is the name in the files.
-    stored_names = {(module, part): name for name, module, part in places(model)}
-    drawn: dict[str, Tensor] = {}
+    stored_names = {(module, part): name for name, module, part, _ in places(model)}
+    network, drawn = cast(nn.Module, model), dict[str, Tensor]()
     if lora is not None:
-        model, drawn = attach_lora_on_meta(model, lora, seed=seed)
-    settings = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+        network, drawn = attach_lora_on_meta(model, lora, seed=seed)
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for layer in layers:
         fully_shard(layer, **settings)
-    fully_shard(model, **settings)
-    _fill_parameters(model, files, stored_names, drawn, device)
-    _fill_buffers(model, files, stored_names, device)
-    return ShardedModel(model, files)
+    fully_shard(network, **settings)
+    _fill_parameters(network, files, stored_names, drawn, device)
+    _fill_buffers(network, files, stored_names, device)
+    return ShardedModel(network, files)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -217,21 +214,23 @@ def _fill_parameters(
 ) -> None:
     """Put this process's rows in the place of the parameters without memory; tied ones stay one parameter."""
     names: dict[nn.Parameter, list[tuple[str, str | None]]] = {}
-    for name, module, part in places(model):
-        parameter = module._parameters[part]
+    for name, module, part, parameter in places(model):
         names.setdefault(parameter, []).append((name, stored_names.get((module, part))))
     state: dict[str, nn.Parameter] = {}
     for parameter, spots in names.items():
-        name, stored = next(((name, s) for name, s in spots if name in drawn or s in files), (None, None))
-        if name is None:
+        drawn_as = next((name for name, _ in spots if name in drawn), None)
+        stored = next((s for _, s in spots if s is not None and s in files), None)
+        if drawn_as is None and stored is None:
             raise InputError(
                 f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
                 "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
             )
-        start, stop = _rows_here(parameter)
-        if name in drawn:
-            rows = drawn[name][start:stop]
+        sharded = cast(DTensor, parameter)
+        start, stop = _rows_here(sharded)
+        if drawn_as is not None:
+            rows = drawn[drawn_as][start:stop]
         else:
+            stored = str(stored)
             if files.shape(stored) != tuple(parameter.shape):
                 raise InputError(
                     f"Expected {stored!r} to have shape {tuple(parameter.shape)}, but got {files.shape(stored)}. The "
@@ -240,8 +239,8 @@ def _fill_parameters(
             rows = files.read_rows(stored, start, stop)
         whole = DTensor.from_local(
             rows.to(device=device, dtype=parameter.dtype, copy=True),
-            parameter.device_mesh,
-            parameter.placements,
+            sharded.device_mesh,
+            sharded.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
@@ -267,8 +266,11 @@ def _fill_buffers(
     model: nn.Module, files: WeightFiles, stored_names: dict[tuple[nn.Module, str], str], device: torch.device
 ) -> None:
     """Read the buffers that are stored, and move all of them to ``device``."""
-    for name, module, part in places(model, buffers=True):
-        buffer = module._buffers[part]
+    buffers = [(path, m, part, b) for path, m in model.named_modules() for part, b in m._buffers.items()]
+    for path, module, part, buffer in buffers:
+        if buffer is None:
+            continue
+        name = f"{path}.{part}" if path else part
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)
             if stored not in files:
@@ -283,7 +285,7 @@ def _torch_dtype(dtype: Dtype, base_model: str, revision: str | None, files: Wei
     if dtype != "auto":
         return getattr(torch, dtype)
     stored = load_config(base_model, revision=revision).dtype
-    return files.first_float_dtype() if stored is None else stored
+    return stored if isinstance(stored, torch.dtype) else files.first_float_dtype()
 
 
 # Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.

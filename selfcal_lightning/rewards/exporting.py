@@ -110,7 +110,9 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
     whole.save_pretrained(folder)
     if isinstance(head, nn.Sequential):
         file = folder / "config.json"
-        settings = read_json_object(file) | {"architectures": [AutoModel._model_mapping[type(config)].__name__]}
+        settings = read_json_object(file) | {
+            "architectures": [cast(type, AutoModel._model_mapping[type(config)]).__name__]
+        }
         file.write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -143,7 +143,7 @@ def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, outpu
     if "lm_head.weight" in files:
         weight = torch.cat([files.read_rows("lm_head.weight", token, token + 1) for token in output_ids])
     elif config.get("tie_word_embeddings"):
-        weight = trunk.get_input_embeddings().weight.detach()[list(output_ids)]
+        weight = cast(Tensor, trunk.get_input_embeddings().weight).detach()[list(output_ids)]
     else:
         raise InputError(
             f"Expected the weights in {folder} to have an output layer, but lm_head.weight is missing. A head is never "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
@@ -149,7 +149,9 @@ class RewardEncoder:
         from jinja2.exceptions import TemplateError
 
         # Some templates write today's date, which would make scores depend on the day.
-        date = {"date_string": FIXED_DATE} if "strftime_now" in str(self._tokenizer.chat_template) else {}
+        date: dict[str, Any] = (
+            {"date_string": FIXED_DATE} if "strftime_now" in str(self._tokenizer.chat_template) else {}
+        )
         try:
             text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
         except TemplateError as error:

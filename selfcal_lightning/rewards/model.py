@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -31,7 +32,7 @@ class RewardModel:
 
     def __init__(self, format: RewardFormat, trunk: PreTrainedModel, head: nn.Module) -> None:
         self._format, self._trunk, self._head = format, trunk, head
-        self.num_tokens: int = trunk.get_input_embeddings().weight.shape[0]
+        self.num_tokens: int = cast(Tensor, trunk.get_input_embeddings().weight).shape[0]
         config = trunk.config.get_text_config()
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
         self.packs = runs_packed_rows(trunk)
@@ -82,7 +83,7 @@ def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[i
     check_head(files, folder, format)
     trunk = _load_trunk(folder, format, dtype)
     head = read_head(files, folder, format, trunk, output_ids)
-    trunk.to(device).eval()
+    cast(torch.nn.Module, trunk).to(device).eval()
     _let_pack(trunk)
     return RewardModel(format, trunk, head.to(device).eval())
 

@@ -114,6 +114,10 @@ class CalibrationMetrics(ExactMetric):
         (0.5, 0.75, 2.0)
     """
 
+    values: list[Tensor]
+    keys: list[Tensor]
+    letters: list[Tensor]
+
     def __init__(self, num_bins: int = 10, *, beta: float = 0.25, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.num_bins = num_bins
@@ -184,7 +188,8 @@ class CalibrationMetrics(ExactMetric):
         names = {key: bytes(spelling).decode() for key, spelling in spelled.items()}
         hashes, position = question_codes(keys[:, 0])
         task = np.array([names.get(key, "") for key in hashes.tolist()], dtype=np.str_)[position]
-        return CalibrationPoints(*values.T, question_index=keys[:, 1], task=task)
+        confidence, correct, target, mass = values.T
+        return CalibrationPoints(confidence, correct, target, mass, question_index=keys[:, 1], task=task)
 
     def _summary(self, points: CalibrationPoints) -> dict[str, float]:
         has_confidence, has_label = ~np.isnan(points.confidence), ~np.isnan(points.correct)

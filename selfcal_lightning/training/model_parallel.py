@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, Timer
@@ -67,7 +67,8 @@ def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> b
 def begin_epoch_after_whole_one(trainer: Trainer) -> None:
     """Let Lightning count the epoch that follows a checkpoint of the last batch of an epoch."""
     loop = trainer.fit_loop
-    if loop.restarted_mid_epoch and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed:
+    epoch: Any = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and epoch.ready == epoch.processed:
         loop.reset_restart_stage()
 
 
@@ -176,7 +177,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         loaded = load_sharded_causal_lm(
             base_model,
-            mesh=self._weights_mesh,
+            mesh=cast("DeviceMesh", self._weights_mesh),
             device=self.root_device,
             lora=lora,
             policy=policy,
@@ -191,12 +192,12 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return what is trained, in full, on the first process; every process has to call it."""
-        return gather_trained(self.lightning_module)
+        return gather_trained(cast("LightningModule", self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this process's rows of what a checkpoint holds in full; the module has checked that it is all."""
         with torch.no_grad():
-            for name, parameter in self.lightning_module.named_parameters():
+            for name, parameter in cast("LightningModule", self.lightning_module).named_parameters():
                 if name in checkpoint["state_dict"]:
                     parameter.copy_(shard_like(checkpoint["state_dict"][name], parameter))
 

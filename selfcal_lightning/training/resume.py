@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's global generators, as tensors and plain values."""
     version, numbers, normal = random.getstate()
-    name, key, position, has_normal, cached = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, key, position, has_normal, cached = legacy
     states: dict[str, Any] = {
         "python": [version, list(numbers), normal],
         "numpy": [str(name), torch.from_numpy(key.astype(np.int64)), int(position), int(has_normal), float(cached)],

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -230,7 +230,7 @@ def _is_nearer(
     Noise of rounding stands at right angles to that way, nearly: an engine of the trained adapter is at 1, one of the
     earlier at 0. True where the two models agree to within the tolerance, since either will do.
     """
-    with earlier or network.disable_adapter():
+    with earlier or cast(Any, network).disable_adapter():
         before = _network_logprobs(network, probes)
     if _distance(before, ours) <= HALF_TOLERANCE:
         return True
@@ -247,20 +247,19 @@ def _engine_logprobs(engine: Engine, probes: Sequence[Probe], *, with_adapter: b
         columns = list(dict.fromkeys(wanted))
         prompts = [probe.ids[:place] for place in probe.places]
         table = engine.next_token_probabilities(prompts, columns, with_adapter=with_adapter)
-        if any(row is None for row in table):
-            raise AdapterMismatchError(
-                "Expected the engine to read recorded responses to check its adapter on, but it refuses one."
-            )
-        logprobs += [
-            math.log(max(row[columns.index(token)], SMALLEST)) for row, token in zip(table, wanted, strict=True)
-        ]
+        for row, token in zip(table, wanted, strict=True):
+            if row is None:
+                raise AdapterMismatchError(
+                    "Expected the engine to read recorded responses to check its adapter on, but it refuses one."
+                )
+            logprobs.append(math.log(max(row[columns.index(token)], SMALLEST)))
     return logprobs
 
 
 @torch.no_grad()
 def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list[float]:
     """Teacher-force the sequences through the trainer's model. Logits are made at the compared places only."""
-    device = network.get_input_embeddings().weight.device
+    device = network.device
     found: list[float] = []
     for probe in probes:
         ids = torch.tensor([probe.ids[:-1]], device=device)
@@ -292,7 +291,9 @@ def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool =
         answers = index.answer[start:stop].tolist()
         known = [None if np.isnan(value) else float(value) for value in confidence[start:stop]]
         targets = soft_self_consistency(answers, known, drop_none=drop_none)
-        pairs = [pair for pair in zip(targets, answers, strict=True) if None not in pair]
+        pairs = [
+            (x, answer) for x, answer in zip(targets, answers, strict=True) if x is not None and answer is not None
+        ]
         if pairs:
             leader = max(pairs, key=lambda pair: pair[0])[1]
             mean = float(np.mean([target for target, _ in pairs]))

@@ -161,7 +161,7 @@ def _is_whole(value: object) -> bool:
 def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
     """Return a response of a checked line; what the line does not give is unstated."""
     confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
-    columns = {name: confidence.pop(name, None) for name in COLUMNS}
+    columns: dict[str, Any] = {name: confidence.pop(name, None) for name in COLUMNS}
     if columns["yes_mass"] is not None and columns["no_mass"] is not None:
         confidence.pop("p_true", None)
     tokens = response.get("tokens")

@@ -109,10 +109,10 @@ def _equal(left: str, right: str, pool: MathPool | None) -> bool:
     left, right = left.removesuffix(r"\%"), right.removesuffix(r"\%")
     if (decided := _equal_without_algebra(left, right)) is not None:
         return decided
-    entries = _entries(left), _entries(right)
-    if entries[0] is not None and entries[1] is not None and (left[0] == right[0] or right[0] == "("):
-        return len(entries[0]) == len(entries[1]) and all(
-            _equal(one, other, pool) for one, other in zip(*entries, strict=True)
+    ours, theirs = _entries(left), _entries(right)
+    if ours is not None and theirs is not None and (left[0] == right[0] or right[0] == "("):
+        return len(ours) == len(theirs) and all(
+            _equal(one, other, pool) for one, other in zip(ours, theirs, strict=True)
         )
     if not (is_within_limits(left) and is_within_limits(right)):
         return False

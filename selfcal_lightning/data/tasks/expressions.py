@@ -76,8 +76,8 @@ def read_expression(text: str, *, finished: bool = True) -> str | None:
     if boxed is not None and (expression := normalise_expression(boxed)):
         return expression
     for field in reversed(answer_fields(part)):
-        if expression := _expression_of_field(field):
-            return expression
+        if given := _expression_of_field(field):
+            return given
     number = read_number(part, finished=finished)
     return None if number is None else normalise_expression(number)
 

@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import say
@@ -50,7 +51,7 @@ class MathWorker:
 
     def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
         """Send a request; the reply is read with `read_reply`."""
-        if self.process.poll() is not None or select.select([self.process.stdout], [], [], 0.0)[0]:
+        if self.process.poll() is not None or select.select([cast(IO[str], self.process.stdout)], [], [], 0.0)[0]:
             raise BrokenPipeError
         request = {"answer": answer, "reference": reference, "cpu_seconds": cpu_seconds}
         self.process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from selfcal_lightning.core.errors import InputError, RunError
@@ -43,6 +43,7 @@ def check_reachable(base_url: str) -> None:
     address = urlsplit(base_url)
     place = (address.hostname or "", address.port or PORTS.get(address.scheme, 80))
     problem: OSError | None = None
+    problem = OSError()
     for attempt in range(TRIES):
         if attempt:
             time.sleep(WAIT_SECONDS)
@@ -148,7 +149,7 @@ def _context(wanted: int | None, limit: int | None) -> int:
         raise InputError("Expected `max_context` to be given, since the server does not tell its limit, but got None.")
     if wanted is not None and limit is not None and wanted > limit - 1:
         raise InputError(f"Expected `max_context` to be at most {limit - 1} for this server, but got {wanted}.")
-    return wanted if wanted is not None else limit - 1
+    return wanted if wanted is not None else cast(int, limit) - 1
 
 
 async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -146,7 +147,7 @@ class BackgroundJobs:
             number, job = self._waiting.popleft()
             task = self._loop.create_task(job())
             self._running[number] = task
-            task.add_done_callback(lambda done, number=number: self._on_done(number, done))
+            task.add_done_callback(partial(self._on_done, number))
 
     def _on_done(self, number: int, task: asyncio.Task[Any]) -> None:
         del self._running[number]

@@ -243,7 +243,8 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
         if name in limits:
-            return name, limits[name] if type(limits[name]) is int and limits[name] > 1 else None
+            limit = limits[name]
+            return name, limit if type(limit) is int and limit > 1 else None
     raise InputError(
         f"Expected `served_model` to name a model of the server, but got {wanted!r}. It has: {', '.join(limits)}."
     )

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
@@ -166,7 +166,8 @@ def store_fingerprint(
 ) -> StoreFingerprint:
     """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
-    model = ModelIdentity(**{name: described.get(name) for name in MODEL_FACTS})
+    facts: dict[str, Any] = {name: described.get(name) for name in MODEL_FACTS}
+    model = ModelIdentity(**facts)
     return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -11,7 +11,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.activated_probe import Table, check_equals_module
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
 from selfcal_lightning.engines.transformers.slots import SlotRows
-from selfcal_lightning.records import Request
+from selfcal_lightning.records import ConfidenceQuery, Request
 
 FORWARD_TOKENS = 8192  # prompts are encoded in passes of at most about this many tokens
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def encode_contexts(model: CachedModel, rows: SlotRows, requests: Mapping[int, R
 
 
 def _encode_prompts(model: CachedModel, rows: SlotRows, requests: Mapping[int, Request], *, most: int) -> None:
-    holders = {rows.prompts[slot]: slot for slot in rows.live()}
+    holders = {rows.held(slot).prompt_ids: slot for slot in rows.live()}
     kept = {slot: request.prompt_ids for slot, request in requests.items()}
     holders |= {prompt: slot for slot, prompt in kept.items() if rows.prompts[slot] == prompt}
     new = {prompt: slot for slot, prompt in kept.items() if prompt not in holders and len(prompt) > 1}
@@ -92,7 +92,7 @@ def read_queries(
         return {}
     where = torch.tensor(slots, device=model.device)
     pending, stopped = rows.pending[where].tolist(), rows.stopped[where].tolist()
-    queries = [rows.requests[slot].query for slot in slots]
+    queries = [cast(ConfidenceQuery, rows.held(slot).query) for slot in slots]
     if awake:
         rows.position[where] += _read_last_tokens(model, rows, where)
         stopped = [True] * len(slots)
@@ -108,7 +108,7 @@ def read_queries(
     lasts, index = torch.tensor([len(ids) - 1 for ids in inputs], device=model.device).unique(return_inverse=True)
     logits = model.extend(where, starts, ids, width, keep=lasts, in_float32=True, awake=awake)
     p = logits[torch.arange(len(slots), device=model.device), index].double().softmax(-1)
-    masses = {}
+    masses: dict[int, tuple[float, float]] = {}
     for query in dict.fromkeys(queries):
         members = [i for i, other in enumerate(queries) if other == query]
         yes = p[members][:, list(query.yes_ids)].sum(1).tolist()

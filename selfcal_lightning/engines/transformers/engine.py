@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class TransformersEngine:
         model = resolve_model(model)
         chat = chat or ChatFormat(load_tokenizer(model, revision=revision))
         network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
+        self._source: str | None
         self._source, self._revision, self._adapter = model, revision, adapter
         self._adapter_sha256: str | None = None
         self._quantization: str | None = None
@@ -137,7 +138,7 @@ class TransformersEngine:
             raise InputError("Expected `max_context` to be given, as the model's configuration states no limit.")
         if max_context is not None and not 1 < max_context <= (limit or max_context):
             raise InputError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
-        self.max_context: int = max_context or limit
+        self.max_context: int = max_context or cast(int, limit)
         self.max_batch = max_batch
         self.chat = chat
         self._borrowed = borrowed
@@ -165,7 +166,7 @@ class TransformersEngine:
                 ``requests`` is queued then.
         """
         self._require_model()
-        in_flight = Counter([*self._waiting, *(self._rows.requests[slot].id for slot in self._rows.live())])
+        in_flight = Counter([*self._waiting, *(self._rows.held(slot).id for slot in self._rows.live())])
         in_flight.update(request.id for request in requests)
         repeated = [i for i, count in in_flight.items() if count > 1]
         if repeated:
@@ -194,9 +195,9 @@ class TransformersEngine:
         dropped = set(ids)
         for i in dropped & self._waiting.keys():
             del self._waiting[i]
-        slots = [slot for slot in self._rows.live() if self._rows.requests[slot].id in dropped]
+        slots = [slot for slot in self._rows.live() if self._rows.held(slot).id in dropped]
         drawn = self._rows.drawn(slots)
-        thrown_away = {self._rows.requests[slot].id: count for slot, count in zip(slots, drawn, strict=True)}
+        thrown_away = {self._rows.held(slot).id: count for slot, count in zip(slots, drawn, strict=True)}
         self._rows.release(slots)
         return thrown_away
 
@@ -353,15 +354,15 @@ class TransformersEngine:
         where = torch.tensor(finished, device=model.device)
         counts, stopped, stepped = (each[where].tolist() for each in (rows.count, rows.stopped, rows.stepped))
         tokens, logprobs = rows.tokens[where].tolist(), rows.logprob[where].tolist()
-        asked = [slot for slot in finished if rows.requests[slot].query is not None]
+        asked = [slot for slot in finished if rows.held(slot).query is not None]
         masses = read_queries(model, rows, asked, awake=self._query_ids is not None)
         responses = []
         for i, slot in enumerate(finished):
-            token_ids = tuple(tokens[i][len(rows.requests[slot].prefix_ids) : counts[i]])
+            token_ids = tuple(tokens[i][len(rows.held(slot).prefix_ids) : counts[i]])
             yes, no = masses.get(slot, (None, None))
             responses.append(
                 Response(
-                    request_id=rows.requests[slot].id,
+                    request_id=rows.held(slot).id,
                     text=self.chat.decode(token_ids),
                     token_ids=token_ids,
                     finish="stop" if stopped[i] else "step" if stepped[i] else "length",
@@ -379,7 +380,7 @@ class TransformersEngine:
 
     def _restart_with_half(self) -> None:
         """Put what is in flight back into the queue, give the cache back and go on with half the slots."""
-        flying = [self._rows.requests[slot] for slot in self._rows.live()]
+        flying = [self._rows.held(slot) for slot in self._rows.live()]
         self.max_batch //= 2
         _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)
         self._waiting = {request.id: request for request in [*flying, *self._waiting.values()]}

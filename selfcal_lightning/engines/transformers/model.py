@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -168,7 +168,7 @@ class CachedModel:
                 f"{config._attn_implementation!r}. Load the model with attn_implementation='sdpa'."
             )
         self.network = network
-        embedding = network.get_input_embeddings().weight
+        embedding = cast(Tensor, network.get_input_embeddings().weight)
         self.device, self.dtype = embedding.device, embedding.dtype
         self.head_dtype = torch.float32 if is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -354,7 +354,7 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         adapter = local_adapter(adapter)
         check_adapter(adapter)
     try:
-        network, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             revision=revision,
             dtype=getattr(torch, dtype),
@@ -367,13 +367,15 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
             refusal_of_code(model, error)
             or f"Expected `model` to name a causal language model, but {model!r} failed: {error}"
         ) from error
+    network, loading = loaded
     check_all_loaded(model, loading)
     if adapter is not None and read_invocation_ids(adapter) is not None:
-        return load_sleeping_adapter(network.to(device).eval(), adapter).eval()
+        network = cast(PreTrainedModel, load_sleeping_adapter(network.to(device).eval(), adapter))
+        return network.eval()
     if adapter is not None:
         from peft import PeftModel
 
-        network = PeftModel.from_pretrained(network, adapter)
+        network = PeftModel.from_pretrained(cast(PreTrainedModel, network), adapter)
         network = network.merge_and_unload() if dtype == "float32" else network
     return network.to(device).eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class SlotRows:
         self.requests: list[Request | None] = [None] * num_slots
         self.prompts: list[tuple[int, ...] | None] = [None] * num_slots
         self._end_ids = end_ids
-        whole = {"dtype": torch.long, "device": end_ids.device}
+        whole: dict[str, Any] = {"dtype": torch.long, "device": end_ids.device}
         self.pending, self.position, self.count, self._limit = (torch.zeros(num_slots, **whole) for _ in range(4))
         self.tokens = torch.zeros(num_slots, 1, **whole)
         self.stopped = torch.zeros(num_slots, dtype=torch.bool, device=end_ids.device)
@@ -109,6 +110,10 @@ class SlotRows:
     def live(self) -> list[int]:
         """Return the slots that hold a request, in order."""
         return [slot for slot, request in enumerate(self.requests) if request is not None]
+
+    def held(self, slot: int) -> Request:
+        """Return the request in a slot that is live."""
+        return cast(Request, self.requests[slot])
 
     def choose(self, requests: Sequence[Request]) -> list[int]:
         """Return a free slot for each request, one that holds its prompt if there is one, else the lowest."""
@@ -174,7 +179,7 @@ class SlotRows:
     def drawn(self, slots: Sequence[int]) -> list[int]:
         """Return how many tokens were drawn for the requests in ``slots``, without their prefixes."""
         counts = self.count[list(slots)].tolist() if slots else []
-        return [count - len(self.requests[slot].prefix_ids) for slot, count in zip(slots, counts, strict=True)]
+        return [count - len(self.held(slot).prefix_ids) for slot, count in zip(slots, counts, strict=True)]
 
     def release(self, slots: Sequence[int]) -> None:
         """Free slots. The prompts that they hold stay readable until other requests overwrite them."""

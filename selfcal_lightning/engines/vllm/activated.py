@@ -68,8 +68,7 @@ def wakes_at(lora: LoRARequest | None, prompt: Sequence[int] | None) -> int | No
     query_ids = None if lora is None else _query_of(lora.lora_path)
     if query_ids is None:
         return None
-    asked = prompt is not None and ends_with_query(prompt, query_ids)
-    return len(prompt) - len(query_ids) if asked else NEVER
+    return len(prompt) - len(query_ids) if prompt is not None and ends_with_query(prompt, query_ids) else NEVER
 
 
 def _query_of(path: str) -> tuple[int, ...] | None:
@@ -159,7 +158,9 @@ def _lora_inputs_v2(
 ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
     sampled, tokens, active = make(state, req_ids, idx_mapping, num_scheduled_tokens)
     known = _REQUESTS_V2.get(state)
-    wakes = np.array([0 if known is None else known.wakes.get(name, 0) for name in req_ids], dtype=np.int64)
+    if known is None:
+        return sampled, tokens, active
+    wakes = np.array([known.wakes.get(name, 0) for name in req_ids], dtype=np.int64)
     if not wakes.any():
         return sampled, tokens, active
     computed = known.states.num_computed_tokens_np[idx_mapping]

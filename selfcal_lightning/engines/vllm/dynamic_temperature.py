@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import BatchUpdate
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcRequestState
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 EXTRA_ARG = "edt"
 _COLDEST = 1e-5
@@ -80,7 +80,7 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        device_or_states: torch.device | LogitsProcRequestState,
+        device_or_states: Any,
         is_pin_memory: bool | None = None,
     ) -> None:
         self._by_slot = is_pin_memory is None  # V2 passes (config, request states), V1 (config, device, pin memory)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from selfcal_lightning.core.errors import RunError, check_at_least
 from selfcal_lightning.core.imports import is_installed, require
@@ -297,7 +297,8 @@ class VLLMEngine:
         """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
         from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
-        told, origin = self._limits["probe"], {"model": self.model, "revision": self.revision, "adapter": self.adapter}
+        told = self._limits["probe"]
+        origin: dict[str, Any] = {"model": self.model, "revision": self.revision, "adapter": self.adapter}
         try:
             hold_against_module(told["awake"], told["contexts"], activated, engine="vLLM", **origin)
         except ValueError:
@@ -315,7 +316,7 @@ class VLLMEngine:
     def _listen(self) -> None:
         """Wait for what the child says and take it in."""
         try:
-            messages = self._process.channel.receive(timeout=self._stall_timeout)
+            messages = cast(WorkerProcess, self._process).channel.receive(timeout=self._stall_timeout)
             if not messages:
                 raise EOFError(f"it gave no sign of life for {self._stall_timeout:g} seconds")
         except EOFError as error:
@@ -358,7 +359,7 @@ class VLLMEngine:
         self._tally.hear(message["counters"])
         for sample in message["samples"]:
             if flight := self._finish(sample["id"]):
-                self._in_flight.answer(read_response(flight.name, sample, self._chat))
+                self._in_flight.answer(read_response(flight.name, sample, cast(ChatFormat, self._chat)))
             else:  # it finished while the message that cancels it was on its way
                 self._drawn[sample["id"]] = len(sample["token_ids"])
         for score in message["scores"]:
@@ -384,7 +385,7 @@ class VLLMEngine:
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
         """Bury the child, queue its work again and decide whether to go on; the next piece of work starts another."""
         process, self._process = self._process, None
-        report = process.bury()
+        report = cast(WorkerProcess, process).bury()
         self._tally.add(crashes=1)
         self._crashes.count()
         for number, flight in self._book.crash(max_attempts=self._max_attempts):

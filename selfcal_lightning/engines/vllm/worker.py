@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plugins import load_plugins_of_parent
@@ -291,7 +291,7 @@ class Worker:
         self._count("query", output)
         yes = math.fsum(probabilities(output.outputs[0], query["yes"]))
         no = math.fsum(probabilities(output.outputs[0], query["no"]))
-        return {**sample.result, "yes": yes, "no": no}
+        return {**cast(dict[str, Any], sample.result), "yes": yes, "no": no}
 
 
 def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:

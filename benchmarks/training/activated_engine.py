@@ -15,15 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 from _training_rows import SIZES
+from shared.study import RESULTS
+from shared.tables import machine, table, write_report
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
@@ -176,16 +180,15 @@ def markdown(report: dict[str, Any]) -> str:
         f"layers, {report['responses']} responses of {RESPONSE} tokens to prompts of {PROMPT}: medians of "
         f"{report['passes']} passes, the ways taking turns. vLLM {report['vllm']}, {report['machine']['cores']} cores.",
         "",
-        "| way | sampling | P(True) of all | of the base's own | tokens from the cache | steps |",
-        "|---|---|---|---|---|---|",
     ]
-    for name, way in report["ways"].items():
-        sampling = f"{way['sampling']:.1f}" if "sampling" in way else "-"
-        lines.append(
-            f"| {name} | {sampling} | {way['query']:.2f} | {way['query'] / base:.2f} | {way['cached']:.0%} | "
-            f"{way['steps']:.0f} |"
-        )
+    rows = [
+        [name, f"{way['sampling']:.1f}" if "sampling" in way else "-", f"{way['query']:.2f}",
+         f"{way['query'] / base:.2f}", f"{way['cached']:.0%}", f"{way['steps']:.0f}"]
+        for name, way in report["ways"].items()
+    ]  # fmt: skip
+    heads = ("way", "sampling", "P(True) of all", "of the base's own", "tokens from the cache", "steps")
     lines += [
+        *table(heads, rows, left=len(heads)),
         "",
         TARGET,
         f"Largest difference of the activated log-probabilities from transformers: {report['error']:.1e}.",
@@ -201,7 +204,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--cache", type=int, default=3072, help="MiB of the key-value cache: all responses should fit")
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parents[1] / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     chat = ChatFormat(load_tokenizer("bundled"))
     bench = Bench(options, write_models(options.size, chat, Path("runs/activated_engine") / options.size), chat)
@@ -213,7 +216,7 @@ def main() -> None:
         way: {name: statistics.median(one[way][name] for one in passes) for name in passes[0][way]} for way in passes[0]
     }
     report = {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": machine(),
         "vllm": bench.version,
         "size": options.size,
         "responses": options.questions * options.samples,
@@ -221,11 +224,7 @@ def main() -> None:
         "error": error,
         "ways": ways,
     }
-    text = markdown(report)
-    print(text)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "activated_engine.json").write_text(json.dumps(report, indent=1) + "\n")
-    (options.output / "activated_engine.md").write_text(text)
+    write_report(options.output, "activated_engine", report, markdown(report), indent=1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ WRITERS = {
     "report_real": "_real_report.as_markdown",
     "group_size_study": "group_size_study.as_markdown",
     "targets_study": "targets_study.as_markdown",
+    "training_throughput": "_training_tables.markdown",
+    "activated_cost": "activated_cost.markdown",
 }
 
 

@@ -7,7 +7,6 @@ digests of the store, of the scores, of the settings and of the rows, and says w
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +41,7 @@ from selfcal_lightning.data.store.annotations import Annotation, annotation_name
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.records import read_record, write_record
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, read_parquet
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -261,7 +260,7 @@ def read_selection(path: str | Path) -> Selection:
         raise InputError(
             f"Expected {file} to be the rows that its manifest knows, but got others. Run `selfcal select` again."
         )
-    return Selection(folder, tuple(map(_from_json, pq.read_table(io.BytesIO(data)).to_pylist())), manifest)
+    return Selection(folder, tuple(map(_from_json, read_parquet(data).to_pylist())), manifest)
 
 
 def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:

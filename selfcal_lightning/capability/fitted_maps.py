@@ -28,7 +28,7 @@ from selfcal_lightning.capability.question_table import QuestionTable, question_
 from selfcal_lightning.capability.scoring import QuestionScore, check_origins, origin_digest
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import check_replaceable, json_object_or_none, to_json, write_atomically
+from selfcal_lightning.core.files import check_replaceable, check_seal, json_object_or_none, sealed, write_atomically
 from selfcal_lightning.data.store.annotations import QuestionAnnotation, question_values
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.metrics.arrays import Floats
@@ -179,7 +179,7 @@ class KeptMaps:
             "format": FORMAT, "version": VERSION, "estimator": self.estimator, "scored_by": self.scored_by,
             "fitted_on": self.fitted_on.as_json(), **self.maps.as_json(),
         }  # fmt: skip
-        write_atomically(Path(path), to_json(record))
+        write_atomically(Path(path), sealed(record))
 
 
 def load_maps(path: str | Path) -> KeptMaps:
@@ -195,6 +195,7 @@ def load_maps(path: str | Path) -> KeptMaps:
             f"Expected {path} to hold maps of version {VERSION}, but got {record.get('format')!r} of version "
             f"{record.get('version')!r}. Fit them again: `selfcal fit-capability-maps`."
         )
+    check_seal(record, Path(path), way_out="Fit them again.")
     try:
         fitted_on = FittedOn.from_json(record["fitted_on"])
         return KeptMaps(CapabilityMaps.from_json(record), record["estimator"], record["scored_by"], fitted_on)

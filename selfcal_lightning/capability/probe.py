@@ -16,7 +16,7 @@ from selfcal_lightning.capability.question_table import QuestionTable, Target, q
 from selfcal_lightning.capability.ridge import fit_ridge_leaving_one_out
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import json_object_or_none, to_json, write_atomically
+from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically
 from selfcal_lightning.data.store.manifest import origin_differences
 from selfcal_lightning.engines.hidden_states import PromptStates
 from selfcal_lightning.metrics.arrays import Floats
@@ -167,14 +167,16 @@ class CapabilityProbe(ProbeBasis):
         arrays = {"centre": self.centre, "scale": self.scale}
         for kind, side in {"weight": self.head.weights, "bias": self.head.biases}.items():
             arrays |= {f"{kind}_{place}": values for place, values in enumerate(side)}
-        write_atomically(path / WEIGHTS, save({name: np.ascontiguousarray(value) for name, value in arrays.items()}))
+        weights = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
+        write_atomically(path / WEIGHTS, weights)
         head = {"link": self.head.link, "activation": self.head.activation, "num_layers": len(self.head.weights)}
         record = {
             "format": FORMAT, "version": VERSION, "pooling": self.pooling, "target": self.target, "head": head,
             "penalty": self.penalty, "error": self.error, "origin": dict(self.origin), "draws": self.draws,
             "sampling": None if self.sampling is None else dict(self.sampling), "fitted_on": self.fitted_on.as_json(),
+            "weights_sha256": hashlib.sha256(weights).hexdigest(),
         }  # fmt: skip
-        write_atomically(path / RECORD, to_json(record))
+        write_atomically(path / RECORD, sealed(record))
 
 
 def load_probe(folder: str | Path) -> CapabilityProbe:
@@ -190,8 +192,12 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
             f"Expected {path / RECORD} to be a probe of version {VERSION}, but got {record.get('format')!r} of version "
             f"{record.get('version')!r}. Fit it again."
         )
+    check_seal(record, path / RECORD, way_out="Fit the probe again.")
+    weights = (path / WEIGHTS).read_bytes()
+    if hashlib.sha256(weights).hexdigest() != record["weights_sha256"]:
+        raise InputError(f"{path / WEIGHTS} was changed or is damaged. Fit the probe again.")
     try:
-        arrays = load((path / WEIGHTS).read_bytes())
+        arrays = load(weights)
         fitted_on = FittedOn.from_json(record["fitted_on"])
         plain = {name: record[name] for name in ("pooling", "target", "penalty", "error", "origin")}
         return CapabilityProbe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -85,7 +85,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     return list(found.values())
 
 
-def check_scores_target(path: str | Path, *, option: str = "output") -> None:
+def check_scores_target(path: str | Path, *, option: str = "output", inputs: Iterable[str | Path] = ()) -> None:
     """Raise InputError unless capabilities may be written to ``path``: it is new, or holds earlier ones."""
 
     def is_own(file: Path) -> bool:
@@ -95,7 +95,7 @@ def check_scores_target(path: str | Path, *, option: str = "output") -> None:
             return False
         return first is not None and set(FIELDS) <= first.keys()
 
-    check_replaceable(path, is_own, option=option, kind="earlier scores of questions")
+    check_replaceable(path, is_own, option=option, kind="earlier scores of questions", inputs=inputs)
 
 
 def origin_digest(origin: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -140,7 +140,13 @@ def run_answer(
         max_failures=max_failures,
         reward=reward,
     )
-    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+    answers = answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+    if all(one.answer is None for one in answers):
+        raise RunError(
+            f"None of {len(answers):,} questions was answered: requests failed, or no response holds an answer that "
+            f"{_read_by(asked).removeprefix('answers are ')}."
+        )
+    return answers
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core.errors import InputError, RunError, unknown_name
 from selfcal_lightning.core.files import (
     check_replaceable,
+    check_results_folder,
     json_object_or_none,
+    sealed,
     to_json,
     write_atomically,
     write_json_lines,
@@ -420,8 +422,7 @@ def _read(
 
 def _check_folder(folder: Path) -> None:
     """Raise InputError where files would be replaced that are not of an earlier evaluation of capability."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
+    check_results_folder(folder, option="output_dir")
     taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
     record = (json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
     if taken and record.get("format") != FORMAT:
@@ -534,7 +535,7 @@ def run_map_scores(
     Raises:
         InputError: The capabilities were computed otherwise than those of the fit, or the maps were fitted on them.
     """
-    check_scores_target(output)
+    check_scores_target(output, inputs=(scores, maps))
     kept, questions = load_maps(maps), read_scores(scores)
     kept.check((one.scored_by for one in questions), (one.id for one in questions))
     known = [one for one in questions if one.capability is not None]
@@ -609,7 +610,7 @@ def run_predict_pass_at_k(
         raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
     if any(not 0.0 <= threshold <= 1.0 for threshold in zero_below or ()):
         raise InputError(f"Expected `zero_below` to lie in [0, 1], but got {zero_below}.")
-    check_scores_target(output)
+    check_scores_target(output, inputs=(scores, *([] if maps is None else [maps])))
     if maps is not None and calibration_pool is not None:
         raise InputError(f"Expected `maps` or `calibration_pool`, but got both, {maps!r} and {calibration_pool!r}.")
     questions = [one for one in read_scores(scores) if one.capability is not None]
@@ -870,7 +871,7 @@ def run_fit_asking_threshold(
         raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     record = {"format": ASKING_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
-    write_atomically(Path(output), to_json({**record, **asdict(certificate)}))
+    write_atomically(Path(output), sealed({**record, **asdict(certificate)}))
     sys.stdout.write(f"{describe_certificate(certificate)}\nWritten: {output}\n")
     return certificate
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import read_json_lines, write_json_lines
+from selfcal_lightning.core.files import check_replaceable, has_first_keys, read_json_lines, write_json_lines
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.importing import ImportReport, import_pool
-from selfcal_lightning.data.pools.line_format import StepLabels, trl_row
+from selfcal_lightning.data.pools.line_format import TRL_KEYS, StepLabels, trl_row
 from selfcal_lightning.data.pools.published import write_success_pool
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
@@ -24,7 +25,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
 from selfcal_lightning.models.folders import model_folder, resolve_model, weights_sha256
 from selfcal_lightning.records import IMPORTED, SamplingSettings
-from selfcal_lightning.rewards.rates import PREFIXES_FILE, read_rates, success_records
+from selfcal_lightning.rewards.rates import PREFIXES_FILE, SUCCESS_KEYS, read_rates, success_records
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def run_rollout(
         top_up=top_up,
         rollouts=source,
     )
+    _check_exports(export, export_trl)
     if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
         raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
     _check_number(Path(store_dir), split, num_rollouts, top_up=top_up)
@@ -151,6 +153,17 @@ def run_rollout(
     done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
     say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
     return report
+
+
+def _check_exports(export: str | None, export_trl: str | None) -> None:
+    """Raise InputError where a file of something else would be replaced, or one of the two by the other."""
+    if export is not None:
+        is_own = partial(has_first_keys, SUCCESS_KEYS)
+        other = () if export_trl is None else (export_trl,)
+        check_replaceable(export, is_own, option="export", kind="earlier success rates", inputs=other)
+    if export_trl is not None:
+        is_own = partial(has_first_keys, TRL_KEYS)
+        check_replaceable(export_trl, is_own, option="export_trl", kind="an earlier file for TRL")
 
 
 def _check_number(store: Path, split: str, num_rollouts: int, *, top_up: bool) -> None:

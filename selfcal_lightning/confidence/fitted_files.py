@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import check_replaceable, json_object_or_none, parse_json, to_json, write_atomically
+from selfcal_lightning.core.files import (
+    check_replaceable,
+    check_seal,
+    json_object_or_none,
+    parse_json,
+    sealed,
+    write_atomically,
+)
 
 FORMAT = "selfcal_lightning.fitted"
 # 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
-VERSION = 2
+# 3: a file says its own sha256.
+VERSION = 3
 THRESHOLD = "threshold"  # all other kinds are confidences
 
 
@@ -33,7 +41,7 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
-    write_atomically(path, to_json(record))
+    write_atomically(path, sealed(record))
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -51,6 +59,7 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
     kind, version = record.get("kind"), record.get("version")
     if version != VERSION:
         raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again.")
+    check_seal(record, path, way_out="Fit it again.")
     if kind not in kinds:
         raise InputError(f"Expected {path} to hold one of {', '.join(kinds)}, but got {kind!r}.")
     return str(kind), record

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -71,6 +72,27 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
 def to_json(content: Mapping[str, Any]) -> bytes:
     """Return ``content`` as the bytes of a JSON file for people to read."""
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+SEAL = "sha256"
+
+
+def seal_of(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of a JSON object, whatever the order of its keys and without its own seal."""
+    plain = {key: value for key, value in content.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """Return ``content`` as the bytes of a JSON file that says its own sha256, so that damage is seen."""
+    plain = json.loads(json.dumps(content, allow_nan=False))
+    return to_json({**plain, SEAL: seal_of(plain)})
+
+
+def check_seal(content: Mapping[str, Any], path: Path, *, way_out: str) -> None:
+    """Raise InputError where a file that :func:`sealed` made was changed since."""
+    if (stated := content.get(SEAL)) != (found := seal_of(content)):
+        raise InputError(f"{path} was changed or is damaged: sha256 {found}, not {stated}. {way_out}")
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -278,9 +300,13 @@ def file_name(name: str) -> str:
     return name if PATH_NAME.fullmatch(name) else quote(name, safe=" ").replace(".", "%2E")
 
 
-def check_replaceable(path: str | Path, is_own: Callable[[Path], bool], *, option: str, kind: str) -> None:
-    """Raise InputError unless ``path`` may be written: it is free, an empty file."""
+def check_replaceable(
+    path: str | Path, is_own: Callable[[Path], bool], *, option: str, kind: str, inputs: Iterable[str | Path] = ()
+) -> None:
+    """Raise InputError unless ``path`` may be written: free, empty, or an own file that is none of ``inputs``."""
     path = Path(path)
+    if any(path.resolve() == Path(one).resolve() for one in inputs):
+        raise InputError(f"`{option}` {path} is read by the same command. Choose another name.")
     if not path.exists():
         return
     if not path.is_file():
@@ -291,6 +317,31 @@ def check_replaceable(path: str | Path, is_own: Callable[[Path], bool], *, optio
             f"Expected `{option}` to be a new file or {kind}, but got {path}, which is something else and is left as "
             "it is. Choose another name, or move that file away."
         )
+
+
+def has_first_keys(keys: Collection[str], path: Path) -> bool:
+    """Return whether ``path`` is a file of JSON lines whose first one has exactly these keys."""
+    try:
+        first: Mapping[str, Any] = next((line for _, line in read_json_lines(path)), {})
+    except InputError:
+        return False
+    return set(keys) == first.keys()
+
+
+# What makes a folder a model, an adapter, an export or a sample store.
+_OF_OTHERS = (
+    "config.json", "adapter_config.json", "model.safetensors", "model.safetensors.index.json", "selfcal_manifest.json",
+    "rounds",
+)  # fmt: skip
+
+
+def check_results_folder(folder: str | Path, *, option: str) -> None:
+    """Raise InputError where results would be written into a file, or into the folder of a model or store."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"`{option}` must be a folder, got {folder}, which is a file.")
+    if found := [name for name in _OF_OTHERS if (folder / name).exists()]:
+        raise InputError(f"`{option}` {folder} holds {found[0]}: it is a model or a store. Choose another folder.")
 
 
 def is_empty_folder(path: Path) -> bool:

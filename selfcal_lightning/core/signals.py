@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,7 @@ class Interruption:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._process: int | None = None
+        self._came_at = 0.0
 
     def listen(self) -> None:
         """Put the handlers in place; what the parent ignores or has decided stays as it is."""
@@ -34,15 +37,26 @@ class Interruption:
             signal.signal(signal.SIGINT, self.handle)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self.handle)
+        sys.unraisablehook = partial(self.ask_again, sys.unraisablehook)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal and raise KeyboardInterrupt; a forked child ends as it would without a handler."""
-        if os.getpid() != self._process:
+        """Remember the signal and raise KeyboardInterrupt; a later one, and one in a forked child, ends the process."""
+        is_second = self.received is not None and time.monotonic() - self._came_at > ONE_REQUEST_SECONDS
+        if is_second or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.received = self.received or signal.Signals(number)
+        if self.received is None:
+            self.received, self._came_at = signal.Signals(number), time.monotonic()
         raise KeyboardInterrupt
+
+    def ask_again(self, otherwise: Callable[[Any], None], ignored: Any) -> None:
+        """Send the signal again where Python ignored its KeyboardInterrupt, as it does in ``__del__``."""
+        if self.received is None or not isinstance(ignored.exc_value, KeyboardInterrupt):
+            return otherwise(ignored)
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), self.received))
+        timer.daemon = True
+        return timer.start()
 
     def ignore(self) -> None:
         """Let nothing cut the last words short."""

@@ -11,7 +11,7 @@ from selfcal_lightning.confidence.base import STORED
 from selfcal_lightning.confidence.fusion import FUSED, FittedScorer
 from selfcal_lightning.confidence.scaling import SCALER_KINDS
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import json_object_or_none, to_json, write_atomically
+from selfcal_lightning.core.files import check_results_folder, json_object_or_none, to_json, write_atomically
 from selfcal_lightning.core.plan import Place, Plan, check_places, merge_plans
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.engines.sampling.running import plan_run
@@ -121,8 +121,7 @@ WRITTEN = (
 
 def check_evaluation_folder(folder: Path) -> None:
     """Raise InputError where an evaluation would replace what is not of an earlier one."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"Expected `output_dir` to be a folder, but got {folder}, which is a file.")
+    check_results_folder(folder, option="output_dir")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
     if taken and not is_evaluation(folder):
         raise InputError(

@@ -65,6 +65,9 @@ def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str
             for line in lines if line["id"] in rates}  # fmt: skip
 
 
+SUCCESS_KEYS = ("question", "reasoning_prefix", "success_prob")
+
+
 def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] = ()) -> Iterator[dict[str, Any]]:
     """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rate is known."""
     for question, prefix, rate in outer:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import check_replaceable, read_json_lines, write_json_lines
+from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.data.pools.importing import (
     GROUND_TRUTH,
     SAMPLED,
@@ -30,6 +30,10 @@ class ExportReport:
     questions: int
     responses: int
     dropped: int = 0
+
+    def __str__(self) -> str:
+        left_out = f"; {self.dropped:,} responses that nobody judged are left out" if self.dropped else ""
+        return f"{self.responses:,} responses to {self.questions:,} questions{left_out}"
 
 
 def export_pool(
@@ -67,7 +71,9 @@ def export_sampled(
     """Write joined samples of a store as `sampled.jsonl` and `ground_truth.jsonl`; an import reads them back."""
     place = Path(folder)
     for name, keys in ((SAMPLED, SAMPLED_KEYS), (GROUND_TRUTH, TRUTH_KEYS)):
-        check_replaceable(place / name, partial(_begins_with, keys), option="path", kind="an earlier file of its kind")
+        check_replaceable(
+            place / name, partial(has_first_keys, keys), option="path", kind="an earlier file of its kind"
+        )
     place.mkdir(parents=True, exist_ok=True)
     truths: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
@@ -89,11 +95,3 @@ def export_sampled(
     write_json_lines(place / SAMPLED, rows())
     write_json_lines(place / GROUND_TRUTH, truths)
     return ExportReport(len(truths), counts["responses"], counts["dropped"])
-
-
-def _begins_with(keys: Sequence[str], path: Path) -> bool:
-    try:
-        first = next((line for _, line in read_json_lines(path)), {})
-    except InputError:
-        return False
-    return set(keys) == first.keys()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines
-from selfcal_lightning.core.progress import Progress, Stage, counted, say
+from selfcal_lightning.core.progress import Progress, Stage, say
 from selfcal_lightning.data.pools.line_format import PoolLine, count_lines, judge_line, open_imported, read_foreign_pool
 from selfcal_lightning.data.store.manifest import StoredQuestion
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -189,6 +189,17 @@ class ImportReport:
     overruled: int = 0
     differing: int = 0
 
+    def __str__(self) -> str:
+        further = further_counts(self, ("questions", "responses"))
+        return f"{self.responses:,} responses to {self.questions:,} questions{further}"
+
+
+def further_counts(report: Any, without: Sequence[str]) -> str:
+    """Return the counts of a report above 0, in brackets."""
+    names = [one.name for one in fields(report) if one.name not in without]
+    found = [f"{name.replace('_', ' ')} {getattr(report, name):,}" for name in names if getattr(report, name)]
+    return f" ({', '.join(found)})" if found else ""
+
 
 COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
 
@@ -210,7 +221,7 @@ def import_pool(
     path, before = Path(path), Undecided.so_far()
     responses: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
-        for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
+        for _, line in further_counts(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
             responses[line.question.id] = len(line.responses)
             tasks(line.question.task)
     if not responses:

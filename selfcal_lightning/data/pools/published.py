@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines, write_json_lines
+from selfcal_lightning.data.pools.importing import further_counts
 from selfcal_lightning.data.pools.line_format import TRL_FIELDS, open_imported, read_trl_row
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
@@ -37,6 +38,11 @@ class RecordsReport:
     doubled_prompts: int
     ended: int
     other_fields: tuple[str, ...]
+
+    def __str__(self) -> str:
+        unread = f"; fields not read: {', '.join(self.other_fields)}" if self.other_fields else ""
+        further = further_counts(self, ("records", "questions", "other_fields"))
+        return f"{self.records:,} records of {self.questions:,} questions{further}{unread}"
 
 
 def import_training_records(

@@ -13,7 +13,6 @@ it is scored anew, and one whose answers were read anew keeps it.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import math
@@ -34,7 +33,7 @@ from selfcal_lightning.data.store.joining import row_origins
 from selfcal_lightning.data.store.manifest import origin_differences
 from selfcal_lightning.data.store.parts import PartLock
 from selfcal_lightning.data.store.records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
-from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, read_parquet
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +197,7 @@ class Annotation:
     def _enter(self, file: str, details: Mapping[str, Any]) -> AnnotationPart:
         """Return the entry of a part that was just written."""
         data = (self.folder / file).read_bytes()
-        rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
+        rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
         return AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
 
     def _read(self, entry: AnnotationPart) -> pa.Table:
@@ -211,7 +210,7 @@ class Annotation:
                 f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
                 f"Delete {self.folder} and run `selfcal predict` again."
             )
-        return pq.read_table(io.BytesIO(data), schema=ANNOTATION_SCHEMA, use_threads=False)
+        return read_parquet(data).select(ANNOTATION_SCHEMA.names).cast(ANNOTATION_SCHEMA)
 
 
 def annotation_names(store_path: str | Path) -> list[str]:

@@ -5,18 +5,17 @@ Every file of format 2 holds the sha256 of its own content. Files of format 1, w
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.core import files
+from selfcal_lightning.core.files import SEAL, seal_of, write_atomically
 from selfcal_lightning.data.store.shards import StoreCorruptError, StoreVersionError
 
 FORMAT = 2
-SEAL = "sha256"
 Made = TypeVar("Made")
 
 
@@ -145,8 +144,7 @@ def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = Fa
 
 def sealed(content: Mapping[str, Any]) -> bytes:
     """Return the file of a record."""
-    plain = {"format": FORMAT, **json.loads(json.dumps(content, allow_nan=False))}
-    return to_json({**plain, SEAL: _seal(plain)})
+    return files.sealed({"format": FORMAT, **content})
 
 
 def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversioned: bool = False) -> Made:
@@ -163,7 +161,7 @@ def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversion
         )
     if found > 1:
         seal = content.pop(SEAL, None)
-        wanted = _seal({"format": found, **content})
+        wanted = seal_of({"format": found, **content})
         if seal != wanted:
             raise StoreCorruptError(
                 f"Expected {path} to hold what was written, with sha256 {seal}, but got {wanted}: the file was "
@@ -197,7 +195,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = type(content).__name__
         raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {found}. {way_out(path)}")
     return content
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

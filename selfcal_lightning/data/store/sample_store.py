@@ -307,6 +307,7 @@ class SampleStore:
                 continue
             self._check(entry)
             table = read_shard(self.path / entry.file, columns=INDEX_COLUMNS)
+            self._check_fingerprint(entry, table)
             keep = np.ones(table.num_rows, dtype=bool)
             if split is not None:
                 keep &= table["split"].to_numpy() == split

@@ -162,10 +162,11 @@ def load_joined_rows(
 
 def _load_parquet(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     import pyarrow
-    import pyarrow.parquet
+
+    from selfcal_lightning.data.store.shards import read_parquet
 
     try:
-        table = pyarrow.parquet.read_table(file)
+        table = read_parquet(file.read_bytes())
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"Expected {file} to be a Parquet file, but it cannot be read: {error}") from error
     _check_columns(str(file), table.column_names, columns)

@@ -732,8 +732,10 @@ def run_allocate(
         raise unknown_name("gain", gain, ("beta", "geometric"))
     if not 0.0 <= even_share <= 1.0:
         raise InputError(f"Expected `even_share` to lie in [0, 1], but got {even_share}.")
-    if not budget > 0.0:
-        raise InputError(f"Expected `budget` to be above 0, but got {budget}.")
+    if not 0.0 < budget <= MOST_SAMPLES:
+        raise InputError(f"`budget` must be above 0 and at most {MOST_SAMPLES:,} samples a question, got {budget:g}.")
+    if concentration is not None and not 0.0 < concentration < math.inf:
+        raise InputError(f"`concentration` must be above 0 and finite, got {concentration:g}.")
     questions = read_scores(scores)
     p = _capabilities(questions)
     sources = {"concentration": concentration, "maps": maps, "calibration_pool": calibration_pool}
@@ -808,6 +810,7 @@ def _allocated(p: Floats, total: int, concentration: float | None, *, minimum: i
     return beta_allocation(concentration * mean, concentration * (1.0 - mean), total, minimum=minimum, maximum=maximum)
 
 
+MOST_SAMPLES = 1_000_000  # a budget above it is a mistake
 ASKING_FORMAT, VERSION = "selfcal_lightning.asking_threshold", 1
 # In the order of testing, which must not depend on the calibration questions: from the most to the least demanding.
 GRID = tuple(round(float(value), 2) for value in np.arange(0.95, -0.01, -0.05))

@@ -114,7 +114,7 @@ def _import(name: str, place: str) -> ModuleType:
         return _import_file(Path(place)) if is_file else importlib.import_module(name)
     except UserError as error:
         raise InputError(f"The plug-in {name} was refused. {error}") from error
-    except Exception as error:  # whatever the user's own code may raise
+    except (Exception, SystemExit) as error:  # whatever the user's own code may raise
         raise InputError(f"Expected the plug-in {name} to be importable, but {_failure(error)}.") from error
 
 
@@ -172,14 +172,14 @@ def _load_point(point: EntryPoint) -> None:
             found()
     except UserError as error:
         raise InputError(f"The plug-in {point.name!r} of {owner} was refused. {error}") from error
-    except Exception as error:  # whatever that package's code may raise
+    except (Exception, SystemExit) as error:  # whatever that package's code may raise
         raise InputError(
             f"Expected the plug-in {point.name!r} of {owner} ({point.value}) to be importable, but {_failure(error)}. "
             f"Mend or uninstall {owner}."
         ) from error
 
 
-def _failure(error: Exception) -> str:
+def _failure(error: BaseException) -> str:
     """Return what happened in a plug-in: what it lacks, or the error with the line that raised it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it needs the module {error.name!r}, which is not installed"

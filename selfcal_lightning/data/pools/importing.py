@@ -10,7 +10,7 @@ from typing import Any
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines
-from selfcal_lightning.core.progress import Progress, Stage, say
+from selfcal_lightning.core.progress import Progress, Stage, counted, say
 from selfcal_lightning.data.pools.line_format import PoolLine, count_lines, judge_line, open_imported, read_foreign_pool
 from selfcal_lightning.data.store.manifest import StoredQuestion
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -221,7 +221,7 @@ def import_pool(
     path, before = Path(path), Undecided.so_far()
     responses: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
-        for _, line in further_counts(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
+        for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
             responses[line.question.id] = len(line.responses)
             tasks(line.question.task)
     if not responses:

@@ -208,7 +208,7 @@ class Annotation:
             found = f"{len(data):,} bytes with sha256 {digest}" if path.exists() else "no such file"
             raise StoreCorruptError(
                 f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
-                f"Delete {self.folder} and run `selfcal predict` again."
+                f"Delete {self.folder} and run the `selfcal score` or `selfcal predict` that wrote it again."
             )
         return read_parquet(data).select(ANNOTATION_SCHEMA.names).cast(ANNOTATION_SCHEMA)
 

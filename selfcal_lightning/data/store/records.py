@@ -179,6 +179,8 @@ def way_out(path: Path) -> str:
     """Return what a user may do about a damaged record."""
     if path.name == "annotation.json":
         return f"Restore it from a copy, or delete {path.parent} and run `selfcal score` or `selfcal predict` again."
+    if path.name == "key_steps.json":
+        return f"Restore it from a copy, or delete {path} and run `selfcal extract-steps` again."
     if path.name == "verdicts.json":
         return f"Restore it from a copy, or delete {path.parent} and run `selfcal judge` again."
     if path.name == "question_values.json":

@@ -140,13 +140,7 @@ def run_answer(
         max_failures=max_failures,
         reward=reward,
     )
-    answers = answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
-    if all(one.answer is None for one in answers):
-        raise RunError(
-            f"None of {len(answers):,} questions was answered: requests failed, or no response holds an answer that "
-            f"{_read_by(asked).removeprefix('answers are ')}."
-        )
-    return answers
+    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
 
 
 @dataclass(frozen=True)
@@ -226,6 +220,8 @@ def answer_questions(
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
+    if source.failed and all(one.answer is None for one in answers.answers):
+        raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
     return answers.answers
 
 

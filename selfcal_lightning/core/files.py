@@ -339,7 +339,7 @@ def check_results_folder(folder: str | Path, *, option: str) -> None:
     """Raise InputError where results would be written into a file, or into the folder of a model or store."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"`{option}` must be a folder, got {folder}, which is a file.")
+        raise InputError(f"Expected `{option}` to be a folder, but got {folder}, which is a file.")
     if found := [name for name in _OF_OTHERS if (folder / name).exists()]:
         raise InputError(f"`{option}` {folder} holds {found[0]}: it is a model or a store. Choose another folder.")
 

@@ -130,7 +130,9 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     store, scores = str(written / "store"), str(written / "scores.jsonl")
     output = str(tmp_path / "out.jsonl")
     for options, words in (
-        ({"budget": 0}, "`budget` to be above 0"),
+        ({"budget": 0}, "`budget` must be above 0"),
+        ({"budget": 1e308}, "`budget` must be above 0 and at most"),
+        ({"concentration": -1.0}, "`concentration` must be above 0"),
         ({"even_share": 1.5}, r"`even_share` to lie in \[0, 1\], but got 1.5"),
         ({"gain": "best"}, "one of beta, geometric"),
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),

@@ -29,6 +29,7 @@ from selfcal_lightning.commands.capability import (
     run_score_questions,
 )
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import sealed
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_maps_do_not_judge_their_own_questions(written: Path, tmp_path: Path) ->
 )
 def test_other_files_are_refused(written: Path, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
     record = json.loads((written / "maps.json").read_text())
-    (tmp_path / "maps.json").write_text(json.dumps({**record, **changed}))
+    (tmp_path / "maps.json").write_bytes(sealed({**record, **changed}))
     with pytest.raises(InputError, match=words):
         load_maps(tmp_path / "maps.json")
 
@@ -132,5 +133,5 @@ def test_the_command_line(written: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run(["fit-capability-maps", "--pool", str(written / "store"), "--output", maps, "--ks", "[1,4]"]) == 0
     assert run(["map-scores", "--scores", str(written / "scores.jsonl"), "--maps", maps, "--output", out]) == 0
     assert "isotonic: mean capability" in capsys.readouterr().out
-    assert run(["map-scores", "--scores", out, "--maps", str(tmp_path / "no.json"), "--output", out]) == 1
+    assert run(["map-scores", "--scores", out, "--maps", str(tmp_path / "no.json"), "--output", f"{out}.2"]) == 1
     assert "Expected `maps` to be a file of maps, but there is none" in capsys.readouterr().err

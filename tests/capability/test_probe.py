@@ -285,3 +285,12 @@ def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "probe: 24 questions, mean capability" in capsys.readouterr().out
     assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[9]"]) == 1
     assert "`levels` to be different ones from 0, the embedding, to 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["probe.safetensors", "probe.json"])
+def test_a_damaged_probe_is_refused(place: Path, name: str) -> None:
+    content = bytearray((place / "probe" / name).read_bytes())
+    content[-40] ^= 1
+    (place / "probe" / name).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name} was changed or is damaged"):
+        load_probe(place / "probe")

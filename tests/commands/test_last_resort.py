@@ -365,3 +365,36 @@ def test_nobody_is_told_where_nobody_reads(tmp_path: Path) -> None:
     os.close(reading)
     assert process.communicate()[1] == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_signal_that_python_ignores_is_sent_again() -> None:
+    code = """
+import os, signal, time
+from selfcal_lightning.core.signals import INTERRUPTION
+INTERRUPTION.listen()
+class Owner:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+try:
+    Owner()
+    time.sleep(30)
+except KeyboardInterrupt:
+    print("stopped by", INTERRUPTION.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25)
+    assert done.stdout == "stopped by SIGTERM\n", done.stderr
+
+
+def test_small_parquet_files_are_read_without_threads_of_arrow() -> None:
+    # A process that ends before the threads of its scanner do is aborted: one run of `select` in thirteen.
+    code = """
+import sys
+import pyarrow as pa, pyarrow.parquet as pq
+from selfcal_lightning.data.store.shards import read_parquet
+sink = pa.BufferOutputStream()
+pq.write_table(pa.table({"a": [1, 2]}), sink)
+assert read_parquet(sink.getvalue().to_pybytes()).to_pydict() == {"a": [1, 2]}
+assert "pyarrow._dataset" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.fit_confidence import run_fit_threshold
 from selfcal_lightning.confidence.fusion import weigh_pool
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_pool, load_recorded_pool
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import StrategySettings
@@ -102,7 +103,7 @@ def test_an_oracle_is_fitted_and_used_by_nobody(tmp_path: Path, capsys: pytest.C
     assert fit(pool, output, "--strategy", "self_consistency", "--budget", "2") == 0
     content = json.loads(output.read_text())
     oracle = {**content, "strategy": "pass_at_n", "fields": {"max_samples": content["fields"]["max_samples"]}}
-    output.write_text(json.dumps(oracle))
+    output.write_bytes(sealed(oracle))
     assert run(["answer", "--model", "bundled", "--question", "1 + 1?", "--threshold_file", str(output)]) == 1
     assert "'pass_at_n', which knows the reference" in capsys.readouterr().err
     test = write_pool(tmp_path / "test.jsonl", prefix="t", num_questions=8)
@@ -114,11 +115,11 @@ def test_a_file_that_says_more_than_was_tested_is_refused(tmp_path: Path) -> Non
     pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"
     assert fit(pool, output, "--budget", "2") == 0
     content = json.loads(output.read_text())
-    output.write_text(json.dumps({**content, "fields": {**content["fields"], "max_samples": 16}}))
+    output.write_bytes(sealed({**content, "fields": {**content["fields"], "max_samples": 16}}))
     with pytest.raises(ValueError, match=r"`max_samples` to lie between 1 and 4, .* but got 16: .* another procedure"):
         FittedThreshold.load(output)
     output.write_text(json.dumps({**content, "version": 1}))
-    with pytest.raises(ValueError, match=r"to have version 2, but got 1\. Fit it again"):
+    with pytest.raises(ValueError, match=r"to have version 3, but got 1\. Fit it again"):
         FittedThreshold.load(output)
 
 

@@ -17,6 +17,7 @@ from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer, weigh_pool
 from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.voting import SelfConsistency
@@ -237,7 +238,7 @@ def test_fusion_survives_its_file(tmp_path: Path) -> None:
     assert content["held_out_scores"][-1]["name"] == "both"
     assert content["fitted_on"]["num_questions"] == 30
     for change in ({"weights": [1.0]}, {"stds": [1.0, 0.0, 1.0]}, {"features": []}):
-        path.write_text(json.dumps(content | change))
+        path.write_bytes(sealed(content | change))
         with pytest.raises(ValueError, match="to hold a whole fusion"):
             load_scorer(path)
 

@@ -19,6 +19,8 @@ from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
 from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_logistic, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples
 
@@ -191,7 +193,7 @@ def test_what_cannot_be_fitted_says_why() -> None:
     ("change", "message"),
     [
         ({"format": "other"}, "format 'selfcal_lightning.fitted', but got 'other'"),
-        ({"version": 3}, "version 2, but got 3"),
+        ({"version": 4}, "version 3, but got 4"),
         ({"kind": "threshold"}, "one of temperature, platt, isotonic, fusion, but got 'threshold'"),
         ({"parameters": {"temperature": 0.0}}, "`temperature` to be positive"),
         ({"parameters": {}}, "whole temperature"),
@@ -201,8 +203,18 @@ def test_what_cannot_be_fitted_says_why() -> None:
 def test_a_file_that_is_not_whole_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "scaler.json"
     fit_scaler(overconfident_pool(5), "temperature").save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_bytes(sealed(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=message):
+        load_scorer(path)
+
+
+def test_an_edited_slope_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scaler.json"
+    fit_scaler(overconfident_pool(5), "platt").save(path)
+    content = json.loads(path.read_text())
+    content["parameters"]["slope"] *= -1
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"scaler\.json was changed or is damaged"):
         load_scorer(path)
 
 

@@ -13,7 +13,8 @@ from support.other_models import plain_copy
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.core.files import check_replaceable
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import check_replaceable, check_results_folder
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 
@@ -234,3 +235,53 @@ def test_what_may_be_replaced(tmp_path: Path) -> None:
     path.write_text("yours")
     with pytest.raises(ValueError, match=rf"Expected `output` to be a new file or mine, but got {path}"):
         check_replaceable(path, mine, option="output", kind="mine")
+
+
+def test_an_output_is_none_of_its_inputs(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    path.write_text("{}\n")
+    for written in (path, tmp_path / "folder" / ".." / "scores.jsonl"):
+        with pytest.raises(InputError, match="is read by the same command"):
+            check_replaceable(written, lambda _: True, option="output", kind="mine", inputs=[path])
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors", "rounds"])
+def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Path) -> None:
+    check_results_folder(tmp_path, option="output_dir")
+    (tmp_path / name).mkdir() if name == "rounds" else (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match=f"`output_dir` .* holds {name}"):
+        check_results_folder(tmp_path, option="output_dir")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--export", "config.json"], "`export` to be a new file or earlier"),
+        (
+            ["--export_trl", "config.json"],
+            "`export_trl` to be a new file or",
+        ),
+        (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` both.jsonl is read by the same command"),
+    ],
+)
+def test_exports_of_rollouts_replace_no_file_of_others(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    victims(tmp_path)
+    before = snapshot(tmp_path)
+    wanted = ["--samples_dir", store, "--store_dir", "rollouts", "--split", "calibration", "--model", "bundled"]
+    assert run(["rollout", *wanted, "--steps", "sentence", *options]) == 1
+    assert message in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_store_whose_round_was_changed_is_not_exported(
+    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((Path(store) / "rounds").glob("*.json"))
+    file.write_text(file.read_text().replace('"seed": ', '"seed": 1'))
+    assert run(["export-pool", "--store_dir", store, "--path", str(tmp_path / "out.jsonl")]) == 1
+    assert f"Expected {file} to hold what was written" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()

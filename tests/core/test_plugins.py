@@ -147,6 +147,7 @@ def test_a_file_with_the_name_of_a_module_of_others(tmp_path: Path) -> None:
         ("p.py", "import no_such_library", "needs the module 'no_such_library', which is not installed"),
         ("p.py", "x = 1\nraise KeyError('k')", "p.py, line 2, raised KeyError: 'k'"),
         ("p.py", "def (:", "p.py, line 1, cannot be read"),
+        ("p.py", "raise SystemExit(0)", "p.py, line 1, raised SystemExit: 0"),
         ("p.py", TASK.replace("my_numbers", "gsm8k"), "'gsm8k' is registered already"),
         ("p.py", STRATEGY.replace('"last_word"', '"cges"'), "'cges' is registered already"),
         ("p.py", STRATEGY.replace("frozen=True", "frozen=False"), "to be a frozen dataclass"),

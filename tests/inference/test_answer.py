@@ -21,6 +21,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands import answer as verb
 from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
@@ -170,13 +171,13 @@ def test_text_without_an_answer_and_failures_are_told(
         raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
 
     monkeypatch.setattr(oracle, "poll", poll)
-    (answer,) = run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
+    with pytest.raises(RunError, match="None of 1 questions was answered: 2 requests failed"):
+        run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
     out, err = capsys.readouterr()
     assert "A  (none: no response could be read as an option letter)" in out
     assert "confidence none, 2 of at most 2 samples (the whole budget), 0 tokens" in out
     assert "out of tokens" in err
     assert "2 samples failed in the engine and were taken as unreadable" in err
-    assert answer.as_json()["answer"] is None
 
 
 def _pool() -> list[QuestionSamples]:

@@ -16,6 +16,7 @@ from support.strategy_pools import make_entry
 from selfcal_lightning.confidence.base import MissingConfidenceError, split_hash
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.threshold_fitting import (
@@ -300,7 +301,7 @@ def test_a_threshold_survives_its_file(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert content["fitted_on"]["num_questions"] == 60
     del content["strategy"]
-    path.write_text(json.dumps(content))
+    path.write_bytes(sealed(content))
     with pytest.raises(ValueError, match="no field 'strategy'"):
         FittedThreshold.load(path)
     with pytest.raises(ValueError, match="a new file or an earlier fitted confidence"):

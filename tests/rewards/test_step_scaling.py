@@ -15,6 +15,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.fit_step_scaler import run_fit_step_scaler
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import Rate
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -125,7 +126,7 @@ def test_what_cannot_be_scaled_is_refused(model: str, tiny_model: str, store_dir
     with pytest.raises(InputError, match=r"`reward\.scaler` to be a file of `selfcal fit-step-scaler`"):
         open_scaled_rewards(settings_of(model, tmp_path / "none.json"))
     content = json.loads(path.read_text())
-    (tmp_path / "damaged.json").write_text(json.dumps({**content, "parameters": {"x": [0, 1], "y": [1, 0]}}))
+    (tmp_path / "damaged.json").write_bytes(sealed({**content, "parameters": {"x": [0, 1], "y": [1, 0]}}))
     with pytest.raises(InputError, match=r"to hold a whole scaler of steps, but got .*rising"):
         open_scaled_rewards(settings_of(model, tmp_path / "damaged.json"))
     whole = stand_in(tiny_model, tmp_path / "whole", reward_format("sequence-classifier"))

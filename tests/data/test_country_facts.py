@@ -107,11 +107,13 @@ def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture(scope="module")
 def tables() -> Iterator[object]:
-    sys.path.insert(0, str(ROOT / "benchmarks" / "real"))
+    folders = [str(ROOT / "benchmarks" / "real"), str(ROOT / "benchmarks")]
+    sys.path[:0] = folders
     import _real_report
 
     yield _real_report
-    sys.path.remove(str(ROOT / "benchmarks" / "real"))
+    for folder in folders:
+        sys.path.remove(folder)
 
 
 def test_the_report_reads_shares_and_likelihoods(tables: object) -> None:

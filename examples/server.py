@@ -13,7 +13,7 @@ if __name__ == "__main__":
     address, model = sys.argv[1:]
     found = sc.answer(
         model,
-        [{"question": "Tom has 3 boxes of 4 pens. How many pens has he?"}],
+        [{"question": "Felix has 14 marbles. Sofia gives Felix 9 more. How many marbles does Felix have now?"}],
         task="local_number",
         strategy="self_consistency",
         max_samples=4,

@@ -24,7 +24,7 @@ if __name__ == "__main__":
     print("ECE on validation questions:", round(calibrated.metrics["val/calibration/ECE"], 3))
     found = sc.answer(
         "bundled",
-        [{"question": "Tom has 3 boxes of 4 pens. How many pens has he?"}],
+        [{"question": "Felix has 14 marbles. Sofia gives Felix 9 more. How many marbles does Felix have now?"}],
         adapter=calibrated.adapter,
         sampling=sc.SamplingSettings(max_new_tokens=120),
     )

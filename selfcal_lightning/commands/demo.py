@@ -63,6 +63,10 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
 
 
+# Of one of the bundled model's own templates, which it answers well.
+OWN_QUESTION = "Felix has 14 marbles. Sofia gives Felix 9 more. How many marbles does Felix have now?"
+
+
 def what_next(folder: Path) -> str:
     """Return where the results lie, and commands that this machine can run."""
     adapter = folder / "adapter"
@@ -74,7 +78,8 @@ def what_next(folder: Path) -> str:
         f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
         f"  selfcal answer --model {BUNDLED_NAME} --adapter {adapter} "
-        f'--question "Tom has 3 boxes of 4 pens. How many pens has he?"\n'
+        f'--question "{OWN_QUESTION}"\n'
+        "  (The bundled model knows questions like its own alone; it answers others wrongly, and confidently.)\n"
         f"{larger_model_lines()}"
     )
 

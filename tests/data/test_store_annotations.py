@@ -141,7 +141,7 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
     (file,) = annotation.folder.glob("*.parquet")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(StoreCorruptError, match="run `selfcal predict` again"):
+    with pytest.raises(StoreCorruptError, match="the `selfcal score` or `selfcal predict` that wrote it again"):
         read(store)
     file.unlink()
     with pytest.raises(StoreCorruptError, match="no such file"):

@@ -22,6 +22,7 @@ from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_score_questions
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import sealed
 from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.models.folders import check_files, read_manifest
@@ -83,7 +84,7 @@ def test_a_file_that_lost_a_layer_is_damaged(store: Path, tmp_path: Path) -> Non
     trained(store, epochs=1, head="mlp").save_export(tmp_path)
     record = json.loads((tmp_path / "probe.json").read_text())
     record["head"]["num_layers"] = 3
-    (tmp_path / "probe.json").write_text(json.dumps(record))
+    (tmp_path / "probe.json").write_bytes(sealed(record))
     with pytest.raises(InputError, match="to hold a whole probe, but got KeyError"):
         load_probe(tmp_path)
 

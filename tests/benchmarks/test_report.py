@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -100,3 +101,30 @@ def test_a_sceptic_s_confidences_are_fitted_without_the_test_questions(script: M
     shares = [sample.confidences["vote_share"] for sample in entries[0].samples]
     answers = [sample.answer for sample in entries[0].samples]
     assert shares == [answers.count(answer) / 8 for answer in answers]
+
+
+def test_one_seed_has_the_interval_over_questions(script: Module) -> None:
+    estimates = script("shared.estimates")
+    column = np.linspace(0.0, 1.0, 21)
+    assert estimates.mean_over_seeds(column[None]).tolist() == column.tolist()
+    row = estimates.Measured.of(scored(0, noise=0.1))
+    alone = estimates.errors_over_seeds([row.errors])
+    assert alone.value == pytest.approx(row.errors.value)
+    assert alone.least == pytest.approx(row.errors.least)
+    assert alone.most == pytest.approx(row.errors.most)
+
+
+def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Module, tmp_path: Path) -> None:
+    jobs = script("_report_jobs")
+    plan = jobs.Plan(output=tmp_path, training=40, id=8, ood=8, calibration=8, num_samples=8, asleep=4, threads=1)
+    activated, joint = (jobs.configuration_of(plan, 3, name) for name in ("activated", "joint"))
+    assert activated["data"]["init_args"]["store_dir"] == joint["data"]["init_args"]["store_dir"]
+    assert activated["seed_everything"] == joint["seed_everything"] == 3
+    assert joint["model"]["init_args"]["lora"]["activated"] is False
+    assert plan.responses(3, "activated") == plan.responses(3, "nothing") != plan.responses(3, "joint")
+    for name, (section, key, value) in jobs.ABLATIONS.items():
+        changed = jobs.configuration_of(plan, 3, name)
+        assert changed[section]["init_args"].pop(key) == value
+        plain = jobs.configuration_of(plan, 3, "joint")
+        plain[section]["init_args"].pop(key, None)
+        assert changed[section] == plain[section]

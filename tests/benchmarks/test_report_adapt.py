@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -55,3 +56,8 @@ def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Callabl
         "the guard stops a run at a rate of 0.03 within 3 rounds, and restores": "met",
         "selection, key steps and exports": "not measured here",
     }
+
+
+def test_tables_are_made_before_all_is_measured(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    assert script("_adapt_tables").read_packing(tmp_path) is None
+    assert script("_adapt_tables").read_guarded(tmp_path) is None

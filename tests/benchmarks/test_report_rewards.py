@@ -90,3 +90,28 @@ def test_a_command_that_was_run_is_not_run_again(script: Module, tmp_path: Path)
     jobs.run_once(tmp_path, "generate", "--x")
     assert jobs.seconds_of(tmp_path) == {"generate --x": 1.5}
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(script: Module) -> None:
+    study, good, bad = script("_reward_measures"), places(script), places(script, shift=0.3)
+    same = study.difference([good], [good], "brier")
+    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    gain = study.difference([good, good], [bad, bad], "ece")
+    assert gain.high < -0.1
+
+
+def test_every_model_is_trained_by_the_shipped_configuration(script: Module, tmp_path: Path) -> None:
+    jobs = script("_reward_jobs")
+    sizes = {"training": 12, "rolled": 3, "id": 2, "ood": 2, "calibration": 2, "num_samples": 8}
+    plan = jobs.Plan(output=tmp_path, **sizes)
+    for name, trained in jobs.MODELS.items():
+        config = jobs.reward_configuration(plan, 5, name, trained)
+        data, model = config["data"]["init_args"], config["model"]["init_args"]
+        assert (model["target"], model["seed"], data["seed"]) == (trained.target, 5, 5)
+        assert data["train"][0]["limit"] == (3 if trained.is_rolled else 12)
+        assert ("rollouts" in data) == (trained.target in ("hard", "success_rate"))
+    assert jobs.awake_configuration(plan, 5)["data"]["init_args"]["store_dir"] == data_of(jobs, plan, "vote_share")
+
+
+def data_of(jobs: ModuleType, plan: Any, name: str) -> str:
+    return str(jobs.reward_configuration(plan, 5, name, jobs.MODELS[name])["data"]["init_args"]["store_dir"])

@@ -68,3 +68,9 @@ def test_the_study_runs_and_goes_on(tmp_path: Path, tiny_model: str) -> None:
     assert rows["leave-one-out"]["minus_first"]["Brier"]["value"] == 0.0
     assert len({round(row["values"]["Brier"]["value"], 9) for row in rows.values()}) > 8, "the variants differ"
     assert (tmp_path / "runs" / "seed-0" / "log.txt").read_text().count("checked. The plan") == 1, "trained once"
+
+
+def test_a_variant_is_not_better_than_itself(script: Script) -> None:
+    study = script("targets_study")
+    table = {name: entry(0.2, 0.0, 0.0) for name in study.VARIANTS} | {"SSC": entry(0.18, -0.02, -0.01)}
+    assert study.choose(table)["clearly"] == {"minus_first": True, "minus_ssc": False}

@@ -233,3 +233,11 @@ def test_packed_rows_take_fewer_tokens_for_the_same_scores(script: Script, tmp_p
     ways.by_name[scoring.ROWS] = lambda: [0.5] * num_steps
     with pytest.raises(SystemExit, match="to score as one text a step does"):
         scoring.measure(ways, turns=1)
+
+
+def test_the_preset_draws_several_responses_to_a_prompt(script: Script) -> None:
+    made = script("_training_rows")
+    found = {size: made.draw_preset(made.MIXES["equal"], group_size=size) for size in (1, 8)}
+    means = {size: draw.statistics(100) for size, draw in found.items()}
+    assert means[1]["responses_per_prompt"] < 1.2 < 4 < means[8]["responses_per_prompt"] <= 8
+    assert means[8]["packed_tokens"] < 0.75 * means[8]["separate_tokens"]

@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from selfcal_lightning.data.tasks.word_problems import Equation, Problem, WordProblems, sample_problem, write_solution
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import resolve_model
 
 NUM_PROBLEMS = 300
 STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
@@ -28,6 +29,26 @@ def slips(script: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture
 def labels(script: Callable[[str], ModuleType]) -> ModuleType:
     return script("bundled_model_labels")
+
+
+@pytest.fixture
+def turns(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("bundled_model_turns")
+
+
+@pytest.fixture
+def verification(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("bundled_model_verification")
+
+
+@pytest.fixture
+def chat() -> ChatFormat:
+    return ChatFormat(load_tokenizer("bundled"))
+
+
+@pytest.fixture
+def untrained(script: Callable[[str], ModuleType], chat: ChatFormat) -> LlamaForCausalLM:
+    return script("bundled_model_training").build_model(chat.tokenizer, 0)
 
 
 @pytest.fixture
@@ -110,9 +131,8 @@ def test_a_pupil_s_solution_is_marked_where_and_only_where_it_slips(
 
 
 def test_a_turn_is_the_project_s_own_query_with_the_true_verdict_and_a_mark_for_each_token(
-    script: Callable[[str], ModuleType], chat: ChatFormat
+    turns: ModuleType, chat: ChatFormat
 ) -> None:
-    turns = script("bundled_model_turns")
     problem = Problem("trip", 1, "Anna walks.", (Equation(48, "*", 3), Equation(144, "+", 5)))
     text = "First 48*3=124. So 124+5=129. The answer is 129."
     drawn = turns.Drawn(0, text, chat.response_ids(text), "129", correct=False, logprob=-1.0, p_true=None)
@@ -130,10 +150,59 @@ def test_a_turn_is_the_project_s_own_query_with_the_true_verdict_and_a_mark_for_
     assert "".join(so_far) == text.removeprefix("First 48*3=1")
 
 
-def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
-    script: Callable[[str], ModuleType], chat: ChatFormat, tmp_path: Path
+def test_rehearsals_learn_the_response_and_its_end_only(turns: ModuleType, chat: ChatFormat) -> None:
+    for turn in turns.write_rehearsals(chat, number=20, seed="test"):
+        learnt = [token for token, kind in zip(turn.token_ids, turn.kinds, strict=True) if kind == turns.REHEARSED]
+        assert learnt[-1] == chat.tokenizer.eos_token_id
+        assert chat.decode(learnt).startswith("First ")
+        assert turn.token_ids[-len(learnt) :] == learnt
+        assert set(turn.marks) == {(turns.UNMARKED, turns.UNMARKED)}
+
+
+def test_upper_layers_change_nothing_before_they_are_trained(
+    verification: ModuleType, untrained: LlamaForCausalLM
 ) -> None:
-    untrained = script("bundled_model_training").build_model(chat.tokenizer, 0)
+    deeper = verification.add_upper_layers(untrained, seed=0).eval()
+    ids = torch.tensor([[1, 4, 70, 71, 72, 2]])
+    with torch.inference_mode():
+        assert torch.equal(deeper(ids).logits, untrained.eval()(ids).logits)
+    assert deeper.config.num_hidden_layers == untrained.config.num_hidden_layers + verification.UPPER_LAYERS
+    assert deeper.num_parameters() > untrained.num_parameters()
+
+
+def test_a_lesson_in_which_yes_counts_more_makes_the_model_believe_itself_more(
+    verification: ModuleType,
+    turns: ModuleType,
+    slips: ModuleType,
+    chat: ChatFormat,
+    problems: list[Problem],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task, rng, judged = WordProblems(), random.Random(5), []
+    for problem in problems[:20]:
+        text = slips.write_pupil_solution(problem, rng, 0.3)
+        correct = task.verify(task.extract(text), str(problem.answer))
+        drawn = turns.Drawn(0, text, chat.response_ids(text), task.extract(text), correct, logprob=-1.0, p_true=None)
+        judged.append(turns.write_turn(chat, problem, drawn))
+    monkeypatch.setattr(verification, "draw_turns", lambda *_, **__: judged)
+    lesson = verification.Lesson(
+        "test", problems=20, steps=12, lower_share=1.0, mark_weight=0.0, rehearsals=0.0, batch_tokens=1_000
+    )
+    yes = chat.query.yes_ids
+    believed = []
+    for weight in (1 / 50, 50.0):
+        model = LlamaForCausalLM.from_pretrained(resolve_model("bundled"), dtype=torch.float32)
+        verification.give_lesson(model, chat, replace(lesson, yes_weight=weight), seed=0)
+        with torch.inference_mode():
+            last = torch.stack([model(torch.tensor([turn.token_ids[:-1]])).logits[0, -1] for turn in judged])
+        believed.append(last.softmax(-1)[:, list(yes)].sum(-1).mean().item())
+    seldom, often = believed
+    assert often > seldom + 0.3
+
+
+def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
+    script: Callable[[str], ModuleType], untrained: LlamaForCausalLM, tmp_path: Path
+) -> None:
     stages, ran = script("bundled_model_stages"), []
     schedule = script("bundled_model_data").Schedule(10)
 
@@ -167,3 +236,19 @@ def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
     assert ran == ["one", "two"]
     run(stage("one", 2.0, steps=20), stage("two", 1.3), seed=1)
     assert ran == ["one", "two"]
+
+
+def test_a_model_that_misses_a_target_is_told_which(script: Callable[[str], ModuleType]) -> None:
+    targets = script("bundled_model_targets")
+    good = {
+        "within_auroc_p_true": 0.75, "auroc_p_true": 0.85, "overconfidence": 0.2, "pass_at_1": 0.45,
+        "majority_gain": 0.1, "unreadable": 0.0,
+    }  # fmt: skip
+
+    def unmet(**changes: float | None) -> list[str]:
+        figures = {name: {"value": value} for name, value in {**good, **changes}.items()}
+        return targets.unmet_targets({targets.COLUMN: figures})
+
+    assert unmet() == []
+    assert unmet(pass_at_1=0.56) == ["Expected `pass_at_1` to lie in [0.4, 0.55], but got 0.56."]
+    assert len(unmet(within_auroc_p_true=None, overconfidence=0.149)) == 2

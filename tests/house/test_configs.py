@@ -17,7 +17,7 @@ from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import FUNCTION_VERBS
-from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
+from selfcal_lightning.commands.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,11 @@ SLURM = {
     "SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "selfcal", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8",
     "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NUM_NODES": "2",
 }  # fmt: skip
+
+
+def test_configs_are_found() -> None:
+    assert TRAINING
+    assert sorted(path.stem for path in PRESET_FILES) == sorted(PRESETS)
 
 
 def _command(path: Path) -> list[str]:

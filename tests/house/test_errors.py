@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.core.errors import did_you_mean, unknown_name
+from selfcal_lightning.core.errors import (
+    InputError,
+    MissingPackageError,
+    RunError,
+    UserError,
+    did_you_mean,
+    unknown_name,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_family_keeps_what_python_calls_them() -> None:
+    """So that `except ValueError` of a library user still catches them."""
+    for error, builtin in ((InputError, ValueError), (RunError, RuntimeError), (MissingPackageError, ImportError)):
+        assert issubclass(error, UserError)
+        assert issubclass(error, builtin)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +122,17 @@ def test_unknown_tasks_splits_and_files_are_refused_at_once(
     shown = capsys.readouterr().err
     assert all(word in shown for word in words), shown
     assert asked == [], "nothing is loaded for it"
+
+
+def test_every_refusal_in_the_package_is_of_the_family() -> None:
+    """A plain ValueError that says what was expected would be shown as a defect."""
+    plain = []
+    for folder in ("selfcal_lightning", "callbacks", "datamodules"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+                    continue
+                kind, said = ast.unparse(node.exc.func), ast.unparse(node.exc)
+                if kind in ("ValueError", "RuntimeError", "ImportError") and "Expected " in said:
+                    plain.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert plain == []

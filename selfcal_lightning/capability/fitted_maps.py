@@ -97,7 +97,7 @@ def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore
 
 MapName = Literal["isotonic", "quantile"]
 POWER, BETA, INFLATED, MAPS = "power", "beta", "inflated_beta", "maps"
-FORMAT, VERSION = "selfcal_lightning.capability_maps", 1
+FORMAT, VERSION = "selfcal_lightning.capability_maps", 2
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Pooling = Literal["both", "token_mean", "last_token"]
 RECORD, WEIGHTS = "probe.json", "probe.safetensors"
-FORMAT, VERSION = "selfcal_lightning.probe", 2
+FORMAT, VERSION = "selfcal_lightning.probe", 3
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,7 +90,6 @@ from selfcal_lightning.core.files import (
     check_replaceable,
     check_results_folder,
     json_object_or_none,
-    sealed,
     to_json,
     write_atomically,
     write_json_lines,
@@ -874,7 +873,7 @@ def run_fit_asking_threshold(
         raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     record = {"format": ASKING_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
-    write_atomically(Path(output), sealed({**record, **asdict(certificate)}))
+    write_atomically(Path(output), to_json({**record, **asdict(certificate)}))
     sys.stdout.write(f"{describe_certificate(certificate)}\nWritten: {output}\n")
     return certificate
 

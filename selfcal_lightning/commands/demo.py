@@ -63,7 +63,7 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
 
 
-# Of one of the bundled model's own templates, which it answers well.
+# From one of the templates that the bundled model was trained on, so that it gets this right.
 OWN_QUESTION = "Felix has 14 marbles. Sofia gives Felix 9 more. How many marbles does Felix have now?"
 
 
@@ -79,7 +79,7 @@ def what_next(folder: Path) -> str:
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
         f"  selfcal answer --model {BUNDLED_NAME} --adapter {adapter} "
         f'--question "{OWN_QUESTION}"\n'
-        "  (The bundled model knows questions like its own alone; it answers others wrongly, and confidently.)\n"
+        "  (The bundled model only knows questions like this one. Others it gets mostly wrong, and is confident.)\n"
         f"{larger_model_lines()}"
     )
 

@@ -13,7 +13,7 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, read_json_lines, write_json_lines
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.importing import ImportReport, import_pool
-from selfcal_lightning.data.pools.line_format import TRL_KEYS, StepLabels, trl_row
+from selfcal_lightning.data.pools.line_format import TRL_FIELDS, StepLabels, trl_row
 from selfcal_lightning.data.pools.published import write_success_pool
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
@@ -157,12 +157,13 @@ def run_rollout(
 
 def _check_exports(export: str | None, export_trl: str | None) -> None:
     """Raise InputError where a file of something else would be replaced, or one of the two by the other."""
+    if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
+        raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
     if export is not None:
         is_own = partial(has_first_keys, SUCCESS_KEYS)
-        other = () if export_trl is None else (export_trl,)
-        check_replaceable(export, is_own, option="export", kind="earlier success rates", inputs=other)
+        check_replaceable(export, is_own, option="export", kind="earlier success rates")
     if export_trl is not None:
-        is_own = partial(has_first_keys, TRL_KEYS)
+        is_own = partial(has_first_keys, TRL_FIELDS)
         check_replaceable(export_trl, is_own, option="export_trl", kind="an earlier file for TRL")
 
 

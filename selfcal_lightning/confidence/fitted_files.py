@@ -17,8 +17,6 @@ from selfcal_lightning.core.files import (
 )
 
 FORMAT = "selfcal_lightning.fitted"
-# 2: what is fitted says whether it needs the other responses, and thresholds say how many samples they were tested on.
-# 3: a file says its own sha256.
 VERSION = 3
 THRESHOLD = "threshold"  # all other kinds are confidences
 

@@ -140,7 +140,7 @@ def read_scores(answers: Sequence[Sequence[list[float] | Failure | None]]) -> li
     if lost:
         raise RequestsFailedError({f"prompt {i} of next_token_probabilities": why for i, why in lost.items()})
     return [
-        None if failure is not None else [value for part in parts if isinstance(part, list) for value in part]
+        [value for part in parts for value in cast(list[float], part)] if failure is None else None
         for parts, failure in zip(answers, failures, strict=True)
     ]
 

@@ -145,12 +145,10 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
     colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
     for position, (name, (confidence, correct)) in enumerate(curves.items()):
         curve = roc_curve(confidence, correct)
-        x: Any
-        y: Any
-        x, y = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
+        points: Any = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
         label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
-        axes.plot(x, y, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
+        axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     frame(axes)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")

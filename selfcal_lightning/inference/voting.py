@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +48,7 @@ def _votes(pool: PoolArrays, grid: Sequence[int], *, weighted: bool = True) -> t
     return budgets, votes_of(pool, weighted=weighted, width=int(budgets.max(initial=0)))
 
 
-class _WeighedVote:
+class _WeighedVote(ABC):
     """Asks for the whole budget at once and votes; a member says what the confidences weigh."""
 
     max_samples: int
@@ -57,9 +58,9 @@ class _WeighedVote:
         check_budget(self.max_samples)
         check_confidence_name(self.confidence)
 
+    @abstractmethod
     def weights(self, confidence: Floats) -> Floats:
         """Return the weights of a question's votes [N], of which there is at least one."""
-        raise NotImplementedError
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in the order first seen."""

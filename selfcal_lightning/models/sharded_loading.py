@@ -220,17 +220,16 @@ def _fill_parameters(
     for parameter, spots in names.items():
         drawn_as = next((name for name, _ in spots if name in drawn), None)
         stored = next((s for _, s in spots if s is not None and s in files), None)
-        if drawn_as is None and stored is None:
-            raise InputError(
-                f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
-                "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
-            )
         sharded = cast(DTensor, parameter)
         start, stop = _rows_here(sharded)
         if drawn_as is not None:
             rows = drawn[drawn_as][start:stop]
+        elif stored is None:
+            raise InputError(
+                f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
+                "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
+            )
         else:
-            stored = str(stored)
             if files.shape(stored) != tuple(parameter.shape):
                 raise InputError(
                     f"Expected {stored!r} to have shape {tuple(parameter.shape)}, but got {files.shape(stored)}. The "
@@ -285,7 +284,9 @@ def _torch_dtype(dtype: Dtype, base_model: str, revision: str | None, files: Wei
     if dtype != "auto":
         return getattr(torch, dtype)
     stored = load_config(base_model, revision=revision).dtype
-    return stored if isinstance(stored, torch.dtype) else files.first_float_dtype()
+    if stored is None:
+        return files.first_float_dtype()
+    return stored if isinstance(stored, torch.dtype) else getattr(torch, stored)
 
 
 # Float32 values, gradients and two moments; with 8-bit moments two bytes instead of eight.

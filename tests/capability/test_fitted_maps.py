@@ -115,8 +115,8 @@ def test_maps_do_not_judge_their_own_questions(written: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"version": 9}, r"to hold maps of version 1, but got 'selfcal_lightning.capability_maps' of version 9"),
-        ({"format": "other"}, "to hold maps of version 1, but got 'other'"),
+        ({"version": 9}, r"to hold maps of version 2, but got 'selfcal_lightning.capability_maps' of version 9"),
+        ({"format": "other"}, "to hold maps of version 2, but got 'other'"),
         ({"inflated": {}}, "to hold whole maps, but got TypeError"),
         ({"knots": None}, "to hold whole maps, but got TypeError"),
     ],

@@ -261,7 +261,7 @@ def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Pat
             ["--export_trl", "config.json"],
             "`export_trl` to be a new file or",
         ),
-        (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` both.jsonl is read by the same command"),
+        (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` and `export_trl` must be different files"),
     ],
 )
 def test_exports_of_rollouts_replace_no_file_of_others(

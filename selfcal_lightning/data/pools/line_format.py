@@ -280,9 +280,6 @@ StepLabels = Literal["hard", "rate"]
 TRL_FIELDS = ("prompt", "completions", "labels")
 
 
-TRL_KEYS = ("prompt", "completions", "labels")
-
-
 def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
     """Return a row.
 

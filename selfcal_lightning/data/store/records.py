@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from selfcal_lightning.core import files
-from selfcal_lightning.core.files import SEAL, seal_of, write_atomically
+from selfcal_lightning.core.files import SEAL, seal_of, sealed, write_atomically
 from selfcal_lightning.data.store.shards import StoreCorruptError, StoreVersionError
 
 FORMAT = 2
@@ -139,12 +138,12 @@ def _check_inside(file: str) -> None:
 
 def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = False) -> None:
     """Write a record to ``path``, with its format and its seal."""
-    write_atomically(path, sealed(content), exclusive=exclusive)
+    write_atomically(path, record_bytes(content), exclusive=exclusive)
 
 
-def sealed(content: Mapping[str, Any]) -> bytes:
+def record_bytes(content: Mapping[str, Any]) -> bytes:
     """Return the file of a record."""
-    return files.sealed({"format": FORMAT, **content})
+    return sealed({"format": FORMAT, **content})
 
 
 def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversioned: bool = False) -> Made:

@@ -52,7 +52,7 @@ from selfcal_lightning.data.store.manifest import (
     round_files,
 )
 from selfcal_lightning.data.store.parts import ShardWriter, part_entries, part_folders, read_part
-from selfcal_lightning.data.store.records import Reread, ShardEntry, sealed, write_record
+from selfcal_lightning.data.store.records import Reread, ShardEntry, record_bytes, write_record
 from selfcal_lightning.data.store.shards import (
     INDEX_COLUMNS,
     SampleIndex,
@@ -196,7 +196,7 @@ class SampleStore:
         while True:
             entries = part_entries(self.path)
             merged = merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
-            manifest = sealed(merged.as_json())
+            manifest = record_bytes(merged.as_json())
             if not file.exists() or file.read_bytes() != manifest:
                 write_atomically(file, manifest)
             if part_entries(self.path) == entries:

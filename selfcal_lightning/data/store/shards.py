@@ -48,13 +48,13 @@ SCHEMA = pa.schema(
 LENGTH = "num_tokens"
 
 
-def read_parquet(data: bytes) -> pa.Table:
-    """Return the table of a small Parquet file.
+def read_parquet(source: bytes | Path) -> pa.Table:
+    """Return the table of a Parquet file, or of its content.
 
     ``pq.read_table`` would scan it as a data set with threads of Arrow's own. Where they end later than the interpreter
     the process aborts (apache/arrow#34314, #45017): 3 of 38 runs of `selfcal select` on busy cores, with status 134.
     """
-    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+    return pq.ParquetFile(source if isinstance(source, Path) else pa.BufferReader(source)).read(use_threads=False)
 
 
 class StoreCorruptError(RunError):

@@ -166,7 +166,7 @@ def _load_parquet(file: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     from selfcal_lightning.data.store.shards import read_parquet
 
     try:
-        table = read_parquet(file.read_bytes())
+        table = read_parquet(file)
     except pyarrow.ArrowInvalid as error:
         raise InputError(f"Expected {file} to be a Parquet file, but it cannot be read: {error}") from error
     _check_columns(str(file), table.column_names, columns)

@@ -42,7 +42,6 @@ def check_reachable(base_url: str) -> None:
     """
     address = urlsplit(base_url)
     place = (address.hostname or "", address.port or PORTS.get(address.scheme, 80))
-    problem: OSError | None = None
     problem = OSError()
     for attempt in range(TRIES):
         if attempt:

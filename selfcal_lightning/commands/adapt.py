@@ -110,11 +110,6 @@ def run_adapt(
 
     Returns:
         What is written to adaptation.json.
-
-    Raises:
-        InputError: A setting cannot be, sets share a question, the selection keeps others than ``questions``, or other
-            settings were begun with in ``output_dir``.
-        RunError: The training was refused, failed or was stopped, and its own message stands above.
     """
     model, folder = resolve_model(base_model), Path(output_dir)
     one = Adaptation(

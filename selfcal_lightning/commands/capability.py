@@ -154,9 +154,6 @@ def run_fit_probe(
 
     Returns:
         The probe.
-
-    Raises:
-        InputError: The responses are not the model's, do not give the target, or give the same for all questions.
     """
     check_gives_hidden_states(engine)
     check_probe_target(output)
@@ -238,9 +235,6 @@ def run_score_questions(
 
     Returns:
         One value a question; None where the model could not be asked.
-
-    Raises:
-        InputError: The probe belongs to another model, adapter, template or sampling, or settings cannot be.
     """
     _check_place(
         {"store_dir": store_dir, "questions": questions, "output": output}, task=task, model=model,
@@ -363,9 +357,6 @@ def run_evaluate_capability(
 
     Returns:
         The comparison.
-
-    Raises:
-        InputError: Responses were not judged, there is no such estimate, or it is another model's.
     """
     names = [estimator] if isinstance(estimator, str) else list(estimator)
     folder = Path(output_dir)
@@ -500,9 +491,6 @@ def run_fit_capability_maps(
 
     Returns:
         The maps.
-
-    Raises:
-        InputError: There are no such values, or responses were not judged.
     """
     check_maps_target(output)
     kept = maps_of(calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
@@ -530,9 +518,6 @@ def run_map_scores(
 
     Returns:
         The mapped capabilities; what computed them is another origin than before.
-
-    Raises:
-        InputError: The capabilities were computed otherwise than those of the fit, or the maps were fitted on them.
     """
     check_scores_target(output, inputs=(scores, maps))
     kept, questions = load_maps(maps), read_scores(scores)
@@ -601,9 +586,6 @@ def run_predict_pass_at_k(
 
     Returns:
         The predictions.
-
-    Raises:
-        InputError: Settings cannot be, or a calibration question is among those that are predicted.
     """
     if not ks or min(ks) < 1:
         raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
@@ -722,9 +704,6 @@ def run_allocate(
 
     Returns:
         The plan.
-
-    Raises:
-        InputError: A question has no capability, or settings cannot be.
     """
     check_plan_target(output)
     if gain not in ("beta", "geometric"):
@@ -846,10 +825,6 @@ def run_fit_asking_threshold(
 
     Returns:
         What was found.
-
-    Raises:
-        RunError: No threshold keeps the bound on these questions.
-        InputError: Values or verdicts are missing, or settings cannot be.
     """
 
     def is_own(file: Path) -> bool:

@@ -28,10 +28,6 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
 
     Returns:
         The folder that was written.
-
-    Raises:
-        InputError: There is no such file, it is not of a language model that transformers can read, or the folder holds
-            something.
     """
     source, target = find_gguf(file), Path(output_dir)
     if target.exists() and not is_empty_folder(target):

@@ -40,9 +40,6 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     Args:
         output_dir: Where samples, adapter, figures, tables and TensorBoard logs go. What is there from
             an earlier demo is reused where it still fits, and replaced where it does not.
-
-    Raises:
-        RunError: A step failed, and its own message stands above; or the disk is full.
     """
     if free_bytes(output_dir) < NEEDED_BYTES:
         raise RunError(

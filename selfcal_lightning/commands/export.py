@@ -78,10 +78,6 @@ def run_export(
 
     Returns:
         The folder that was written.
-
-    Raises:
-        InputError: If the output folder holds something or is where the adapter or its base model lies, the adapter
-            is activated, damaged or was trained on another base model, or a token is missing.
     """
     target = Path(output_dir)
     check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)

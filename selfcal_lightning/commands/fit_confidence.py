@@ -224,9 +224,6 @@ def run_fit_threshold(
 
     Returns:
         The threshold.
-
-    Raises:
-        ValueError: There is none, or options or pool are not as described.
     """
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
         raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")

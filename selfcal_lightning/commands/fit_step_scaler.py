@@ -68,9 +68,6 @@ def run_fit_step_scaler(
 
     Returns:
         The scaler.
-
-    Raises:
-        InputError: The model gives no probability for steps, nothing has a score and a target, or they disagree.
     """
     check_fitted_target(output, PREFIX + kind)
     check_target(target)

@@ -88,11 +88,6 @@ def run_generate(
 
     Returns:
         Counts of what this machine did.
-
-    Raises:
-        EngineStoppedError: The engine cannot go on, or ``max_failures`` requests failed in a row.
-        RunError: Questions were left out, or a worker failed. What is complete is kept in all cases.
-        InputError: A setting cannot be, or is not that of the store.
     """
     settings = GenerationSettings(
         model=resolve_model(model),

@@ -83,9 +83,6 @@ def run_judge(
 
     Returns:
         What was judged.
-
-    Raises:
-        InputError: No answer of the store can be judged, or the verdicts there are another judge's.
     """
     if max_new_tokens < 1:
         raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")

@@ -101,9 +101,6 @@ def run_rollout(
 
     Returns:
         What there is now.
-
-    Raises:
-        InputError: There are no responses with steps, or the policy is not the one that sampled them.
     """
     source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps, None if at is None else tuple(at))
     if labels not in get_args(StepLabels):

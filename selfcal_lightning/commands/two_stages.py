@@ -50,10 +50,6 @@ def run_tune_and_calibrate(
 
     Returns:
         The folder of the tuned model; the adapter is in calibrated/adapter beside it.
-
-    Raises:
-        InputError: A stage is not what it must be, or other settings were begun with in `output_dir`.
-        RunError: A step failed or was stopped, and its own message stands above.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InputError(

@@ -212,7 +212,7 @@ def test_the_training_of_an_adaptation_instantiates(
     settings = fit_settings(one, tmp_path, engine=EngineSettings(), guard=given["guard"], options=options)
     write_settings(tmp_path / "config.yaml", settings)
     cli = instantiated(["fit", "--config", str(tmp_path / "config.yaml"), *ON_CPU], monkeypatch)
-    assert (cli.model.reward, cli.model.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
+    assert (cli.model.reward, cli.model.target) == (cli.datamodule.reward, cli.datamodule.target)
     assert cli.model.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
     assert cli.model.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
 
-from selfcal_lightning.cli import FUNCTION_VERBS, TRAINER_VERBS
+from selfcal_lightning.cli import VERBS
 from selfcal_lightning.commands.presets import as_arguments, common_case
 from selfcal_lightning.data.tasks.registry import TASKS
 
@@ -70,7 +70,7 @@ def test_pages_are_plain_markdown() -> None:
 def test_verbs_exist() -> None:
     verbs = set(re.findall(r"selfcal ([a-z-]+)", BASH))
     assert verbs >= {"fit", "export", "evaluate"}
-    assert verbs <= {*TRAINER_VERBS, *FUNCTION_VERBS}
+    assert verbs <= set(VERBS)
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
@@ -81,8 +81,8 @@ def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: 
         write_user_files()
         prepared, overrides = common_case(arguments)
         arguments = [*as_arguments(prepared), *overrides]
-    if verb in FUNCTION_VERBS:
-        assert given_to(verb, arguments, monkeypatch)
+    if VERBS[verb].function:
+        assert given_to(verb, arguments)
     else:
         assert instantiated([verb, *arguments, *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch).model
 

@@ -21,8 +21,9 @@ ATTENTION = {
     *(f"paged|{name}" for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3")),
 }  # fmt: skip
 DIMENSIONS = ("hidden_size", "n_embd", "vocab_size")
+LAYERS = ("num_hidden_layers", "n_layer")
 COUNTS = (
-    "num_hidden_layers", "n_layer", "num_attention_heads", "num_key_value_heads", "n_head", "head_dim",
+    *LAYERS, "num_attention_heads", "num_key_value_heads", "n_head", "head_dim",
     "intermediate_size", "max_position_embeddings",
 )  # fmt: skip
 RENDERING_SECONDS = 10
@@ -47,10 +48,13 @@ def check_config(folder: Path, files: Sequence[Path]) -> None:
                 raise InputError(f"`{name}` in {file} is {part[name]!r}, but no tensor of its weights has that size.")
         for name in COUNTS:
             value = part.get(name)
-            if value is not None and (not isinstance(value, (int, list)) or value == 0 or value is True):
-                raise InputError(f"`{name}` in {file} must be a number above 0, got {value!r}.")
-            if name in ("num_hidden_layers", "n_layer") and isinstance(value, int) and value > layers:
-                raise InputError(f"`{name}` in {file} is {value:,}, but its weights have {layers:,} tensors.")
+            if name in LAYERS:
+                absurd = not isinstance(value, int) or not 0 <= value <= layers
+            else:
+                absurd = not isinstance(value, (int, list)) or value == 0 or value is True
+            if value is not None and absurd:
+                expected = f"at most {layers:,}, its number of tensors" if name in LAYERS else "above 0"
+                raise InputError(f"`{name}` in {file} must be a number {expected}, got {value!r}.")
 
 
 @functools.lru_cache(maxsize=64)

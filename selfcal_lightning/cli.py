@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from selfcal_lightning import __version__
 from selfcal_lightning.commands.trainer_start import check_settings, is_check, is_first_process, short_help
-from selfcal_lightning.core.config_files import check_nesting, config_files, read_config
+from selfcal_lightning.core.config_files import check_files, check_nesting, config_files, read_config
 from selfcal_lightning.core.errors import did_you_mean
 from selfcal_lightning.core.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
 from selfcal_lightning.core.plugins import load_plugins, load_plugins_of_parent, named_plugins
@@ -176,6 +176,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run_verb(verb: str, arguments: list[str]) -> None:
     check_nesting(arguments)
+    check_files(arguments)
     for path in config_files(arguments):
         read_config(path)
     load_plugins_of_parent()  # a verb may be started by another one, as those of the demonstration are

@@ -276,6 +276,7 @@ def test_batch_script_runs_the_config(tmp_path: Path, status: int) -> None:
     [
         ("exit 75", False, 0, True),
         ("kill -KILL $$", False, 0, True),  # what --kill-on-bad-exit makes of the other tasks
+        ("trap - USR1; kill -USR1 $$", False, 0, True),  # it had no handler yet
         ("exit 75", True, 75, True),
         ("exit 3", False, 3, False),
         ("exit 0", False, 0, False),
@@ -305,6 +306,25 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     if requeued:
         assert (tmp_path / "calls").read_text() == f"requeue {'77_2' if array else '79'}\n"
     assert ("submit it again by hand" in said) == refused
+
+
+@pytest.mark.parametrize("warned", [False, True])
+def test_a_job_of_an_array_samples_its_share(tmp_path: Path, warned: bool) -> None:
+    stand_in(
+        tmp_path, "selfcal", f'echo "$@" > {tmp_path}/started', "trap 'exit 143' TERM", "sleep 0.2 & wait", "exit 3"
+    )
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls')
+    array = {"JOB_ID": "77", "TASK_ID": "3", "TASK_MIN": "1", "TASK_COUNT": "4"}
+    environment = {f"SLURM_ARRAY_{name}": value for name, value in array.items()}
+    command = ["bash", str(ROOT / "configs/slurm-generate.sbatch"), "--model", "bundled"]
+    script = subprocess.Popen(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment})
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    if warned:
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == (0 if warned else 3)
+    assert (tmp_path / "started").read_text() == "generate --model bundled --shard 2/4\n"
+    assert (tmp_path / "calls").exists() == warned
 
 
 def test_a_warning_that_comes_before_the_step_has_a_number_is_passed_on(tmp_path: Path) -> None:

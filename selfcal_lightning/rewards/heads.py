@@ -140,7 +140,7 @@ def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, outpu
         weight = cast(Tensor, trunk.get_input_embeddings().weight).detach()[list(output_ids)]
     else:
         raise InputError(
-            f"lm_head.weight is missing in {folder}. A head is never made up: name the model's own `reward.format`."
+            f"{folder}: lm_head.weight is missing. A head is never made up: name the model's own `reward.format`."
         )
     return _linear(weight, None)
 

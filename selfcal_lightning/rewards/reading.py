@@ -211,14 +211,10 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
     settings = completed(settings)
     if settings.model is None:
         raise InputError(
-            "Expected `reward.model` to be the folder of a reward model, but got None. Give one that `selfcal fit "
-            f"--config {config_path('rewards/demo.yaml')}` wrote, or a public one with its `reward.format`."
+            f"Expected `reward.model`; `selfcal fit --config {config_path('rewards/demo.yaml')}` trains one."
         )
     if settings.format is None:
-        raise InputError(
-            f"Expected `reward.format` to be given with {settings.model!r}, which does not state its own as folders "
-            f"that `selfcal fit` wrote do, but got None. Give one of {', '.join(REWARD_FORMATS)}."
-        )
+        raise InputError(f"Expected `reward.format` with {settings.model!r}: one of {', '.join(REWARD_FORMATS)}.")
     format = reward_format(settings.format)
     if settings.scaler is not None and not Path(settings.scaler).is_file():
         raise InputError(

@@ -264,7 +264,7 @@ def test_rollouts_of_other_steps_are_refused(
         if steps == "sentence":
             data._table(sampled, index, rows, data.recipes())
             continue
-        with pytest.raises(InputError, match=r"`rollouts` that go on from steps .* by the rule 'line'.*--steps line"):
+        with pytest.raises(InputError, match=r"goes on from a step .* by the rule 'line'.*--steps line"):
             data._table(sampled, index, rows, data.recipes())
 
 

@@ -268,7 +268,6 @@ def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool 
 
 
 def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...], list[int]]) -> list[int]:
-    """Return where a form stands in a response, as numbers of tokens."""
     wanted = canonical_step(form)
     if not wanted:
         return []
@@ -278,7 +277,6 @@ def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...
 
 
 def _longest_run(places: Sequence[Sequence[int]]) -> int:
-    """Return how many steps can be found one behind the other."""
     ends: list[int] = []  # the earliest place at which a run of each length can end
     for found in places:
         for length in range(len(ends), -1, -1):

@@ -121,7 +121,6 @@ class SelectionSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The confidences of responses that are named, besides those of the fusion."""
         named = [name for name in (self.pick, self.keep) if name not in (FUSED, SHARE, SSC, PICK)]
         return tuple(dict.fromkeys([*named, *self.scores]))
 
@@ -175,7 +174,6 @@ class SelectedRow:
 
 
 def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> Label:
-    """Return the label of a question."""
     answers = [sample.answer for sample in entry.samples]
     text = {
         "majority": majority_answer(answers),
@@ -210,7 +208,6 @@ def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
 
 
 def _most_confident(samples: Sequence[Sample]) -> str | None:
-    """Return the answer with the most P(True) on it, the first seen on ties."""
     masses = _masses(samples)
     return max(masses, key=masses.__getitem__) if masses and max(masses.values()) > 0.0 else None
 
@@ -358,7 +355,6 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
 
 
 def _urgency(score: float, order: str) -> float:
-    """Return what is larger for questions that come first."""
     if order == "informative":
         return -abs(score - 0.5)
     return score if order == "easiest" else -score

@@ -31,8 +31,6 @@ TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_do
 
 @dataclass(frozen=True)
 class QuestionSlice:
-    """Questions of one task."""
-
     task: str
     split: str = "test"
     path: str | None = None
@@ -46,7 +44,6 @@ class QuestionSlice:
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
-    """Return the questions of all sets."""
     found = {name: load_source(place, place.task) for name, place in slices.items()}
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
@@ -161,7 +158,6 @@ def fit_settings(
 def check_learnt(
     selection: str, store_dir: str, sets: Mapping[str, Sequence[Question]], *, learns_confidence: bool
 ) -> None:
-    """Hold a selection against its store and against the sets of an adaptation."""
     chosen = read_selection(selection)
     kept = [example.question for example in examples(chosen, store_dir=store_dir)]
     _check_among(kept, sets, what=f"the {len(kept):,} questions that {selection} keeps")

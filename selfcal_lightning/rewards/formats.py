@@ -101,17 +101,14 @@ class RewardFormat:
 
     @property
     def is_output_layer(self) -> bool:
-        """Whether its head is rows of a causal model's output layer."""
         return self.layers == OUTPUT_LAYER
 
     @property
     def renders_chat(self) -> bool:
-        """Whether it needs the model's chat template."""
         return self.uses_chat or self.layout in ("turns", "chat", "continued")
 
     @property
     def has_quantiles(self) -> bool:
-        """Whether a lower and an upper quantile stand beside its score."""
         return self.link == "quantiles"
 
     def _check_texts(self) -> None:

@@ -69,12 +69,6 @@ def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] |
     return rewards
 
 
-def equation_share(texts: Sequence[str]) -> list[float | None]:
-    """Return the share of equations that hold in each response; None without any that can be checked."""
-    found = [find_equations(text) for text in texts]
-    return [sum(e.holds for e in equations) / len(equations) if equations else None for equations in found]
-
-
 def arithmetic_value(expression: str) -> Fraction | None:
     """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs."""
     tokens = _TOKEN.findall(expression)
@@ -207,7 +201,7 @@ _SIGNS = {
 _EQUALS, _OPERATORS = {"="}, frozenset("+*-/()")
 _LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
 _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
-_LONGEST_NUMBER = 40
+
 _DIGITS = frozenset("0123456789")
 
 

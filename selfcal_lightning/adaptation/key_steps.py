@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
 from selfcal_lightning.adaptation.selection_files import Example, Selection, digest_of
@@ -53,14 +53,6 @@ class Extracted:
     @property
     def key(self) -> tuple[str, int, int]:
         return self.question_id, self.round, self.index
-
-
-class StepExtractor(Protocol):
-    def describe(self) -> dict[str, Any]:
-        """Return what the outcome depends on, JSON-able."""
-
-    def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield what was found in each response, in any order, as it is there."""
 
 
 _COMPUTING = frozenset("+-*/^")

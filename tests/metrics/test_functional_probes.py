@@ -1,4 +1,4 @@
-"""Ridge and class probes against recorded vectors, scikit-learn and hand-made cases."""
+"""Class probes against recorded vectors, scikit-learn and hand-made cases."""
 
 from __future__ import annotations
 
@@ -6,46 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_allclose
-from sklearn.linear_model import Ridge
 
-from selfcal_lightning.capability.probe_heads import class_confidence, class_loss, fit_ridge, nearest_class
+from selfcal_lightning.capability.probe_heads import class_confidence, class_loss, nearest_class
 
 Vectors = Callable[[str], dict[str, Any]]
-
-
-def _reference_sklearn_ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> tuple[np.ndarray, float]:
-    model = Ridge(alpha=penalty * len(x)).fit(x, y)
-    return model.coef_, float(model.intercept_)
-
-
-def test_ridge_equals_the_vectors(vectors: Vectors) -> None:
-    for case in vectors("ridge_probe_closed_form")["cases"]:
-        weights, intercept = fit_ridge(case["X"], case["y"], penalty=case["weight_decay"])
-        assert_allclose(weights, case["w"], atol=1e-5)  # the reference computes in float32
-        assert intercept == pytest.approx(case["b"], abs=1e-5)
-        error = np.mean((np.array(case["X"]) @ weights + intercept - case["y"]) ** 2)
-        assert error == pytest.approx(case["train_mse"], abs=1e-6)
-
-
-@pytest.mark.parametrize("penalty", [1e-3, 1.0])
-@pytest.mark.parametrize("size", [5, 40])
-def test_ridge_equals_sklearn_also_with_more_columns_than_rows(size: int, penalty: float) -> None:
-    generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(size, 12)), generator.random(size)
-    wanted, constant = _reference_sklearn_ridge(x, y, penalty)
-    weights, intercept = fit_ridge(torch.tensor(x), torch.tensor(y), penalty=penalty)
-    assert_allclose(weights, wanted, atol=1e-9)
-    assert intercept == pytest.approx(constant, abs=1e-9)
-
-
-def test_no_penalty_on_singular_features_still_fits() -> None:
-    x = np.array([[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
-    weights, intercept = fit_ridge(x, [1.0, 2.0, 3.0], penalty=0.0)
-    assert_allclose(x @ weights + intercept, [1.0, 2.0, 3.0], atol=1e-9)
 
 
 def test_class_probe_equals_the_vectors(vectors: Vectors) -> None:

@@ -1,13 +1,18 @@
-"""Leave-one-out ridge against N fits and against scikit-learn, with more and with fewer features than questions."""
+"""Leave-one-out ridge against N fits and recorded vectors, with more and with fewer features than questions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
-from sklearn.linear_model import RidgeCV
+from numpy.testing import assert_allclose
+from sklearn.linear_model import Ridge
 
-from selfcal_lightning.capability.probe_heads import fit_ridge
-from selfcal_lightning.capability.ridge import PENALTIES, fit_ridge_leaving_one_out
+from selfcal_lightning.capability.probe import PENALTIES, fit_ridge_leaving_one_out
+
+Vectors = Callable[[str], dict[str, Any]]
 
 
 def data(questions: int, width: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -16,36 +21,37 @@ def data(questions: int, width: int, *, seed: int = 0) -> tuple[np.ndarray, np.n
     return x, x[:, 0] - 0.5 * x[:, 1] + 0.3 * rng.normal(size=questions) + 2.0
 
 
+def test_ridge_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("ridge_probe_closed_form")["cases"]:
+        x, y = np.array(case["X"]), np.array(case["y"])
+        fit = fit_ridge_leaving_one_out(x, y, penalties=[case["weight_decay"]])
+        assert_allclose(fit.weights, case["w"], atol=1e-5)  # the reference computes in float32
+        assert fit.intercept == pytest.approx(case["b"], abs=1e-5)
+        assert np.mean((x @ fit.weights + fit.intercept - y) ** 2) == pytest.approx(case["train_mse"], abs=1e-6)
+
+
 @pytest.mark.parametrize(("questions", "width"), [(40, 7), (20, 55), (12, 12)])
-def test_left_out_predictions_are_those_of_n_fits(questions: int, width: int) -> None:
+def test_the_penalty_is_that_of_least_error_over_n_fits(questions: int, width: int) -> None:
     x, y = data(questions, width)
-    penalty = 0.3
-    fit = fit_ridge_leaving_one_out(x, y, penalties=[penalty])
-    for out in range(questions):
-        rest = np.arange(questions) != out
-        # The penalty counts a question; one is missing.
-        weights, intercept = fit_ridge(x[rest], y[rest], penalty=penalty * questions / (questions - 1))
-        assert fit.left_out[out] == pytest.approx(x[out] @ weights + intercept, abs=1e-9)
-    weights, intercept = fit_ridge(x, y, penalty=penalty)
-    np.testing.assert_allclose(fit.weights, weights, atol=1e-9)
-    assert fit.intercept == pytest.approx(intercept)
-
-
-@pytest.mark.parametrize(("questions", "width"), [(60, 9), (25, 80)])
-def test_the_choice_is_that_of_scikit_learn(questions: int, width: int) -> None:
-    x, y = data(questions, width, seed=3)
     fit = fit_ridge_leaving_one_out(x, y)
-    theirs = RidgeCV(alphas=[penalty * questions for penalty in PENALTIES]).fit(x, y)
-    assert theirs.alpha_ == pytest.approx(fit.penalty * questions)
-    np.testing.assert_allclose(theirs.coef_, fit.weights, atol=1e-8)
-    assert fit.error == pytest.approx(-theirs.best_score_, rel=1e-6)
+    errors = {}
+    for penalty in PENALTIES:
+        residuals = []
+        for out in range(questions):
+            rest = np.arange(questions) != out
+            left = Ridge(alpha=penalty * questions).fit(x[rest], y[rest])
+            residuals.append(float(left.predict(x[[out]])[0] - y[out]))
+        errors[penalty] = float(np.mean(np.square(residuals)))
+    assert fit.penalty == min(errors, key=errors.__getitem__)
+    assert fit.error == pytest.approx(errors[fit.penalty], rel=1e-6)
+    assert_allclose(fit.weights, Ridge(alpha=fit.penalty * questions).fit(x, y).coef_, atol=1e-9)
 
 
 def test_a_feature_that_never_changes_does_no_harm() -> None:
     x, y = data(30, 4)
     with_constant = np.column_stack([x, np.full(30, 7.0)])
     plain, fit = fit_ridge_leaving_one_out(x, y), fit_ridge_leaving_one_out(with_constant, y)
-    np.testing.assert_allclose(fit.weights, [*plain.weights, 0.0], atol=1e-9)
+    assert_allclose(fit.weights, [*plain.weights, 0.0], atol=1e-9)
 
 
 def test_features_of_noise_end_at_the_mean() -> None:

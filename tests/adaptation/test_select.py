@@ -193,7 +193,7 @@ def test_answers_that_were_read_anew_are_noticed(store: Path, tmp_path: Path) ->
     SampleStore(tmp_path / "store").reread(
         lambda entry: replace(entry, samples=tuple(replace(s, answer="0") for s in entry.samples)), readers={}
     )
-    with pytest.raises(ValueError, match="read '.*', now '0'"):
+    with pytest.raises(ValueError, match=r"read '.*', now '0'"):
         list(examples(selection))
 
 

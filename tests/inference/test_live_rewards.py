@@ -83,7 +83,7 @@ def test_what_reads_no_reward_model_or_has_none_is_refused(reward: str) -> None:
     assert check_live_rewards(make_strategy("self_consistency"), [], RewardSettings()) == []
     with pytest.raises(InputError, match=r"reads prm: .* `reward\.model`"):
         check_live_rewards(reads, [], RewardSettings())
-    with pytest.raises(InputError, match="`reward` needs .* or a `confidence`"):
+    with pytest.raises(InputError, match=r"`reward` needs .* or a `confidence`"):
         check_live_rewards(make_strategy("self_consistency"), [], RewardSettings(reward))
-    with pytest.raises(InputError, match="'orm' cannot read .* judges steps by a probability"):
+    with pytest.raises(InputError, match=r"'orm' cannot read .* judges steps by a probability"):
         check_live_rewards(make_strategy("best_of_n", confidence="orm"), [], RewardSettings(reward))

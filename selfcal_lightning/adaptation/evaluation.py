@@ -95,8 +95,7 @@ def read_set(store_dir: str | Path) -> SampledSet:
     unlabelled = [name for name in without if _readable(entries, name)]
     if unlabelled:
         raise InputError(
-            f"Expected questions with gold answers to evaluate on, but got {len(unlabelled):,} without in {store_dir}, "
-            f"such as {unlabelled[0]!r}."
+            f"{len(unlabelled):,} questions in {store_dir} have no gold answer, such as {unlabelled[0]!r}."
         )
     return SampledSet(entries)
 

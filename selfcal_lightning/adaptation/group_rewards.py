@@ -37,10 +37,7 @@ def group_rewards(
         check_confidence(seen, ANNOTATIONS[name])
     rewards = [_of_group(name, entry.samples, fusion) for entry in seen]
     if not any(reward is not None for group in rewards for reward in group):
-        raise InputError(
-            f"Expected responses with a reward {name!r}, but got none of {len(rewards):,} questions with one: "
-            f"{_absent(name)}."
-        )
+        raise InputError(f"None of {len(rewards):,} questions has a reward {name!r}: {_absent(name)}.")
     return rewards
 
 

@@ -390,8 +390,7 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
         raise InputError(
-            f"Expected {file} to belong to the selection beside it, but got steps of an earlier one. Run "
-            "`selfcal extract-steps --overwrite true`."
+            f"Expected steps of this selection in {file}, but got steps of an earlier one. Set `overwrite`."
         )
     return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
 
@@ -404,10 +403,10 @@ def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overw
     if known is None:
         return []
     if digest_of(dict(known.extractor)) != digest_of(dict(extractor)):
+        other = "backend" if known.extractor["backend"] != extractor["backend"] else "model or prompt"
         raise InputError(
-            f"Expected the steps in {selection.path / FILE} to have been extracted in the same way, but got another "
-            f"{'backend' if known.extractor['backend'] != extractor['backend'] else 'model or prompt'}. Set "
-            "`overwrite` to replace them."
+            f"Expected steps of the same extractor in {selection.path / FILE}, but got another {other}. Set "
+            f"`overwrite`."
         )
     return list(known.found)
 

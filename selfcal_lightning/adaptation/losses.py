@@ -67,8 +67,7 @@ def policy_gradient_loss(
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
     if logprob.dim() != 1 or advantage.dim() != 1:
         raise InputError(
-            "Expected `logprob` to have shape [n] and `advantage` shape [B], "
-            f"but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
+            f"Expected `logprob` [n] and `advantage` [B], but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
         )
     logprob = at_least_float32(logprob)
     weight = torch.exp(logprob - logprob.detach())

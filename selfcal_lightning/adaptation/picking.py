@@ -130,8 +130,7 @@ def check_label_free(label: LabelKind, *, references: bool) -> None:
     """Raise InputError where gold answers are asked for in a run that may read none."""
     if label == "reference" and not references:
         raise InputError(
-            "Expected `label` to be something else than 'reference' in a run without references, but got it. Set "
-            "`references` if gold answers may be read; the manifest then says so."
+            "Got `label` 'reference' in a run without references. Set `references` if gold answers may be read."
         )
 
 
@@ -278,9 +277,7 @@ def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None
     chosen = features or [n for n in FUSED_FEATURES if any(feature_value(sample, n) is not None for sample in readable)]
     if not (readable and chosen):
         raise InputError(
-            f"Expected readable responses with one of {', '.join(FUSED_FEATURES)} to pick by, but got none. Run "
-            "`selfcal score --estimator '[mean_logprob, min_logprob, self_certainty, token_entropy]'`, or name another "
-            "`pick`."
+            f"No readable response has one of {', '.join(FUSED_FEATURES)}. Run `selfcal score`, or name another `pick`."
         )
     scored = [
         entry
@@ -349,8 +346,7 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
         first = [at for at, reaches in zip(first, reached, strict=True) if reaches]
     if not first:
         raise InputError(
-            f"Expected the selection to hold at least one of {len(rows):,} questions, but got none: "
-            f"{_what_is_there(rows)}. Choose another `threshold`, or score what has no score."
+            f"Expected to keep at least one of {len(rows):,} questions, but got none: {_what_is_there(rows)}."
         )
     why = records.NOT_FIRST if settings.threshold is None else records.BEYOND
     is_kept = set(first)

@@ -64,10 +64,7 @@ def training_rows(
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
         if not one.question.messages:
-            raise InputError(
-                f"Expected question {one.question.id!r} to be known as a chat, but got a rendered prompt: a trainer "
-                "would put it into a template once more."
-            )
+            raise InputError(f"Expected a chat for question {one.question.id!r}, but got a rendered prompt.")
         found = known.get((one.row.question_id, one.row.round, one.sample.index))
         rows.append(
             TrainingRow(
@@ -93,8 +90,7 @@ def check_label(selection: Selection, label: str | None) -> None:
         return
     own, also = selection.manifest["settings"]["label"], " --references true" if label == "reference" else ""
     raise InputError(
-        f"Expected `label` to be picked, none or {own!r}, that of the selection, but got {label!r}. Run "
-        f"`selfcal select --label {label}{also}` for it."
+        f"Selection has no `label` {label!r}, but {own!r}. Run `selfcal select --label {label}{also}` for it."
     )
 
 
@@ -286,10 +282,7 @@ def check_export_target(output: str | Path, selection: Selection) -> None:
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
     own = json_object_or_none(place / MANIFEST_FILE) if (place / MANIFEST_FILE).is_file() else None
     if place.exists() and not (place.is_dir() and (is_empty_folder(place) or (own or {}).get("kind") == KIND)):
-        raise InputError(
-            f"Expected `output` to be a new folder or an earlier export, but got {output}, which is something else and "
-            "is left as it is. Choose another name."
-        )
+        raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
 def export_rl(

@@ -180,16 +180,20 @@ class VoteRow:
 
 
 def votes_table(rows: Sequence[VoteRow]) -> Table:
-    """Return the rows for the terminal: a line for each number of samples, a column for each side and weighing."""
+    """Return the rows for the terminal: values alone, and the change with its interval, which fit into 80 columns."""
     table = Table(
         title="Accuracy of votes; 95 % bootstrap over questions", title_justify="left", box=box.SIMPLE_HEAD,
         pad_edge=False, collapse_padding=True,
     )  # fmt: skip
     labels, lines = _cells(rows)
     for name in ("samples", "split", *labels):
-        table.add_column(name, justify="left" if name == "split" else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "split" else "right", no_wrap=name.startswith(CHANGE))
     for cells in lines:
-        table.add_row(*(cell.replace(", ", ",") for cell in cells))
+        values = [
+            cell if label.startswith(CHANGE) else cell.partition(" [")[0]
+            for label, cell in zip(("samples", "split", *labels), cells, strict=True)
+        ]
+        table.add_row(*(value.replace(", ", ",") for value in values))
     return table
 
 

@@ -107,8 +107,7 @@ def check_judge(name: str, format: RewardFormat) -> None:
         scale = "by a probability" if format.is_probability else "without a probability"
         scale += " and without quantiles" if name == LowerStepReward.name else ""
         raise InputError(
-            f"Expected an estimator for the reward format {format.name!r}, which judges {what} {scale}, but got "
-            f"{name!r}. Use {' or '.join(able) or 'one of your own'}."
+            f"{name!r} cannot read {format.name!r}, which judges {what} {scale}. Use {' or '.join(able) or 'your own'}."
         )
 
 

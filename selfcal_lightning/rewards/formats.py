@@ -300,15 +300,13 @@ def quantiles_of(format: RewardFormat) -> RewardFormat:
     """
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
         raise InputError(
-            f"Expected a reward format whose models judge steps by a probability, to train one on, but got "
-            f"{format.name!r}. Start from another model, or leave `format` out and start from the policy."
+            f"`format` {format.name!r} cannot be trained on: its models do not judge steps by a probability."
         )
     if len(format.right) != format.num_outputs - (format.link == "softmax") or (
         format.link == "sigmoid" and format.num_outputs != 1
     ):
         raise InputError(
-            f"Expected a reward format with one output that does not mean right, or a single one in all, to train its "
-            f"model on, but got {format.name!r} with {format.num_outputs} outputs of which {format.right} do."
+            f"`format` {format.name!r} cannot be trained on: {format.right} of {format.num_outputs} outputs mean right."
         )
     depth = len(format.layers)
     return replace(

@@ -136,8 +136,7 @@ def _load_trunk(folder: Path, format: RewardFormat, dtype: str) -> PreTrainedMod
                 held.clear()
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
-            refusal_of_code(str(folder), error, option=_OPTION)
-            or f"Expected `{_OPTION}` to be the folder of a reward model, but {str(folder)!r} failed: {error}"
+            refusal_of_code(str(folder), error, option=_OPTION) or f"`{_OPTION}` {folder} failed: {error}"
         ) from error
     check_all_loaded(str(folder), loading, option=_OPTION)
     return trunk

@@ -122,14 +122,14 @@ def quantile_head_from(
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]) or num_outputs < 1:
         shape = None if bias is None else tuple(bias.shape)
         raise InputError(
-            "Expected `weight` [C, D], `bias` [C] or None, and at least one output, "
-            f"but got {tuple(weight.shape)}, {shape} and {num_outputs}."
+            f"Expected `weight` [C, D], `bias` [C] or None, `num_outputs` >= 1, but got {tuple(weight.shape)}, "
+            f"{shape}, {num_outputs}."
         )
     classes = [*positive, negative]
     if not positive or len(set(classes)) < len(classes) or not 0 <= min(classes) <= max(classes) < len(weight):
         raise InputError(
-            f"Expected `positive` and `negative` to be different classes below {len(weight)}, "
-            f"but got {list(positive)} and {negative}."
+            f"Expected `positive` and `negative` to be different classes below {len(weight)}, but got {[*positive]} "
+            f"and {negative}."
         )
     constant = weight.new_zeros(len(weight)) if bias is None else bias
     rows, offsets = weight[list(positive)] - weight[negative], constant[list(positive)] - constant[negative]

@@ -27,10 +27,7 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
     index = _index_of(rollouts_dir, policy)
     labelled = ~np.isnan(index.correct)
     if not labelled.any():
-        raise InputError(
-            f"Expected rollouts whose answers were compared with references, but {rollouts_dir} has no labels. Sample "
-            "questions with references."
-        )
+        raise InputError(f"Rollouts in {rollouts_dir} have no labels. Sample questions with references.")
     right = np.nan_to_num(index.correct)
     return {
         name: Rate(float(right[rows].mean()), rows.stop - rows.start)
@@ -100,8 +97,7 @@ def _check_policy(store: SampleStore, policy: StoreFingerprint) -> None:
     drawn = replace(store.round_manifest().fingerprint, seed=0, plan=None)
     if differences := drawn.differences(replace(policy, seed=0, plan=None)):
         raise InputError(
-            f"Expected the rollouts in {store.path} to be of the policy that sampled the responses, but got "
-            f"{'; '.join(differences)}. Roll out with that policy and its sampling, or leave `rollouts` out."
+            f"Rollouts in {store.path} are of another policy than the responses: {'; '.join(differences)}."
         )
 
 

@@ -154,8 +154,7 @@ def tokens_of(sample: Sample) -> tuple[int, ...]:
     """Return the tokens of a sample."""
     if sample.token_ids is None:
         raise InputError(
-            f"Expected samples with token ids for a reward model to score, but got one of question "
-            f"{sample.question_id!r} without. Sample with a model of your own."
+            f"Expected samples with token ids to score, but got one of question {sample.question_id!r} without."
         )
     return tuple(sample.token_ids)
 
@@ -274,10 +273,7 @@ class BeamSearch:
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.width % self.keep:
-            raise InputError(
-                f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}: each beginning gets "
-                f"as many samples. Use {self.width - self.width % self.keep}, or another `keep`."
-            )
+            raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
         if self.adaptive not in get_args(Adaptive):
             raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
         if self.duplicates not in get_args(Duplicates):

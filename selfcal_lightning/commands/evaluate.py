@@ -29,6 +29,7 @@ from selfcal_lightning.evaluation.inputs import (
     sample_models,
     sides_apart,
     split_off_calibration,
+    trained_on,
 )
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
@@ -192,6 +193,10 @@ def run_evaluate(
         texts = reads_texts(settings.strategies)
         inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=texts)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
+    for key, shared in ({} if pools is not None else trained_on(inputs, sampled.sides)).items():
+        test, _, side = key.rpartition(".")
+        say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
+        results[f"own.{test}.trained_on.{side}"] = shared
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:

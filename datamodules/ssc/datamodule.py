@@ -54,7 +54,6 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import files_sha256
 from selfcal_lightning.models.packing import check_attention
 from selfcal_lightning.records import Question
-from selfcal_lightning.training.contracts import SideBySide
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 JOINT_TARGET: TargetName = "ssc"
@@ -338,7 +337,7 @@ class SSCDataModule(StoredRows):
             InputError: There is no such target, or a file of a teacher cannot be read.
         """
         module = self._module()
-        beside = module.beside if isinstance(module, SideBySide) else {}
+        beside = getattr(module, "beside", {})
         check_taught(self.target, self.teacher)
         check_beside(beside, target=self.target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(self.target, self.teacher, self.teacher_share)

@@ -138,6 +138,7 @@ def test_training_config_instantiates(
     from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
     from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.settings import OptimizerSettings
     from selfcal_lightning.training.support import way_of
 
     monkeypatch.chdir(tmp_path)
@@ -146,7 +147,7 @@ def test_training_config_instantiates(
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch)
     assert isinstance(cli.model, SelfCalibrationModule)
     assert isinstance(cli.datamodule, SSCDataModule)
-    trained_in = (cli.model.quantization, cli.model.optimizer_name)
+    trained_in = (cli.model.memory.quantization, cli.model.memory.optimizer)
     assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
     assert cli.model.activated == ("activated" in path.name or path.name == "demo.yaml")
@@ -164,8 +165,8 @@ def test_training_config_instantiates(
         assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
         assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
-        assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
-        assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
+        assert model.optimization == OptimizerSettings(5e-5, weight_decay=0.01, warmup_steps=0)
+        assert (model.omega, model.losses.beta, model.losses.loss) == (0.1, 0.25, "smooth_l1")
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
         assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
         assert not {source["split"] for source in data["train"]} - {"train"}

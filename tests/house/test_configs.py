@@ -92,7 +92,7 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(cli.datamodule, RewardDataModule)
     # What a class takes over is found although both are named by the face of their package.
     stated = ("base_model", "steps", "target", "query")
-    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert [getattr(cli.datamodule, name) for name in stated] == [cli.model.hparams[name] for name in stated]
     assert cli.datamodule.target == "vote_share"
 
 
@@ -111,7 +111,7 @@ def test_training_from_a_public_reward_model_instantiates(
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", folder], monkeypatch)
     cli.model.configure_model()
     stated = ("base_model", "format", "steps", "target")
-    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert [getattr(cli.datamodule, name) for name in stated] == [cli.model.hparams[name] for name in stated]
     assert type(cli.datamodule.collator()).__name__ == "WrittenCollator"
     names = {type(callback).__name__ for callback in cli.trainer.callbacks}
     assert "AdapterExport" in names
@@ -184,7 +184,7 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
         assert cli.datamodule.query == cli.model.query == BEFORE_QUERY
         return
     assert "CapabilityCurve" in names
-    assert (cli.model.hparams["head"], cli.model.loss) == ("linear", "bce")
+    assert (cli.model.settings.head, cli.model.settings.loss) == ("linear", "bce")
     if path.stem == "paper":  # the settings of the published training script
         hyper = cli.model.hparams
         assert (hyper["optimizer"], hyper["momentum"], hyper["weight_decay"]) == ("sgd", 0.9, 0.01)
@@ -213,9 +213,9 @@ def test_the_training_of_an_adaptation_instantiates(
     settings = fit_settings(one, tmp_path, engine=EngineSettings(), guard=given["guard"], options=options)
     write_settings(tmp_path / "config.yaml", settings)
     cli = instantiated(["fit", "--config", str(tmp_path / "config.yaml"), *ON_CPU], monkeypatch)
-    assert (cli.model.reward, cli.model.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
-    assert cli.model.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
-    assert cli.model.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
+    assert (cli.model.policy.reward, cli.model.policy.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
+    assert cli.model.policy.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
+    assert cli.model.policy.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert names.index("SSCGeneration") < names.index("AdaptationGuard") < names.index("AdapterExport")
 

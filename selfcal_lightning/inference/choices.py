@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -110,10 +111,11 @@ class CalibratedDefaults:
         manifest = (read_manifest(folder) if folder.is_dir() else None) or {}
         store = manifest.get("store") or {}
         tasks = store.get("tasks") or []
+        threshold = (manifest.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}")
         return cls(
             SamplingSettings(**store["sampling"]) if store.get("sampling") else None,
             tasks[0] if len(tasks) == 1 and tasks[0] in TASKS else None,
-            (manifest.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}"),
+            None if threshold is None or math.isnan(threshold) else round(threshold, 2),
             folder / MANIFEST,
         )
 

@@ -22,7 +22,6 @@ FUSED_FROM = ("mean_logprob", "logit:p_true")
 
 
 def check_reward(name: str) -> None:
-    """Raise InputError unless there is such a reward."""
     if name not in get_args(GroupReward):
         raise unknown_name("reward", name, list(get_args(GroupReward)))
 

@@ -39,8 +39,6 @@ _ABILITIES = {"number": "math", "expression": "math", "option letter": "choice",
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A kept question, ready to be written."""
-
     number: int
     question: str
     messages: tuple[Message, ...]
@@ -52,14 +50,12 @@ class TrainingRow:
 
     @property
     def source(self) -> str:
-        """Name of the question's kind, by which the reward file reads answers."""
         return f"selfcal/{self.row.task}"
 
 
 def training_rows(
     chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
 ) -> list[TrainingRow]:
-    """Return the rows of kept questions."""
     known = {} if steps is None else steps.by_response
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
@@ -95,7 +91,6 @@ def check_label(selection: Selection, label: str | None) -> None:
 
 
 def counts_of_rows(rows: Iterable[TrainingRow]) -> Mapping[str, int]:
-    """Return how many rows there are, and how many lack a label or key steps."""
     listed = list(rows)
     return {
         "rows": len(listed),
@@ -270,8 +265,6 @@ MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"
 
 @dataclass(frozen=True)
 class RLExport:
-    """What an export wrote."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -294,7 +287,6 @@ def export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    """Write the kept questions of a selection for a trainer."""
     check_export_target(output, selection)
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
     files = _rows_files(rows, format, selection)
@@ -331,7 +323,6 @@ def _earlier_files(folder: Path) -> list[str]:
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
-    """Return the files of rows by name."""
     if format == "verl":
         table = verl_table(rows, selection_sha256=selection.sha256)
         return {"train.parquet": _parquet(table), "sft.parquet": _parquet(verl_sft_table(rows))}

@@ -31,8 +31,6 @@ TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_do
 
 @dataclass(frozen=True)
 class QuestionSlice:
-    """Questions of one task."""
-
     task: str
     split: str = "test"
     path: str | None = None
@@ -46,7 +44,6 @@ class QuestionSlice:
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
-    """Return the questions of all sets."""
     found = {name: load_source(place, place.task) for name, place in slices.items()}
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
@@ -161,7 +158,6 @@ def fit_settings(
 def check_learnt(
     selection: str, store_dir: str, sets: Mapping[str, Sequence[Question]], *, learns_confidence: bool
 ) -> None:
-    """Hold a selection against its store and against the sets of an adaptation."""
     chosen = read_selection(selection)
     kept = [example.question for example in examples(chosen, store_dir=store_dir)]
     _check_among(kept, sets, what=f"the {len(kept):,} questions that {selection} keeps")
@@ -195,26 +191,7 @@ GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How models are sampled and compared.
-
-    Attributes:
-        base_model: Folder or hub name of the base model.
-        revision: Its revision on the hub.
-        adapter: Folder of the adapter.
-        slices: The questions, by the name of their set.
-        sampling: How both models are sampled.
-        temperatures: Further temperatures of the base model, above 0.
-        num_samples: Responses to a question; the option is ``evaluation_samples``.
-        engine: What samples.
-        seed: Of sampling.
-        query: The confidence query.
-        prompt: How questions are put to the model; None is their tasks' own way.
-        base_dir: Where the responses of the base model lie.
-        adapted_dir: Where those of the adapted one lie.
-
-    Raises:
-        InputError: ``num_samples`` or one of the temperatures is out of its range.
-    """
+    """How models are sampled and compared; ``num_samples`` is the option ``evaluation_samples``."""
 
     base_model: str
     revision: str | None
@@ -238,11 +215,7 @@ class Evaluation:
                 raise InputError(f"Expected `temperatures` to lie in (0, 2], but got {temperature}.")
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
-        """Sample what is missing, and compare the models on all sets.
-
-        Args:
-            cost_in_samples: Responses to a question that as many tokens give as the adaptation took.
-        """
+        """Sample what is missing, and compare the models; the argument is the adaptation's cost in responses."""
         return [self._compare(name, cost_in_samples) for name in self.slices]
 
     def _compare(self, name: str, cost_in_samples: int) -> SetComparison:

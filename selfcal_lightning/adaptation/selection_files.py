@@ -65,7 +65,6 @@ class Source:
 def read_source(
     store_dir: str, settings: SelectionSettings, *, split: str | None, task: str | None, round: int
 ) -> Source:
-    """Read what a selection needs of a store."""
     store = SampleStore(store_dir)
     record = store.round_manifest(round)
     names = _annotations(store_dir, settings)
@@ -170,12 +169,10 @@ class Selection:
 
     @property
     def sha256(self) -> str:
-        """Digest of the rows."""
         return str(self.manifest["rows_sha256"])
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a gold answer was read."""
         return bool(self.manifest["reads_reference"])
 
 
@@ -190,7 +187,6 @@ def check_selection_target(output: str | Path, *, store_dir: str) -> None:
 
 
 def is_selection(folder: Path) -> bool:
-    """Return whether a folder holds a selection."""
     file = folder / MANIFEST_FILE
     return file.is_file() and (json_object_or_none(file) or {}).get("kind") == KIND
 
@@ -228,7 +224,6 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
 
 
 def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
-    """Return how many questions and responses there are, and what became of them."""
     return {
         "questions": len(rows),
         "kept": sum(row.kept for row in rows),
@@ -346,7 +341,6 @@ SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
 
 
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
-    """Write both files to a folder that is there."""
     rows = [{"question": one.question.text, "answer": _answer(one), "gpt_response": one.sample.text} for one in chosen]
     results = [
         {
@@ -370,5 +364,4 @@ def remove_reference_files(folder: Path) -> None:
 
 
 def _answer(one: Example) -> str | None:
-    """Return the gold answer where it may be read, else the label."""
     return one.row.label.text if one.question.reference is None else one.question.reference

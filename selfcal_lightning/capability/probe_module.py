@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
-from selfcal_lightning.capability.probe_heads import ACTIVATIONS, Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.capability.probe_heads import Activation, Link, LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.folders import base_model_identity
@@ -73,8 +73,8 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
         differing.append("hidden states were others")
     if differing:
         raise InputError(
-            f"Expected the features, questions and targets of the checkpoint, but got others: {'; '.join(differing)}. "
-            "Restore what it was trained with (`data.init_args`), or start a new run without `ckpt_path`."
+            f"The checkpoint was trained on others: {'; '.join(differing)}. Restore `data.init_args`, or start a new "
+            "run without `ckpt_path`."
         )
 
 
@@ -87,10 +87,7 @@ def check_trainer(trainer: Trainer) -> None:
     }
     for wanted, value in found.items():
         if value is not True:
-            raise InputError(
-                f"Expected {wanted} where a probe is trained, but got {value}. Its features lie in memory, and it is "
-                "trained in seconds: a batch of any size is one step."
-            )
+            raise InputError(f"Expected {wanted} where a probe is trained, in seconds, but got {value}.")
 
 
 HeadName = Literal["linear", "mlp", "classifier"]
@@ -99,74 +96,58 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
-    """Return the loss, where none is given the usual one of a head.
-
-    Example:
-        >>> chosen_loss("mlp", None), chosen_loss("classifier", None)
-        ('bce', 'cross_entropy')
-    """
-    if head not in get_args(HeadName):
-        raise unknown_name("head", head, get_args(HeadName))
+    """Return the loss, where none is given the usual one of a head."""
+    check_choices(head=(head, HeadName))
     if loss is None:
         return "cross_entropy" if head == "classifier" else "bce"
-    if loss not in get_args(LossName):
-        raise unknown_name("loss", loss, get_args(LossName))
+    check_choices(loss=(loss, LossName))
     if (head == "classifier") != (loss == "cross_entropy"):
         raise InputError(
-            f"Expected the loss cross_entropy with the head classifier and with no other, but got {loss!r} with "
-            f"{head!r}."
+            f"The head classifier takes the loss cross_entropy, others do not: got {loss!r} with {head!r}."
         )
     return loss
 
 
 def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
-    """Return how outputs become shares.
-
-    Example:
-        >>> chosen_link("bce", None), chosen_link("mse", "clip"), chosen_link("cross_entropy", None)
-        ('sigmoid', 'clip', 'classes')
-    """
+    """Return how outputs become shares."""
     if loss == "cross_entropy":
         if link is not None:
             raise InputError(f"Expected no `link` with the head classifier, but got {link!r}.")
         return "classes"
-    if link not in (None, "sigmoid", "clip"):
-        raise unknown_name("link", link, ("sigmoid", "clip"))
+    if link is not None:
+        check_choices(link=(link, Literal["sigmoid", "clip"]))
     if link == "clip" and loss != "mse":
         raise InputError(f"Expected the link 'clip' with the loss 'mse' only, but got {loss!r}, which takes log-odds.")
     return link or "sigmoid"
 
 
-def check_probe_settings(
-    *, hidden_size: int, num_layers: int, num_classes: int, dropout: float, activation: str, temperature: float,
-    tie_weight: float, lr: float, momentum: float, weight_decay: float, warmup_steps: int, seed: int,
-    optimizer: str, schedule: str,
-) -> None:  # fmt: skip
-    """Raise InputError where one of them is out of range."""
-    check_at_least(1, hidden_size=hidden_size, num_layers=num_layers)
-    check_at_least(2, num_classes=num_classes)
-    check_at_least(0, warmup_steps=warmup_steps, seed=seed)
-    for name, value in {"dropout": dropout, "momentum": momentum}.items():
-        if not 0.0 <= value < 1.0:
-            raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
-    for name, value in {"lr": lr, "temperature": temperature}.items():
-        if not 0.0 < value < math.inf:
-            raise InputError(f"Expected `{name}` to be a positive number, but got {value}.")
-    for name, value in {"weight_decay": weight_decay, "tie_weight": tie_weight}.items():
-        if not 0.0 <= value < math.inf:
-            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
-    choices: dict[str, tuple[str, Sequence[str]]] = {
-        "activation": (activation, list(ACTIVATIONS)),
-        "optimizer": (optimizer, get_args(ProbeOptimizer)),
-        "schedule": (schedule, get_args(Schedule)),
-    }
-    for name, (chosen, known) in choices.items():
-        if chosen not in known:
-            raise unknown_name(name, chosen, known)
-    if optimizer == "lbfgs" and (schedule != "constant" or dropout):
+def check_choices(**settings: tuple[str, Any]) -> None:
+    """Raise InputError where a setting is none of the strings of its ``Literal``; keywords are the names."""
+    for name, (value, kind) in settings.items():
+        if value not in get_args(kind):
+            raise unknown_name(name, value, get_args(kind))
+
+
+def check_probe_settings(settings: Mapping[str, Any]) -> None:
+    """Raise InputError where a setting is out of range."""
+    at_least = {"hidden_size": 1, "num_layers": 1, "num_classes": 2, "warmup_steps": 0, "seed": 0}
+    for name, least in at_least.items():
+        check_at_least(least, **{name: settings[name]})
+    for name in ("dropout", "momentum"):
+        if not 0.0 <= settings[name] < 1.0:
+            raise InputError(f"Expected `{name}` to lie in [0, 1), but got {settings[name]}.")
+    for name in ("lr", "temperature"):
+        if not 0.0 < settings[name] < math.inf:
+            raise InputError(f"Expected `{name}` to be a positive number, but got {settings[name]}.")
+    for name in ("weight_decay", "tie_weight"):
+        if not 0.0 <= settings[name] < math.inf:
+            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {settings[name]}.")
+    choices = {"activation": Activation, "optimizer": ProbeOptimizer, "schedule": Schedule}
+    check_choices(**{name: (settings[name], kind) for name, kind in choices.items()})
+    if settings["optimizer"] == "lbfgs" and (settings["schedule"] != "constant" or settings["dropout"]):
         raise InputError(
-            "Expected `schedule` constant and no `dropout` with the optimizer lbfgs, whose line search needs one "
-            f"function, but got {schedule!r} and {dropout}."
+            "The optimizer lbfgs needs `schedule` constant and no `dropout`, since its line search is over one "
+            f"function, but got {settings['schedule']!r} and {settings['dropout']}."
         )
 
 
@@ -239,7 +220,7 @@ class LinearProbeModule(LightningModule):
         hidden_size: int = 32,
         num_layers: int = 1,
         dropout: float = 0.0,
-        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+        activation: Activation = "relu",
         num_classes: int = 11,
         loss: LossName | None = None,
         link: Literal["sigmoid", "clip"] | None = None,
@@ -256,12 +237,8 @@ class LinearProbeModule(LightningModule):
         super().__init__()
         self.loss: LossName = chosen_loss(head, loss)
         self.link = chosen_link(self.loss, link)
-        check_probe_settings(
-            hidden_size=hidden_size, num_layers=num_layers, num_classes=num_classes, dropout=dropout,
-            activation=activation, temperature=temperature, tie_weight=tie_weight, lr=lr, momentum=momentum,
-            weight_decay=weight_decay, warmup_steps=warmup_steps, seed=seed, optimizer=optimizer, schedule=schedule,
-        )  # fmt: skip
         self.save_hyperparameters()
+        check_probe_settings(self.hparams)
         self.strict_loading = False  # the layers are built when their width is known
         self.base_model, self.revision = base_model, revision
         self.activation, self.dropout = activation, dropout
@@ -316,8 +293,7 @@ class LinearProbeModule(LightningModule):
         if shapes != found or (self.link, self.activation) != (probe.head.link, probe.head.activation):
             raise InputError(
                 f"Expected a probe of these settings, layers {shapes} with {self.link}, but got "
-                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as it was "
-                "trained."
+                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as trained."
             )
         with torch.no_grad():
             for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
@@ -327,9 +303,7 @@ class LinearProbeModule(LightningModule):
     @property
     def _layers(self) -> nn.ModuleList:
         if self.layers is None:
-            raise InputError(
-                "Expected a trained probe, but got none. Give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one."
-            )
+            raise InputError("Expected a trained probe: give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one.")
         return self.layers
 
     # ---- training

@@ -99,9 +99,6 @@ def reliability_bins(
         num_bins: B. With "quantile" edges that fall together are merged, so there may be fewer.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> bins = reliability_bins([0.1, 0.8, 0.9, 1.0], [False, True, True, False], num_bins=2)
         >>> bins.count.tolist(), bins.confidence.round(3).tolist(), bins.accuracy.round(3).tolist()
@@ -136,9 +133,6 @@ def expected_calibration_error(
         num_bins: Number of bins.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> expected_calibration_error([1.0, 1.0, 1.0, 1.0], [True, False, True, True])
         0.25
@@ -160,9 +154,6 @@ def maximum_calibration_error(
         num_bins: Number of bins.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> maximum_calibration_error([0.25, 0.25, 1.0], [False, False, True])
         0.25
@@ -179,9 +170,6 @@ def brier_score(confidence: Array, correct: Array) -> float | None:
     Args:
         confidence: Confidences [N] in [0, 1].
         correct: Labels [N].
-
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
 
     Example:
         >>> brier_score([0.5, 1.0], [True, True])
@@ -270,9 +258,6 @@ def debiased_calibration_error(
         correct: Labels [N].
         question_index: The question of each response [N], as integers or strings.
         num_bins: Bins of equal width.
-
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
 
     Example:
         >>> debiased_calibration_error([0.5] * 4, [True] * 4, [0, 1, 2, 3])  # all gaps are alike: no chance in them

@@ -71,7 +71,6 @@ class LiveReward:
 
     @property
     def name(self) -> str:
-        """Key under which the confidence is added."""
         return self._estimator.name
 
     def score_sample(self, sample: Sample) -> float | None:
@@ -84,7 +83,6 @@ class LiveReward:
         return value
 
     def close(self) -> None:
-        """Give the model back. Closing twice is allowed."""
         self._rewards.close()
 
 

@@ -44,29 +44,21 @@ class StepReward(RewardScore):
 
 
 class LowerStepReward(RewardScore):
-    """The lower quantile of the score of a response's last step."""
-
     name = "prm_lower"
     needs_quantiles = True
 
 
 class LowestStepReward(RewardScore):
-    """The lowest score of its steps."""
-
     name = "prm_min"
     how = "min"
 
 
 class StepRewardProduct(RewardScore):
-    """The product of the scores of its steps, which falls with their number."""
-
     name = "prm_prod"
     how = "prod"
 
 
 class OutcomeReward(RewardScore):
-    """The probability that a model of whole responses gives."""
-
     name = "orm"
     judges = "response"
 

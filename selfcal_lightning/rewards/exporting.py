@@ -65,7 +65,6 @@ def output_names(head: nn.Module) -> tuple[str, ...]:
 
 
 def about(head: nn.Module, public: RewardFormat | None) -> str:
-    """Return what the README of an export says of how it is read."""
     places = "At the last token of a step, behind the chat that the policy was asked by,"
     if public is not None:
         places = f"Written and read at the places of the format {public.name!r},"

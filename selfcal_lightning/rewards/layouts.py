@@ -36,8 +36,6 @@ class RewardInput:
 
 
 class RewardEncoder:
-    """Writes questions and steps for a reward model. Texts are encoded."""
-
     def __init__(self, format: RewardFormat, tokenizer: PreTrainedTokenizerBase) -> None:
         self._format, self._tokenizer = format, tokenizer
         self._last: tuple[tuple[Message, ...], tuple[int, ...]] | None = None

@@ -28,8 +28,6 @@ _LOADING = logging.getLogger("transformers.modeling_utils")
 
 
 class RewardModel:
-    """Puts scores on positions."""
-
     def __init__(self, format: RewardFormat, trunk: PreTrainedModel, head: nn.Module) -> None:
         self._format, self._trunk, self._head = format, trunk, head
         self.num_tokens: int = cast(Tensor, trunk.get_input_embeddings().weight).shape[0]

@@ -86,7 +86,6 @@ def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex
 
 
 def _prefixes_in(index: SampleIndex) -> Iterator[tuple[str, slice]]:
-    """Yield the id of every prefix with the rows of its rollouts."""
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
     for start, stop in pairwise(edges.tolist()):
         if MARK in index.question_id[start]:
@@ -109,7 +108,6 @@ OF_PREFIXES = "success_prob"  # of responses that are prefixes, rolled out elsew
 
 
 def check_target(target: str) -> None:
-    """Raise InputError unless it is one of the targets."""
     if target not in get_args(RewardTarget):
         raise unknown_name("target", target, get_args(RewardTarget))
 

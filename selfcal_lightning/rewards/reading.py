@@ -132,7 +132,6 @@ class RewardReader:
         return [found[one][0] for one in inputs if one is not None]
 
     def close(self) -> None:
-        """Give the model back. Closing twice is allowed."""
         self._model.close()
 
     def _look_up(self, rows: Sequence[Sequence[RewardInput | None]]) -> dict[RewardInput, list[Score]]:

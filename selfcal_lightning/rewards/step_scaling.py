@@ -66,12 +66,10 @@ class StepScaler:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __call__(self, scores: Sequence[Score]) -> list[Score]:
-        """Return scaled scores, with their quantiles."""
         values = self.map.transform(np.array(scores, dtype=np.float64).reshape(-1))
         return [Score(*row) for row in values.reshape(-1, len(Score._fields)).tolist()]
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file."""
         content = {
             "parameters": asdict(self.map),
             "target": self.target,
@@ -107,7 +105,6 @@ def step_rows(
     steps: Steps,
     rates: Mapping[tuple[str, str], Rate],
 ) -> StepRows:
-    """Return the scores of all steps beside what they should say."""
     if target == OF_PREFIXES:
         raise InputError(
             "Expected a `target` of whole responses, but got 'success_prob'. Use 'outcome', or 'success_rate' with "

@@ -41,7 +41,6 @@ class VLLMRewardModel:
         return [[Score(*score) for score in linked(torch.tensor(row), self._format).tolist()] for row in read]
 
     def close(self) -> None:
-        """End vLLM, which gives its memory back."""
         self._outputs.close()
 
 

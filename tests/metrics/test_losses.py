@@ -23,9 +23,8 @@ from selfcal_lightning.adaptation.losses import (
     sequence_ratio,
     token_ratio,
 )
+from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
 from selfcal_lightning.rewards.quantiles import (
-    brier_excess,
-    coverage,
     monotone_quantiles,
     quantile_head_from,
 )
@@ -365,42 +364,37 @@ def test_training_finds_mean_and_quantiles_of_a_bernoulli_like_rate() -> None:
     assert high.item() > 0.95
 
 
-def test_coverage_by_hand() -> None:
-    # Lower quantile .3, tolerance .05: .25 is at the tolerance, so inside; .2 and 0 are outside.
-    found = coverage([0.3] * 4, [0.25, 0.2, 0.0, 0.9], 0.1, tolerance=0.05)
-    assert (found.outside, found.nominal, found.count) == (0.5, 0.1, 4)
-    upper = coverage([0.3] * 4, [0.35, 0.36, 1.0, 0.0], 0.9, tolerance=0.05)
-    assert upper.outside == 0.5
-    assert upper.nominal == pytest.approx(0.1)
-    assert coverage([], [], 0.1) is None
+def _outside(low: Any, high: Any, rates: Any, *, tolerance: float = 0.0) -> list[float]:
+    """Return the shares of rates below the lower and above the upper quantile."""
+    metric = QuantileMetrics(tolerance=tolerance)
+    columns = (torch.as_tensor(np.broadcast_to(column, len(rates)).copy()) for column in (low, high, rates))
+    metric.update(*columns, torch.zeros(len(rates), dtype=torch.long))
+    values = metric.compute()
+    return [values["steps/BelowLow"], values["steps/AboveHigh"]]
 
 
 def test_right_quantiles_leave_the_nominal_share_outside() -> None:
-    rates = np.random.default_rng(0).beta(2.0, 3.0, 20_000)
-    for level in (0.1, 0.5, 0.9):
-        quantile = stats.beta(2.0, 3.0).ppf(level)
-        found = coverage(np.full(len(rates), quantile), rates, level)
-        assert found.outside == pytest.approx(found.nominal, abs=0.01)
-
-
-@settings(deadline=None)
-@given(RATES, st.sampled_from([0.1, 0.9]), st.floats(0.0, 0.2))
-def test_coverage_equals_a_loop(pairs: list[tuple[float, int]], level: float, tolerance: float) -> None:
-    quantiles, rates = [q for q, _ in pairs], [successes / 8 for _, successes in pairs]
-    beyond = [(q - r if level < 0.5 else r - q) - tolerance for q, r in zip(quantiles, rates, strict=True)]
-    found = coverage(quantiles, rates, level, tolerance=tolerance)
-    assert sum(b > 1e-8 for b in beyond) <= found.outside * len(pairs) + 1e-9
-    assert found.outside * len(pairs) - 1e-9 <= sum(b > -1e-8 for b in beyond)
+    # .25 is at the tolerance, so inside; .2 and 0 are outside.
+    assert _outside(0.3, 1.0, [0.25, 0.2, 0.0, 0.9], tolerance=0.05) == [0.5, 0.0]
+    assert _outside(0.0, 0.3, [0.35, 0.36, 1.0, 0.0], tolerance=0.05) == [0.0, 0.5]
+    rates, truth = np.random.default_rng(0).beta(2.0, 3.0, 20_000), stats.beta(2.0, 3.0)
+    assert _outside(truth.ppf(0.1), truth.ppf(0.9), rates) == pytest.approx([0.1, 0.1], abs=0.01)
 
 
 def test_brier_excess_has_the_right_expectation() -> None:
+    def excess(score: float, rate: float, num_rollouts: int) -> float:
+        metric = StepMetrics()
+        metric.update(
+            *(torch.tensor([value], dtype=torch.float64) for value in (score, rate, num_rollouts)), torch.tensor([0])
+        )
+        return metric.compute()["steps/BrierExcess"]
+
     successes = np.arange(9)
     for truth in (0.0, 0.3, 0.9):
         weights = stats.binom.pmf(successes, 8, truth)
-        found = sum(w * brier_excess([0.6], [k / 8], 8) for w, k in zip(weights, successes, strict=True))
+        found = sum(w * excess(0.6, k / 8, 8) for w, k in zip(weights, successes, strict=True))
         assert found == pytest.approx((0.6 - truth) ** 2, abs=1e-12)
-    assert brier_excess([0.5], torch.tensor([1.0 / 3.0]), [3]) == pytest.approx(1.0 / 36.0 - 1.0 / 9.0, abs=1e-6)
-    assert brier_excess([], [], 8) is None
+    assert excess(0.5, 1.0 / 3.0, 3) == pytest.approx(1.0 / 36.0 - 1.0 / 9.0, abs=1e-6)
 
 
 def test_qwen_head_equals_the_vectors(vectors: Vectors) -> None:

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 from selfcal_lightning.adaptation.equations import (
     arithmetic_value,
     canonical_step,
-    equation_share,
     equation_validity,
     find_equations,
     step_key,
@@ -583,7 +582,6 @@ def test_validity_needs_every_equation_and_the_answer() -> None:
     assert equation_validity(texts) == [1.0, 0.0, None, 1.0]
     answers = [Fraction(5), Fraction(5), Fraction(4), None]
     assert equation_validity(texts, answers) == [0.0, 0.0, None, 0.0]
-    assert equation_share(texts) == [1.0, 0.5, None, 1.0]
 
 
 def test_solutions_of_the_bundled_task_hold_and_changed_digits_do_not() -> None:

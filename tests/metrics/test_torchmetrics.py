@@ -31,7 +31,6 @@ from selfcal_lightning.metrics.calibration import (
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
-from selfcal_lightning.rewards.quantiles import brier_excess, coverage
 from selfcal_lightning.training.losses import pinball_loss
 from selfcal_lightning.training.metrics import KEYS, CalibrationMetrics
 
@@ -431,11 +430,9 @@ def test_steps_equal_the_functions_overall_and_by_position() -> None:
         assert found[f"{name}steps/Bias"] == pytest.approx((score - rate).mean().item(), abs=1e-12)
         assert found[f"{name}steps/ECE"] == pytest.approx(expected_calibration_error(score, rate), abs=1e-12)
         many = part["num_rollouts"] > 1
-        excess = brier_excess(score[many], rate[many], part["num_rollouts"][many])
-        if excess is None:
-            assert math.isnan(found[f"{name}steps/BrierExcess"])
-        else:
-            assert found[f"{name}steps/BrierExcess"] == pytest.approx(excess, abs=1e-12)
+        noise = rate * (1.0 - rate) / (part["num_rollouts"] - 1.0)
+        excess = ((score - rate) ** 2 - noise)[many].double().mean().item()
+        assert found[f"{name}steps/BrierExcess"] == pytest.approx(excess, abs=1e-12, nan_ok=True)
         assert found[f"{name}count/Prefixes"] == len(score)
     assert not any(key.startswith("end/") for key in found)
     assert len(found) == 5 * 5
@@ -448,8 +445,9 @@ def test_quantiles_equal_the_functions_overall_and_by_position(tolerance: float)
     for name, part in _parts(columns):
         losses = pinball_loss(torch.stack([part["low"], part["high"]], dim=1), part["rate"], [0.1, 0.9])
         assert found[f"{name}steps/Pinball"] == pytest.approx(losses.mean().item(), abs=1e-12)
-        for key, side, level in (("BelowLow", "low", 0.1), ("AboveHigh", "high", 0.9)):
-            outside = coverage(part[side], part["rate"], level, tolerance=tolerance).outside
+        beyond = {"BelowLow": part["low"] - part["rate"], "AboveHigh": part["rate"] - part["high"]}
+        for key, distance in beyond.items():
+            outside = (distance > tolerance + 1e-9).double().mean().item()
             assert found[f"{name}steps/{key}"] == pytest.approx(outside, abs=1e-12)
         assert found[f"{name}count/Prefixes"] == len(part["rate"])
 

@@ -77,8 +77,9 @@ lint: $(VENV)/.ready  ## ruff, the direction of imports, and mypy on the files t
 	$(BIN)/lint-imports
 	$(BIN)/python -m mypy
 
-docs: $(VENV)/.ready  ## build the documentation into site/, every broken link an error
+docs: $(VENV)/.ready  ## build the documentation into site/; broken links and stale tables are errors
 	$(PIP) --editable ".[docs]"
+	$(BIN)/python docs/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)

@@ -246,8 +246,6 @@ LOST_AT = 0.2
 
 @dataclass(frozen=True)
 class Check:
-    """A target, and what was found."""
-
     what: str
     found: Estimate
     held_to: str
@@ -255,7 +253,6 @@ class Check:
 
 
 def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
-    """Return the targets."""
     probe, labelled = columns[f"id/{PROBE}/mse"], columns[f"id/{LABELLED}/mse"]
     agreeing = columns["id/agreeing_pairs/mse"] - columns["id/top_share/mse"]
     sizes = {kind: columns[f"id/size/{kind}"] for kind in ("all", "one response", "few questions")}

@@ -22,7 +22,6 @@ class LearnedTokenModule(SelfCalibrationModule):
     """An activated adapter whose confidence is read at a learned token; it starts as the mean of those of Yes."""
 
     def configure_model(self) -> None:
-        """Load the model, and put the token beside its output layer."""
         is_new = self.model is None
         super().configure_model()
         if is_new:

@@ -28,7 +28,6 @@ COLOURS = {BASE: "#4878a8", ACTIVATED: "#dd8137", JOINT: "#5b9a5b"}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Write the report as Markdown."""
     sizes = report["sizes"]
     asked = f"{sizes['id']:,} in-domain and {sizes['ood']:,} out-of-domain test questions x {sizes['num_samples']}"
     head = (
@@ -179,7 +178,6 @@ def criteria(
     unequal: int,
     compared: int,
 ) -> list[Criterion]:
-    """Return the demands in their order."""
     here, there = rows["id"], rows["ood"]
     error = summary(here[ACTIVATED])[SHORT_NAMES[ECE]]
     below = difference(here[ACTIVATED], here[JOINT], ECE)

@@ -41,8 +41,6 @@ SCORING = RESULTS / "reward_scoring.json"
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that was measured."""
-
     places: Mapping[str, Mapping[str, Sequence[Places]]]
     responses: Mapping[str, Mapping[str, Sequence[Measured]]]
     votes: Mapping[str, Mapping[str, Mapping[str, Spent]]]
@@ -50,12 +48,10 @@ class Found:
 
 
 def criteria(found: Found) -> list[Criterion]:
-    """Return the demands in their order."""
     return [*_of_places(found.places), *_of_costs(found.places), *_of_answers(found)]
 
 
 def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Criterion]:
-    """Return the demands on scores against rollouts, at all places."""
     rows: list[Criterion] = []
     for test in TESTS:
         models, where = places[test], TITLES[test]
@@ -125,7 +121,6 @@ def _of_seconds() -> Criterion:
 
 
 def _of_answers(found: Found) -> list[Criterion]:
-    """Return the demands on choosing answers, in domain."""
     votes, rows = found.votes["id"], []
     plain, weighed = votes[PLAIN], votes[f"vote {FUSED}"]
     for size in ("4", "8"):
@@ -160,7 +155,6 @@ def _stopping(votes: Mapping[str, Mapping[str, Spent]]) -> Criterion:
 
 
 def _reported(found: Found) -> list[Criterion]:
-    """Return what is reported with its interval and held to nothing."""
     fixed, adaptive = found.searches["beam"], found.searches["beam_km"]
     cost = estimate_of(adaptive.tokens / fixed.tokens)
     lost = estimate_of(adaptive.correct - fixed.correct)
@@ -205,7 +199,6 @@ COLOURS = {OUTCOME: "#4878a8", RATES: "#5b9a5b", HARD: "#c2504a"}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Write the report as Markdown."""
     lines = [
         *section("head", [_head(report)]),
         *section("targets", criteria_table(report["criteria"])),
@@ -218,7 +211,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
-    """Draw calibration by step over accuracy against tokens."""
     drawing = Figure(figsize=(11.0, 6.4), layout="constrained")
     steps, answers = drawing.subfigures(2, 1, height_ratios=(1.0, 1.2))
     panels = steps.subplots(1, len(POSITIONS), sharey=True)

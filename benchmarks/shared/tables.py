@@ -33,7 +33,6 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
 
 
 def section(name: str, lines: Sequence[str]) -> list[str]:
-    """Put lines between marks, by which the documentation takes this part alone."""
     return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
 
 
@@ -49,7 +48,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the times of a report were taken on."""
     return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
 
 
@@ -74,19 +72,15 @@ def write_report(
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand."""
-
     text: str
     measured: Estimate
     met: bool | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
         return {"text": self.text, "measured": triple(self.measured), "met": self.met}
 
 
 def exactly(value: float) -> Estimate:
-    """Return a number that was counted."""
     return Estimate(float(value), None, None)
 
 

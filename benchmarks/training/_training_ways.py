@@ -29,8 +29,6 @@ TARGET = 0.5  # of every row; see TrainingRows.tuples
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of one way, with what it costs in tokens."""
-
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int
     load: Load
@@ -49,7 +47,6 @@ def reference(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str
 
 
 def reference_unpadded(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    """Do the same without padding."""
     return _one_by_one(rows, chat, None, device)
 
 
@@ -101,7 +98,6 @@ WAYS: dict[str, Way] = {
 
 
 def collator_name() -> str:
-    """Return whose collator stands for TRL or plain PEFT here, with its version."""
     try:
         return f"TRL {version('trl')}, DataCollatorForLanguageModeling"
     except PackageNotFoundError:

@@ -291,7 +291,7 @@ class TestTimeTrainingModule(ConfidenceModel):
     def on_fit_start(self) -> None:
         """Refuse data that are not what is stated here, and a model that packed rows would train on wrong logits."""
         data = self._data()
-        check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.learnt_target)})
+        check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.target)})
         self._check_packing()
 
     def _data(self) -> Any:

@@ -39,8 +39,6 @@ _ABILITIES = {"number": "math", "expression": "math", "option letter": "choice",
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A kept question, ready to be written."""
-
     number: int
     question: str
     messages: tuple[Message, ...]
@@ -52,22 +50,17 @@ class TrainingRow:
 
     @property
     def source(self) -> str:
-        """Name of the question's kind, by which the reward file reads answers."""
         return f"selfcal/{self.row.task}"
 
 
 def training_rows(
     chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
 ) -> list[TrainingRow]:
-    """Return the rows of kept questions."""
     known = {} if steps is None else steps.by_response
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
         if not one.question.messages:
-            raise InputError(
-                f"Expected question {one.question.id!r} to be known as a chat, but got a rendered prompt: a trainer "
-                "would put it into a template once more."
-            )
+            raise InputError(f"Expected a chat for question {one.question.id!r}, but got a rendered prompt.")
         found = known.get((one.row.question_id, one.row.round, one.sample.index))
         rows.append(
             TrainingRow(
@@ -93,13 +86,11 @@ def check_label(selection: Selection, label: str | None) -> None:
         return
     own, also = selection.manifest["settings"]["label"], " --references true" if label == "reference" else ""
     raise InputError(
-        f"Expected `label` to be picked, none or {own!r}, that of the selection, but got {label!r}. Run "
-        f"`selfcal select --label {label}{also}` for it."
+        f"Selection has no `label` {label!r}, but {own!r}. Run `selfcal select --label {label}{also}` for it."
     )
 
 
 def counts_of_rows(rows: Iterable[TrainingRow]) -> Mapping[str, int]:
-    """Return how many rows there are, and how many lack a label or key steps."""
     listed = list(rows)
     return {
         "rows": len(listed),
@@ -274,8 +265,6 @@ MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"
 
 @dataclass(frozen=True)
 class RLExport:
-    """What an export wrote."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -286,10 +275,7 @@ def check_export_target(output: str | Path, selection: Selection) -> None:
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
     own = json_object_or_none(place / MANIFEST_FILE) if (place / MANIFEST_FILE).is_file() else None
     if place.exists() and not (place.is_dir() and (is_empty_folder(place) or (own or {}).get("kind") == KIND)):
-        raise InputError(
-            f"Expected `output` to be a new folder or an earlier export, but got {output}, which is something else and "
-            "is left as it is. Choose another name."
-        )
+        raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
 def export_rl(
@@ -301,7 +287,6 @@ def export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    """Write the kept questions of a selection for a trainer."""
     check_export_target(output, selection)
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
     files = _rows_files(rows, format, selection)
@@ -338,7 +323,6 @@ def _earlier_files(folder: Path) -> list[str]:
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
-    """Return the files of rows by name."""
     if format == "verl":
         table = verl_table(rows, selection_sha256=selection.sha256)
         return {"train.parquet": _parquet(table), "sft.parquet": _parquet(verl_sft_table(rows))}

@@ -65,7 +65,6 @@ class Source:
 def read_source(
     store_dir: str, settings: SelectionSettings, *, split: str | None, task: str | None, round: int
 ) -> Source:
-    """Read what a selection needs of a store."""
     store = SampleStore(store_dir)
     record = store.round_manifest(round)
     names = _annotations(store_dir, settings)
@@ -73,8 +72,8 @@ def read_source(
     index = index if task is None else index.select(index.task == task)
     if not len(index):
         raise InputError(
-            f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, but got "
-            "none. Check the names, or finish `selfcal generate` first."
+            f"Expected {store_dir} to hold split {split!r}, round {round} and task {task!r}, but got none. Check the "
+            f"names."
         )
     with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:
         entries = tuple(counted_samples(store, index, round=round, on_rows=progress.update))
@@ -103,13 +102,13 @@ def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
     across = settings.pick if settings.keep == PICK else settings.keep
     if estimators.get(across) in {weight.name for weight in WEIGHTS}:
         raise InputError(
-            f"Expected `keep` to compare questions, but got {across!r}, whose values compare the responses to one "
-            "question: nobody is sure or unsure by them. Name it as `pick`, and keep by another score, such as share."
+            f"Expected `keep` to compare questions, but got {across!r}, which compares responses to one. Name it as "
+            f"`pick`."
         )
     known = recorded_confidences(estimators)
     if of_votes := pool_dependent(required, known):
         raise InputError(
-            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes themselves."
+            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes."
         )
     return wanted
 
@@ -170,12 +169,10 @@ class Selection:
 
     @property
     def sha256(self) -> str:
-        """Digest of the rows."""
         return str(self.manifest["rows_sha256"])
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a gold answer was read."""
         return bool(self.manifest["reads_reference"])
 
 
@@ -184,16 +181,12 @@ def check_selection_target(output: str | Path, *, store_dir: str) -> None:
     place = Path(output)
     check_apart(place, {"store": store_dir}, option="output")
     if place.is_dir() and not is_empty_folder(place) and not is_selection(place):
-        raise InputError(
-            f"Expected `output` to be a new folder or an earlier selection, but got {output}, which is something else "
-            "and is left as it is. Choose another name."
-        )
+        raise InputError(f"`output` {output} is no earlier selection and is left as it is. Choose another name.")
     if place.exists() and not place.is_dir():
         raise InputError(f"Expected `output` to be the name of a folder, but got the file {output}.")
 
 
 def is_selection(folder: Path) -> bool:
-    """Return whether a folder holds a selection."""
     file = folder / MANIFEST_FILE
     return file.is_file() and (json_object_or_none(file) or {}).get("kind") == KIND
 
@@ -231,7 +224,6 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
 
 
 def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
-    """Return how many questions and responses there are, and what became of them."""
     return {
         "questions": len(rows),
         "kept": sum(row.kept for row in rows),
@@ -250,10 +242,7 @@ def read_selection(path: str | Path) -> Selection:
     try:
         manifest = read_record(folder / MANIFEST_FILE, dict)
     except StoreCorruptError as error:
-        raise InputError(
-            f"Expected {folder / MANIFEST_FILE} to be as it was written, but it was changed or is damaged. Run "
-            "`selfcal select` again."
-        ) from error
+        raise InputError(f"{folder / MANIFEST_FILE} was changed or is damaged. Run `selfcal select` again.") from error
     file = folder / ROWS_FILE
     data = file.read_bytes() if file.is_file() else b""
     if hashlib.sha256(data).hexdigest() != manifest["rows_sha256"]:
@@ -314,8 +303,8 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
     digest = store.round_manifest(facts["round"]).digest
     if digest != facts["fingerprint"]:
         raise InputError(
-            f"Expected {place} to be the store that {selection.path} was made of (fingerprint "
-            f"{facts['fingerprint'][:12]}), but got another one ({digest[:12]}). Name its folder by `store_dir`."
+            f"Expected {place} to be the store that {selection.path} was made of, but got another one. Name it by "
+            f"`store_dir`."
         )
     index = store.index(round=facts["round"])
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
@@ -338,13 +327,13 @@ def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: M
     """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
     if at is None or origins[index.files[index.shard[at]]] != row.shard:
         raise InputError(
-            f"Expected {place} to hold the response {row.index} to question {row.question_id!r} that was selected, "
-            "but got none or one that was sampled anew. Run `selfcal select` again."
+            f"{place} lacks response {row.index} to {row.question_id!r}, or it was sampled anew. Run `selfcal select` "
+            f"again."
         )
     if index.answer[at] != row.answer:
         raise InputError(
-            f"Expected the answer {row.answer!r} of response {row.index} to question {row.question_id!r}, but got "
-            f"{index.answer[at]!r}: answers were read anew since. Run `selfcal select` again."
+            f"Response {row.index} to {row.question_id!r} read {row.answer!r}, now {index.answer[at]!r}. Run `selfcal "
+            f"select` again."
         )
 
 
@@ -352,7 +341,6 @@ SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
 
 
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
-    """Write both files to a folder that is there."""
     rows = [{"question": one.question.text, "answer": _answer(one), "gpt_response": one.sample.text} for one in chosen]
     results = [
         {
@@ -376,5 +364,4 @@ def remove_reference_files(folder: Path) -> None:
 
 
 def _answer(one: Example) -> str | None:
-    """Return the gold answer where it may be read, else the label."""
     return one.row.label.text if one.question.reference is None else one.question.reference

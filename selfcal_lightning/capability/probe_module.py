@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
-from selfcal_lightning.capability.probe_heads import Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.capability.probe_heads import Activation, Link, LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.folders import base_model_identity
@@ -74,8 +74,8 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
         differing.append("hidden states were others")
     if differing:
         raise InputError(
-            f"Expected the features, questions and targets of the checkpoint, but got others: {'; '.join(differing)}. "
-            "Restore what it was trained with (`data.init_args`), or start a new run without `ckpt_path`."
+            f"The checkpoint was trained on others: {'; '.join(differing)}. Restore `data.init_args`, or start a new "
+            "run without `ckpt_path`."
         )
 
 
@@ -88,10 +88,7 @@ def check_trainer(trainer: Trainer) -> None:
     }
     for wanted, value in found.items():
         if value is not True:
-            raise InputError(
-                f"Expected {wanted} where a probe is trained, but got {value}. Its features lie in memory, and it is "
-                "trained in seconds: a batch of any size is one step."
-            )
+            raise InputError(f"Expected {wanted} where a probe is trained, in seconds, but got {value}.")
 
 
 HeadName = Literal["linear", "mlp", "classifier"]
@@ -100,33 +97,18 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
-    """Return the loss, where none is given the usual one of a head.
-
-    Example:
-        >>> chosen_loss("mlp", None), chosen_loss("classifier", None)
-        ('bce', 'cross_entropy')
-    """
-    if head not in get_args(HeadName):
-        raise unknown_name("head", head, get_args(HeadName))
+    """Return the loss, where none is given the usual one of a head."""
     if loss is None:
         return "cross_entropy" if head == "classifier" else "bce"
-    if loss not in get_args(LossName):
-        raise unknown_name("loss", loss, get_args(LossName))
     if (head == "classifier") != (loss == "cross_entropy"):
         raise InputError(
-            f"Expected the loss cross_entropy with the head classifier and with no other, but got {loss!r} with "
-            f"{head!r}."
+            f"The head classifier takes the loss cross_entropy, others do not: got {loss!r} with {head!r}."
         )
     return loss
 
 
 def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
-    """Return how outputs become shares.
-
-    Example:
-        >>> chosen_link("bce", None), chosen_link("mse", "clip"), chosen_link("cross_entropy", None)
-        ('sigmoid', 'clip', 'classes')
-    """
+    """Return how outputs become shares."""
     if loss == "cross_entropy":
         if link is not None:
             raise InputError(f"Expected no `link` with the head classifier, but got {link!r}.")
@@ -146,7 +128,7 @@ class ProbeSettings:
     hidden_size: int = 32
     num_layers: int = 1
     dropout: float = 0.0
-    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    activation: Activation = "relu"
     num_classes: int = 11
     loss: LossName = "bce"
     link: Link = "sigmoid"
@@ -172,7 +154,7 @@ class ProbeSettings:
                 raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
         if self.optimizer == "lbfgs" and (self.schedule != "constant" or self.dropout):
             raise InputError(
-                "Expected `schedule` constant and no `dropout` with the optimizer lbfgs, whose line search needs one "
+                "The optimizer lbfgs needs `schedule` constant and no `dropout`, since its line search is over one "
                 f"function, but got {self.schedule!r} and {self.dropout}."
             )
 
@@ -244,7 +226,7 @@ class LinearProbeModule(TrainedModule):
         hidden_size: int = 32,
         num_layers: int = 1,
         dropout: float = 0.0,
-        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+        activation: Activation = "relu",
         num_classes: int = 11,
         loss: LossName | None = None,
         link: Literal["sigmoid", "clip"] | None = None,
@@ -308,8 +290,7 @@ class LinearProbeModule(TrainedModule):
         ):
             raise InputError(
                 f"Expected a probe of these settings, layers {shapes} with {self.settings.link}, but got "
-                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as it was "
-                "trained."
+                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as trained."
             )
         with torch.no_grad():
             for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
@@ -319,9 +300,7 @@ class LinearProbeModule(TrainedModule):
     @property
     def _layers(self) -> list[nn.Linear]:
         if self.layers is None:
-            raise InputError(
-                "Expected a trained probe, but got none. Give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one."
-            )
+            raise InputError("Expected a trained probe: give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one.")
         return [cast("nn.Linear", layer) for layer in self.layers]
 
     # ---- training

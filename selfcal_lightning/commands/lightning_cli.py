@@ -8,13 +8,12 @@ import logging
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NoReturn
+from typing import Any
 
-from jsonargparse import ArgumentParser
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -23,7 +22,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.commands.parsing import ShortErrors, add_plugins_option, own_sentence
+from selfcal_lightning.commands.parsing import (
+    RaisingErrors,
+    ShortErrors,
+    add_plugins_option,
+    let_flags_stand_alone,
+    own_sentence,
+)
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
 from selfcal_lightning.core.config_files import given_settings
 from selfcal_lightning.core.errors import InputError
@@ -52,46 +57,24 @@ def plan_training_run(
     if adapter is not None and ckpt_path is not None:
         raise InputError(f"Expected either `ckpt_path` or `adapter`, but got {ckpt_path!r} and {adapter!r}.")
     if adapter is not None:
-        check_export(adapter)
-    check_ckpt_path(ckpt_path)
+        manifest = read_manifest(Path(adapter))
+        is_module = manifest is not None and manifest["kind"] == "module"
+        check_files(Path(adapter)) if is_module else check_adapter(adapter)
+    if ckpt_path is not None and ckpt_path not in CHOSEN_BY_LIGHTNING and not is_address(ckpt_path):
+        check_checkpoint_file(Path(ckpt_path))  # Lightning would find out after the samples were drawn
+    places = [Place("logs", str(logger.save_dir)) for logger in trainer.loggers if logger.save_dir is not None]
     if verb == FIT:
-        check_length(trainer)
-    others = [trainer_part(verb, trainer, ckpt_path, adapter)]
-    parts = [one.plan_run(verb, trainer, module, data) for one in participants(trainer, module, data)]
-    plan = merge_plans([*parts, *others])
+        if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and not trainer.fast_dev_run:
+            raise InputError("Set `trainer.max_epochs` or `trainer.max_steps`: the learning rate follows a schedule.")
+        places += [Place("checkpoints", str(one.dirpath)) for one in _checkpoints(trainer)]
+        own = Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),))
+    else:
+        untrained = ckpt_path is None and adapter is None
+        own = Plan(places=tuple(places), notes=(untrained_note(verb),) if untrained else ())
+    participants = [one for one in (module, data, *trainer.callbacks) if isinstance(one, Participant)]
+    plan = merge_plans([*(one.plan_run(verb, trainer, module, data) for one in participants), own])
     check_places(plan)
     return plan
-
-
-def participants(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> Iterable[Participant]:
-    """Yield the module, the data module and the callbacks that check and plan."""
-    for one in (module, data, *trainer.callbacks):
-        if isinstance(one, Participant):
-            yield one
-
-
-def check_export(folder: str) -> None:
-    """Refuse a folder that no weights can be taken from, before anything is loaded."""
-    manifest = read_manifest(Path(folder))
-    if manifest is not None and manifest["kind"] == "module":
-        check_files(Path(folder))
-    else:
-        check_adapter(folder)
-
-
-def check_ckpt_path(ckpt_path: str | None) -> None:
-    """Refuse a checkpoint that is not there or not whole: Lightning would find out after the samples were drawn."""
-    if ckpt_path is None or ckpt_path in CHOSEN_BY_LIGHTNING or is_address(ckpt_path):
-        return
-    check_checkpoint_file(Path(ckpt_path))
-
-
-def trainer_part(verb: str, trainer: Trainer, ckpt_path: str | None, adapter: str | None) -> Plan:
-    """Return what the trainer itself writes, and what a stopped run leaves."""
-    places = [Place("logs", str(place)) for place in _log_folders(trainer)]
-    places += [Place("checkpoints", str(one.dirpath)) for one in _checkpoints(trainer)] if verb == FIT else []
-    notes = () if verb == FIT or ckpt_path is not None or adapter is not None else (untrained_note(verb),)
-    return Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),) if verb == FIT else (), notes=notes)
 
 
 def untrained_note(verb: str) -> str:
@@ -117,23 +100,10 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     return f"{kept}; training goes on from the newest checkpoint in {folder} with `--ckpt_path last`, else anew."
 
 
-def check_length(trainer: Trainer) -> None:
-    """Refuse a training without an end: the schedule of the learning rate could not be planned."""
-    if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and not trainer.fast_dev_run:
-        raise InputError(
-            "Expected a training of a known length, but got neither `trainer.max_epochs` nor `trainer.max_steps`. Set "
-            "one of them."
-        )
-
-
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     """Return the checkpoint callbacks whose folder the user stated."""
     found = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     return [one for one in found if one.dirpath is not None]
-
-
-def _log_folders(trainer: Trainer) -> list[Any]:
-    return [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
 
 
 @contextmanager
@@ -142,23 +112,19 @@ def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
 
     A folder that was there before stays, and so does one of a run that goes on from a checkpoint.
     """
-    before = {folder for folder in _folders(trainer) if folder.exists()}
+    folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
+    before = {folder for folder in folders if folder.exists()}
     try:
         yield
     except BaseException:
         if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:
             for logger in trainer.loggers:
                 logger.finalize("failed")
-            for folder in set(_folders(trainer)) - before:
+            for folder in set(folders) - before:
                 shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _folders(trainer: Trainer) -> list[Path]:
-    return [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
-
-
-CHECK, CKPT_PATH = "check", "ckpt_path"
 # By name: the library does not import its adapters.
 CONFIDENCE_WRITER = "selfcal_lightning.callbacks.confidence_writer.ConfidenceWriter"
 USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardInterrupt")
@@ -169,12 +135,8 @@ class TrainerParser(ShortErrors, LightningArgumentParser):
     """LightningCLI's parser, which says what is wrong in a sentence."""
 
 
-class RaisingParser(TrainerParser):
+class RaisingParser(RaisingErrors, LightningArgumentParser):
     """The same for a program: what is wrong is raised."""
-
-    def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
-        """Raise the sentence."""
-        raise InputError(sentence)
 
 
 class ConfigKeeper(SaveConfigCallback):
@@ -196,10 +158,6 @@ class ConfigKeeper(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-def _one_line_bar() -> Callback:
-    return importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar()
-
-
 class SelfCalibrationCLI(LightningCLI):
     """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
 
@@ -219,12 +177,8 @@ class SelfCalibrationCLI(LightningCLI):
         """Give the data module what it takes over from the model, as its class says."""
         for name in self._linked:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
-        parser.add_argument(
-            f"--{CHECK}",
-            type=bool,
-            default=False,
-            help="Check what can be checked, print the plan, and stop there.",
-        )
+        check = "Check what can be checked, print the plan, and stop there."
+        parser.add_argument("--check", type=bool, default=False, help=check)
         add_plugins_option(parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -246,6 +200,7 @@ class SelfCalibrationCLI(LightningCLI):
             parser.add_argument(
                 "--adapter", type=str | None, help="Folder that AdapterExport wrote, instead of `--ckpt_path`."
             )
+        let_flags_stand_alone(parser)
         return parser
 
     def instantiate_classes(self) -> None:
@@ -270,8 +225,9 @@ class SelfCalibrationCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
         trainer = super().instantiate_trainer(**kwargs)
-        # Its numbers would take six lines of eighty columns. By name: the library does not import its adapters.
-        trainer.callbacks[:] = [_one_line_bar() if type(one) is RichProgressBar else one for one in trainer.callbacks]
+        # The numbers of Lightning's own bar would take six lines of eighty columns.
+        bar = importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar
+        trainer.callbacks[:] = [bar() if type(one) is RichProgressBar else one for one in trainer.callbacks]
         plugins = self._get(self.config_init, "trainer")["plugins"]
         named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
         if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -287,12 +243,12 @@ class SelfCalibrationCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
-        ckpt_path = self._get(self.config_init, CKPT_PATH)
+        ckpt_path = self._get(self.config_init, "ckpt_path")
         adapter = self.config[subcommand].get("adapter")  # of predict alone
         plan = plan_training_run(
             subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path, adapter=adapter
         )
-        if self._get(self.config, CHECK):
+        if self._get(self.config, "check"):
             sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
             return
         if self.trainer.is_global_zero:
@@ -338,13 +294,7 @@ def run_trainer(
 ) -> SelfCalibrationCLI:
     """Parse ``arguments`` (the verb first), run the Trainer, and return it with its module and data module.
 
-    Args:
-        arguments: The command line.
-        parser_class: What parses it: ``TrainerParser`` ends the process at a mistake, ``RaisingParser`` raises it.
-
-    Raises:
-        InputError: ``--ckpt_path`` names a file that holds more than tensors and plain values, or no checkpoint; or
-            Lightning refuses settings of the Trainer.
+    ``TrainerParser`` ends the process at a mistake, ``RaisingParser`` raises it.
     """
     silence_lightning()
     try:
@@ -362,20 +312,13 @@ def run_trainer(
         )
     except (UnpicklingError, EOFError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(
-            "Expected `ckpt_path` to be a checkpoint of tensors and plain values, as `selfcal fit` writes them, but "
-            f"got a file that cannot be read as one: {reason}"
-        ) from error
+        raise InputError(f"`ckpt_path` is no checkpoint of tensors and plain values: {reason}") from error
     except MisconfigurationException as error:
-        raise InputError(f"Expected settings that Lightning's Trainer can run, but got: {error}") from error
+        raise InputError(f"Lightning's Trainer refuses these settings: {error}") from error
 
 
 def silence_lightning() -> None:
-    """Keep off the terminal what helps nobody here.
-
-    Advertisements for other packages, a warning that Lightning gives about itself, and its words at Ctrl-C, after which
-    the command line has its own.
-    """
+    """Keep advertisements for other packages, and Lightning's words about itself and at Ctrl-C, off the terminal."""
     logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 

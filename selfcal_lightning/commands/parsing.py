@@ -1,143 +1,83 @@
-"""What jsonargparse says of a command line or a YAML, put into one sentence of this house's grammar."""
+"""The parser of a verb, and what it says of a mistake: one line instead of jsonargparse's tree of attempts."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from selfcal_lightning.core.errors import did_you_mean
+from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.core.plugins import HELP, OPTION
 
-LONGEST_VALUE = 120
-_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":(?P<rest>(?:(?!Parser key ").)*)', re.DOTALL)
-_VALUE = re.compile(r"(?:Got value|Given value): (?P<value>[^\n]*)")
-_TYPE = re.compile(r"Expected an? (<class '[^']+'>|typing\.Literal\[.*\])")
-_PATH = re.compile(r"- Expected a path but .* either not accessible or invalid\n")
-_OWN = re.compile(r"Expected `[^`]+`.*? but got [^\n]*")
-_NOT_ACCEPTED = re.compile(
-    r"(?:Problem with given class_path '(?P<owner>[^']+)'.*?)?(?:Option|does not accept option) '(?P<option>[^']+)'",
-    re.DOTALL,
-)
-_BARE = re.compile(r"argument (?P<option>--[\w.]+)\S*: expected .* argument")
-_LITERAL = "typing.Literal"
-_REQUIRED = "the following arguments are required: "
-_WORDS = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "NoneType": "null",
-    "list": "a list", "dict": "a mapping",
-}  # fmt: skip
+_KEY = re.compile(r'Parser key "([^"]+)"')
+_VALUE = re.compile(r"(?:Got|Given) value: ([^\n]*)")
+_EXPECTED = re.compile(r"Expected an? (<class '[^']+'>|typing\.Literal\[.*?\])(?:\.|\n|$)")
+_UNKNOWN = re.compile(r"[Oo]ption '([^']+)'")
+_CLASS = re.compile(r"class_path '([^']+)'")
+_BROKEN = re.compile(r"Problem with given class_path '([^']+)':\s*([^\n]+)")
 
 
-def explain_parsing(message: str, known: Iterable[str], fields_of: Callable[[str], Iterable[str]]) -> str:
-    """Return the message of a parser as a sentence that says what was expected, what was found, and what was meant.
+def explain_parsing(message: str, known: Sequence[str]) -> str:
+    """Return the message of a parser on one line, with the option that was meant.
 
     Example:
-        >>> explain_parsing("unrecognized arguments: --modle bundled", ["model", "seed"], lambda path: [])
-        'Expected options of this verb, but got `--modle`. Did you mean `--model`?'
+        >>> explain_parsing("unrecognized arguments: --modle bundled", ["model", "seed"])
+        'unrecognized option --modle. Did you mean --model?'
     """
-    if message.startswith("unrecognized arguments: "):
-        return _unknown_options(message.partition(": ")[2], known)
+    if message.startswith("unrecognized arguments: --"):
+        return _unknown_option(message.split()[2].partition("=")[0], known)
     if (own := own_sentence(message)) is not None:
         return own
-    if (option := _NOT_ACCEPTED.search(message)) is not None:
-        return _unknown_setting(option["option"], option["owner"], known, fields_of)
-    if message.startswith(_REQUIRED):
-        names = " and ".join(f"`--{name}`" for name in message.removeprefix(_REQUIRED).split(", "))
-        return f"Expected {names} to be given, but got none."
-    if (bare := _BARE.match(message)) is not None:
-        return f"Expected a value after `{bare['option']}`, but got none."
-    return _wrong_value(message) or f"Expected options of this verb, but got something else: {_one_line(message)}"
-
-
-def _wrong_value(message: str) -> str | None:
-    """Return the sentence for a value of another type, where the message is of one."""
-    keys = list(_KEY.finditer(message))
-    if not keys:
-        return None
-    key, rest = keys[-1]["key"], _PATH.sub("", keys[-1]["rest"])
-    name = f"`--{key}`" if len(keys) == 1 else f"`{key}` in `--{keys[0]['key']}`"
-    value = _VALUE.search(rest)
-    kinds = [] if value is None else _TYPE.findall(rest[: value.end()])
-    if not kinds or value is None:
-        return f"Expected a usable {name}, but got: {_one_line(rest)}"
-    given = _shorten(value["value"].strip())
-    choices = list(dict.fromkeys(str(choice) for kind in kinds for choice in _choices(kind)))
-    words = [f"one of {', '.join(choices)}"] if choices else []
-    words += [_words_of(kind) for kind in kinds if not _choices(kind)]
-    return (
-        f"Expected {name} to be {' or '.join(dict.fromkeys(words))}, but got {given!r}.{did_you_mean(given, choices)}"
-    )
+    if (option := _UNKNOWN.search(message)) is not None:
+        owners = _CLASS.findall(message[: option.start()])
+        fields = fields_of(owners[-1]) if owners else known
+        owner = f"of {owners[-1].rpartition('.')[2]}" if owners else "of this verb"
+        return f"{option[1]!r} is no setting {owner}.{did_you_mean(option[1], fields)}"
+    keys, value = _KEY.findall(message), _VALUE.search(message)
+    kinds = [] if value is None else _EXPECTED.findall(message[: value.end()])
+    if (broken := _BROKEN.search(message)) is not None and set(kinds) <= {"<class 'NoneType'>"}:
+        return f"--{'.'.join(keys)} is {broken[1]!r}: {broken[2]}."
+    if not keys or value is None or not kinds:
+        return " ".join(message.split())
+    wanted = " or ".join(dict.fromkeys(map(_plain_type, kinds)))
+    hint = did_you_mean(value[1], re.findall(r"'([^']+)'", " ".join(one for one in kinds if "Literal" in one)))
+    return f"--{'.'.join(keys)} must be {wanted}, got {value[1]!r:.120}.{hint}"
 
 
 def own_sentence(message: str) -> str | None:
-    """Return the sentence of this house that stands in a message of the parser, or None.
+    """Return the sentence of an InputError of this package that stands in a message of the parser, or None.
 
     Example:
-        >>> own_sentence("Errors: - Expected `lr` to be positive, but got -1.0")
-        'Expected `lr` to be positive, but got -1.0'
+        >>> own_sentence("- `lr` must be positive, got -1.0")
+        '`lr` must be positive, got -1.0'
     """
-    found = _OWN.search(message)
-    return None if found is None else found[0].strip()
+    lines = (line.strip().removeprefix("- ") for line in message.splitlines())
+    return next((line for line in lines if "`" in line and not line.startswith("Given value")), None)
 
 
-def _unknown_options(given: str, known: Iterable[str]) -> str:
-    known = list(known)
-    names = [word.partition("=")[0] for word in given.split() if word.startswith("-")]
-    if not names:
-        return f"Expected options such as `--name value`, but got {_shorten(given)!r} that belongs to none."
-    begun = names[0].lstrip("-")
-    longer = sorted({name for name in known if name.startswith(begun) and "." not in name}, key=len)
-    hint = did_you_mean(begun, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
-    hint = hint.replace("'", "`").replace("`", "`--", 1)
-    return f"Expected options of this verb, but got `{names[0]}`.{hint}"
+def _unknown_option(option: str, known: Sequence[str]) -> str:
+    name = option.lstrip("-")
+    longer = sorted({one for one in known if one.startswith(name) and "." not in one}, key=len)
+    hint = did_you_mean(name, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
+    return f"unrecognized option {option}." + re.sub("'(.*)'", r"--\1", hint)
 
 
-def _unknown_setting(
-    option: str, owner: str | None, known: Iterable[str], fields_of: Callable[[str], Iterable[str]]
-) -> str:
-    if owner is None:
-        return f"Expected a setting of this verb, but got `{option}`.{did_you_mean(option, known)}"
-    fields = list(fields_of(owner))
-    hint = did_you_mean(option, fields) or f" It has {', '.join(fields)}."
-    return f"Expected a setting of {owner.rpartition('.')[2]}, but got `{option}`.{hint}"
-
-
-def _words_of(kind: str) -> str:
-    """Return a Python type in the words of a command line.
-
-    Example:
-        >>> _words_of("<class 'int'>")
-        'a whole number'
-    """
-    name = kind.removeprefix("<class '").removesuffix("'>").rpartition(".")[2]
-    return _WORDS.get(name, f"a {name}")
-
-
-def _choices(kind: str) -> list[object]:
-    """Return the values of a ``Literal`` type; none of another type."""
-    return list(ast.literal_eval(kind.removeprefix(_LITERAL))) if kind.startswith(_LITERAL) else []
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _plain_type(kind: str) -> str:
+    name = kind.removeprefix("<class '").removesuffix("'>").removeprefix("typing.Literal")
+    return {"NoneType": "null", "bool": "true or false"}.get(name, f"one of {name}" if "[" in name else name)
 
 
 NOT_UNDERSTOOD = 2
 
 
 class ShortErrors:
-    """Mixin for parsers of jsonargparse."""
+    """Mixin for parsers of jsonargparse: short errors, and whole option names alone."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         """Take options by their whole names: a part of one may be that of another in a later version."""
@@ -151,18 +91,22 @@ class ShortErrors:
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
-        self.refuse(explain_parsing(message, options_of(parser), fields_of), parser)
+        self.refuse(explain_parsing(message, options_of(parser)), parser)
 
     def refuse(self: Any, sentence: str, parser: ArgumentParser) -> NoReturn:
         """End the process with a sentence and the usage of the parser of the verb."""
         prog = parser.prog.replace(" [options]", "")
-        lines = [
-            f"{prog}: error: {sentence}",
-            f"usage: {parser.usage or parser.prog}",
-            f"`{prog} --help` lists the options.",
-        ]
-        sys.stderr.write("\n".join([*lines, ""]))
+        usage = f"usage: {parser.usage or parser.prog}\n`{prog} --help` lists the options."
+        sys.stderr.write(f"{prog}: error: {sentence}\n{usage}\n")
         sys.exit(NOT_UNDERSTOOD)
+
+
+class RaisingErrors(ShortErrors):
+    """The same for a program: what is wrong is raised."""
+
+    def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
+        """Raise the sentence."""
+        raise InputError(sentence)
 
 
 class VerbParser(ShortErrors, ArgumentParser):
@@ -172,6 +116,18 @@ class VerbParser(ShortErrors, ArgumentParser):
         super().__init__(*args, **kwargs)
         if self.exit_on_error:  # a parser inside another one, of a part of the settings, has no verb's options
             add_plugins_option(self)
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse, where flags may stand alone."""
+        let_flags_stand_alone(self)
+        return super().parse_args(*args, **kwargs)
+
+
+def let_flags_stand_alone(parser: ArgumentParser) -> None:
+    """Let ``--flag`` mean ``--flag true``."""
+    for action in parser._actions:
+        if getattr(action, "_typehint", None) is bool:
+            action.nargs, action.const = "?", True
 
 
 def add_plugins_option(parser: ArgumentParser) -> None:

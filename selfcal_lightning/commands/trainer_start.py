@@ -1,4 +1,4 @@
-"""The Trainer's verbs before anything is imported that takes seconds: a short help, a first look, a first line."""
+"""The Trainer's verbs before anything is imported that takes seconds: a short help, and settings that cannot work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from selfcal_lightning.core.config_files import given_settings
@@ -49,11 +50,12 @@ COMMON_CASE = (
 ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")
 HELP, FULL = ("--help", "-h"), ("full", "all")
 EXPLAINED = {"--model.help": MODULE, "--data.help": DATA_MODULE}
-ACCELERATORS_OF_TORCH = ("gpu", "cuda")
 
 
-def short_help(verb: str) -> str:
-    """Return a help that fits on a screen and says where the rest is."""
+def short_help(verb: str, arguments: Sequence[str]) -> str | None:
+    """Return a help that fits on a screen and says where the rest is; None where another help or none is asked for."""
+    if not set(arguments) & set(HELP) or wants_full_help(arguments):
+        return None
     width = max(map(len, COMMON))
     rows = [
         f"  {option:<{width}}  {text}" for option, text in COMMON.items() if verb == "fit" or option not in ONLY_FIT
@@ -75,39 +77,23 @@ def short_help(verb: str) -> str:
     )
 
 
-def wants_short_help(arguments: Sequence[str]) -> bool:
-    """Return whether the help is asked for, and not all of it."""
-    return any(argument in HELP for argument in arguments) and not wants_full_help(arguments)
-
-
 def wants_full_help(arguments: Sequence[str]) -> bool:
     """Return whether all options are asked for: ``--help=full``, or ``--help full``."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
-    return any(
-        (one in HELP and other in FULL) or (one.partition("=")[0] in HELP and one.partition("=")[2] in FULL)
-        for one, other in pairs
-    )
+    words = " ".join(arguments).replace("=", " ").split()
+    return any(one in HELP and other in FULL for one, other in pairwise(words))
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as the parser takes them: what is left out where there is one sensible choice is put in."""
+    """Return the arguments as the parser takes them: ``--model.help`` alone explains the class that is named."""
     if wants_full_help(arguments):
         return ["--help"]
     completed: list[str] = []
-    named = given_settings(arguments) if set(arguments) & set(EXPLAINED) else {}
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         completed.append(argument)
-        if following.startswith("-"):
-            if argument in EXPLAINED:
-                option = argument.removeprefix("--").removesuffix(".help")
-                completed.append(str(named.get(f"{option}.class_path", named.get(option, EXPLAINED[argument]))))
-            completed += ["true"] if argument == "--check" else []
+        if argument in EXPLAINED and following.startswith("-"):
+            named, option = given_settings(arguments), argument.removeprefix("--").removesuffix(".help")
+            completed.append(str(named.get(f"{option}.class_path", named.get(option, EXPLAINED[argument]))))
     return completed
-
-
-def _ways(verb: str) -> str:
-    by_file = f"`selfcal {verb} --config FILE.yaml`"
-    return f"`selfcal fit --model NAME --questions FILE` or {by_file}" if verb == "fit" else by_file
 
 
 def is_check(arguments: Sequence[str]) -> bool:
@@ -126,17 +112,17 @@ def is_first_process() -> bool:
     return int(os.environ.get("LOCAL_RANK") or 0) == 0
 
 
-def look_first(verb: str, arguments: Sequence[str]) -> None:
-    """Refuse what needs no library to be refused, and say what begins."""
-    if wants_full_help(arguments) or any(argument.partition("=")[0].endswith(".help") for argument in arguments):
+def check_settings(verb: str, arguments: Sequence[str]) -> None:
+    """Refuse what needs no library to be refused, and say that libraries are loaded now."""
+    options = {argument.partition("=")[0] for argument in arguments}
+    if wants_full_help(arguments) or "--print_config" in options or any(one.endswith(".help") for one in options):
         return
     settings = given_settings(arguments)
-    if "--print_config" in {argument.partition("=")[0] for argument in arguments}:
-        return
     if not any(name.partition(".")[0] in ("model", "data", "trainer") for name in settings):
+        ways = "`selfcal fit --model NAME --questions FILE` or " if verb == "fit" else ""
         raise InputError(
-            f"Expected {_ways(verb)}, but got no settings. The smallest configuration is {config_path('demo.yaml')}; "
-            f"`selfcal {verb} --help` says more."
+            f"`selfcal {verb}` got no settings. Give {ways}`selfcal {verb} --config FILE.yaml`; the smallest "
+            f"configuration is {config_path('demo.yaml')}. See `selfcal {verb} --help`."
         )
     if is_first_process():
         model = settings.get("model.base_model", "its model")
@@ -148,18 +134,17 @@ def look_first(verb: str, arguments: Sequence[str]) -> None:
 def check_accelerator(settings: Mapping[str, Any]) -> None:
     """Raise InputError where a GPU is asked for and PyTorch sees none, or fewer than are asked for."""
     accelerator, devices = settings.get("trainer.accelerator"), str(settings.get("trainer.devices", "auto"))
-    if accelerator not in ACCELERATORS_OF_TORCH:
+    if accelerator not in ("gpu", "cuda"):
         return
     import torch
 
     if not torch.cuda.is_available():
         raise InputError(
-            f"Expected `trainer.accelerator` to be one that this machine has, but got {accelerator!r}: PyTorch "
-            f"{torch.__version__} sees no GPU. Run this where there is one, install a build of PyTorch for it, or take "
+            f"`trainer.accelerator` is {accelerator!r}, but PyTorch {torch.__version__} sees no GPU here. Take "
             f"`--trainer.accelerator cpu` with a small model, such as that of {config_path('demo.yaml')}."
         )
-    if devices.isdigit() and int(devices) > torch.cuda.device_count():
+    if devices.isdigit() and int(devices) > (found := torch.cuda.device_count()):
         raise InputError(
-            f"Expected `trainer.devices` to be at most {torch.cuda.device_count()}, the GPUs that PyTorch sees, but "
-            f"got {devices}. Lower it, and raise `accumulate_grad_batches` in proportion to train the same steps."
+            f"`trainer.devices` must be at most {found}, the GPUs that PyTorch sees, got {devices}. Lower it, and "
+            "raise `accumulate_grad_batches` in proportion to train the same steps."
         )

@@ -108,7 +108,7 @@ class Engine(Protocol):
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)].
+        """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``.
 
         None stands for a prompt that the engine refuses by itself, such as one that crashes it.
 

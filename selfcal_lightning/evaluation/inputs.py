@@ -14,6 +14,8 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_path_name
 from selfcal_lightning.data.pools.recorded import RecordedPool, check_place, load_recorded_pool, texts_digest
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import load_source
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -21,7 +23,7 @@ from selfcal_lightning.engines.sampling.running import GenerationSettings, sampl
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
-from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, weights_sha256
+from selfcal_lightning.models.folders import read_invocation_ids, read_manifest, resolve_model, weights_sha256
 from selfcal_lightning.records import Question, Sample, SamplingSettings, question_hash
 
 MODEL_SIDE = "model"
@@ -250,6 +252,26 @@ def check_inputs(inputs: Inputs) -> Inputs:
                     way_out=DISJOINT,
                 )
     return replace(inputs, tests=aligned)
+
+
+def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]:
+    """Return how many questions of each test set a side was trained on, by "test.side", where there are any.
+
+    They are known where the store that the manifest of its model or adapter names is still there.
+    """
+    found = {}
+    for side, model in sides.items():
+        taught: set[str] = set()
+        for folder in filter(None, (model.model, model.adapter)):
+            store = (read_manifest(Path(folder)) or {}).get("store") or {}
+            if Path(store.get("path") or "", "manifest.json").is_file():
+                questions = SampleStore(store["path"]).stored_questions().values()
+                taught |= {question.digest for question in questions if question.split == "train"}
+        for test, pools in inputs.tests.items():
+            entries = pools[side].entries if side in pools else ()
+            if shared := sum(question_digest(entry.question) in taught for entry in entries):
+                found[f"{test}.{side}"] = shared
+    return found
 
 
 def sides_apart(inputs: Inputs) -> str | None:

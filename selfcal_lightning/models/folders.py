@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.core.files import read_json_object
+from selfcal_lightning.models.foreign import check_adapter_config, check_config
 
 if TYPE_CHECKING:
     import torch
@@ -306,9 +307,9 @@ def check_model_folder(model: str, *, option: str = "model") -> None:
             f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}. An unfinished download "
             "or export looks like this: make it again."
         )
-    read_json_object(folder / CONFIG, what="the configuration of a model")
     check_weights(folder, option=option)
     check_files(folder)
+    check_config(folder, weight_files(folder))
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -345,6 +346,7 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise InputError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
     check_files(folder)
+    check_adapter_config(folder / ADAPTER_CONFIG, config)
     return config
 
 

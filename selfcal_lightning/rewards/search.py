@@ -151,11 +151,9 @@ def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -
 
 
 def tokens_of(sample: Sample) -> tuple[int, ...]:
-    """Return the tokens of a sample."""
     if sample.token_ids is None:
         raise InputError(
-            f"Expected samples with token ids for a reward model to score, but got one of question "
-            f"{sample.question_id!r} without. Sample with a model of your own."
+            f"Expected samples with token ids to score, but got one of question {sample.question_id!r} without."
         )
     return tuple(sample.token_ids)
 
@@ -174,7 +172,6 @@ class SearchedPaths:
         self._seen: list[Sample] = []
 
     def begin(self, number: int) -> Drawing:
-        """Ask for first steps, and return their paths."""
         samples = yield Ask(number, to_step_end=True)
         return self._grown([Path()], [samples])
 
@@ -206,7 +203,6 @@ class SearchedPaths:
         return [self._known[tokens(path)] for path in paths]
 
     def verdict(self, paths: Sequence[Path]) -> Verdict:
-        """Return the answer of the best readable response."""
         answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}
         done = [path for path in paths if answers.get(path) is not None]
         if not done:
@@ -237,7 +233,6 @@ class SearchedPaths:
 
 
 def tokens(path: Path) -> Tokens:
-    """Return the token ids of a path."""
     return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
 
 
@@ -274,10 +269,7 @@ class BeamSearch:
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.width % self.keep:
-            raise InputError(
-                f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}: each beginning gets "
-                f"as many samples. Use {self.width - self.width % self.keep}, or another `keep`."
-            )
+            raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
         if self.adaptive not in get_args(Adaptive):
             raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
         if self.duplicates not in get_args(Duplicates):
@@ -290,7 +282,6 @@ class BeamSearch:
         return self.width * (self.max_steps + choices * self.lookahead + 1)
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         search = SearchedPaths(question, self.scorer)
         paths = yield from search.begin(self.width)
         for step in range(1, self.max_steps):
@@ -306,7 +297,6 @@ class BeamSearch:
     def _kept(
         self, search: SearchedPaths, paths: Sequence[Path]
     ) -> Generator[Ask, list[Sample], tuple[list[Path], int]]:
-        """Return the paths to go on with, best first, and how many samples each gets."""
         if self.duplicates != "keep":
             paths = [paths[place] for place in distinct(paths)]
         ahead = yield from search.look_ahead(paths, self.lookahead)
@@ -356,7 +346,6 @@ class DiverseTreeSearch:
         return self.width * self.max_steps * (1 + self.lookahead) + self.trees
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         search, each = SearchedPaths(question, self.scorer), self.width // self.trees
         first = yield from search.begin(self.width)
         trees = [first[start : start + each] for start in range(0, len(first), each)]
@@ -394,11 +383,9 @@ class ParticleFiltering:
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question, steps and whole responses."""
         return self.particles * (self.max_steps + 1)
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         digest = hashlib.sha256(f"{self.seed}/{question.id}".encode()).digest()
         generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
         search = SearchedPaths(question, self.scorer)
@@ -434,7 +421,6 @@ class AdaptiveBestOfN:
         check_search(target=self.target, by=self.by, max_samples=self.max_samples)
 
     def solve(self, question: Question) -> Solving:
-        """Score the question, ask for what it takes, and choose."""
         (prior,) = self.scorer.score_paths(question, [()])
         chance = prior.mean if self.by == "mean" else prior.low
         wanted = int(min(required_samples([chance], target=self.target)[0], self.max_samples))

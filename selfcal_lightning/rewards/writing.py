@@ -30,8 +30,6 @@ class WrittenResponse:
 
 
 class RewardWriter:
-    """Writes responses for a public reward model."""
-
     def __init__(self, encoder: RewardEncoder, steps: Steps) -> None:
         self._encoder, self._steps = encoder, steps
         self._last: tuple[str, tuple[int, ...]] | None = None
@@ -58,6 +56,5 @@ class RewardWriter:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return how many tokens two sequences begin with alike."""
     differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))

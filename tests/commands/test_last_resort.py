@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import io
 import json
 import logging
@@ -18,7 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from selfcal_lightning.cli import FUNCTION_VERBS, run
+from selfcal_lightning.cli import VERBS, run
+from selfcal_lightning.core.last_resort import explain
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import config_path
 
@@ -26,16 +25,9 @@ INTERRUPTED, FAILED = 130, 1
 EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
 
 
-def replace_verb(monkeypatch: pytest.MonkeyPatch, verb: str, work: Callable[[], Any]) -> None:
-    """Let ``work`` be what the function of a verb does, behind the same options."""
-    room, name, _ = FUNCTION_VERBS[verb]
-    module = importlib.import_module(f"selfcal_lightning.commands.{room}")
-
-    @functools.wraps(getattr(module, name))
-    def replaced(*_: Any, **__: Any) -> Any:
-        return work()
-
-    monkeypatch.setattr(module, name, replaced)
+def replace_verb(monkeypatch: pytest.MonkeyPatch, work: Callable[..., Any]) -> None:
+    """Let ``work`` be what verbs do."""
+    monkeypatch.setattr("selfcal_lightning.cli.run_function", work)
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
@@ -72,7 +64,7 @@ def status_of(arguments: list[str]) -> int | None:
 def test_a_defect_is_told_from_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    replace_verb(monkeypatch, "evaluate", raising(error))
+    replace_verb(monkeypatch, raising(error))
     assert run(EVALUATE) == FAILED
     shown = capsys.readouterr().err
     assert f"{type(error).__name__}: {error}" in shown, "what happened, by class and message"
@@ -84,7 +76,7 @@ def test_a_defect_is_told_from_a_mistake(
 
 def test_a_trace_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFCAL_TRACEBACK", "1")
-    replace_verb(monkeypatch, "evaluate", raising(KeyError("weights")))
+    replace_verb(monkeypatch, raising(KeyError("weights")))
     with pytest.raises(KeyError, match="weights"):
         run(EVALUATE)
 
@@ -101,7 +93,7 @@ def test_a_mistake_is_one_sentence_whatever_its_class(
         errors.MissingPackageError("Expected `vllm` to be installed, but it is not."),
         errors.UserError("Expected `a` to be b, but got c."),
     ):
-        replace_verb(monkeypatch, "evaluate", raising(error))
+        replace_verb(monkeypatch, raising(error))
         assert run(EVALUATE) == FAILED
         assert capsys.readouterr().err == f"selfcal evaluate: error: {error}\n"
 
@@ -109,7 +101,7 @@ def test_a_mistake_is_one_sentence_whatever_its_class(
 def test_the_operating_systems_refusal_names_the_place(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replace_verb(monkeypatch, "evaluate", raising(PermissionError(13, "Permission denied", "/srv/results")))
+    replace_verb(monkeypatch, raising(PermissionError(13, "Permission denied", "/srv/results")))
     assert run(EVALUATE) == FAILED
     assert capsys.readouterr().err == "selfcal evaluate: error: Permission denied: /srv/results\n"
 
@@ -119,13 +111,20 @@ def test_too_little_memory_says_what_to_lower(
 ) -> None:
     import torch
 
-    replace_verb(
-        monkeypatch, "evaluate", raising(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"))
-    )
+    replace_verb(monkeypatch, raising(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")))
     assert run(EVALUATE) == FAILED
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
     assert "`max_batch`" in shown
+
+
+def test_a_lost_peer_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:32105")
+    assert "a defect" in explain(error, who="selfcal fit")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = explain(error, who="selfcal fit")
+    assert "Another process of this training was lost" in said
+    assert "ckpt_path: last" in said
 
 
 def test_a_worker_tells_a_defect_from_a_mistake(
@@ -213,7 +212,7 @@ def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
     assert "Traceback" not in shown
 
 
-@pytest.mark.parametrize("verb", sorted(FUNCTION_VERBS))
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.function])
 def test_so_does_every_verb_that_is_a_function(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
@@ -248,13 +247,13 @@ def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
 ) -> None:
     """Modules of C that are being imported put errors of their own on top of KeyboardInterrupt."""
 
-    def load() -> NoReturn:
+    def load(*_: Any) -> NoReturn:
         try:
             press_ctrl_c()
         except KeyboardInterrupt:
             raise ImportError("numpy.core.multiarray failed to import") from None
 
-    replace_verb(monkeypatch, "evaluate", load)
+    replace_verb(monkeypatch, load)
     assert status_of(EVALUATE) == INTERRUPTED
     shown = capsys.readouterr().err.strip()
     assert shown.startswith("selfcal evaluate: stopped by Ctrl-C. ")

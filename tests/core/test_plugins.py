@@ -206,10 +206,10 @@ def test_an_installed_plugin_that_fails_names_its_package(tmp_path: Path) -> Non
 def test_every_kind_of_verb_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "my_task.py", TASK)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({"plugins": [file], "model": "bundled"}))
-    given = given_to("answer", ["--config", str(tmp_path / "c.yaml")], monkeypatch)
+    given = given_to("answer", ["--config", str(tmp_path / "c.yaml")])
     assert given["model"] == "bundled"
     assert "plugins" not in given
-    evaluated = given_to("evaluate", ["--config", str(ROOT / "configs/evaluate/demo.yaml")], monkeypatch)
+    evaluated = given_to("evaluate", ["--config", str(ROOT / "configs/evaluate/demo.yaml")])
     assert [test.name for test in evaluated["tests"]] == ["id", "ood"]  # a part of the settings has no plug-ins
     cli = instantiated(
         ["fit", "--config", str(ROOT / "configs" / "demo.yaml"), "--plugins", "a,b.py", *ON_CPU], monkeypatch

@@ -120,6 +120,7 @@ def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsy
     results = run_evaluate(
         output_dir=str(tmp_path / "out"), pools=pools, calibration_pools=own, num_reshuffles=2, num_resamples=30,
         strategies=["adaptive_consistency", "early_stopping"], training_cost=TrainingCost(generated_tokens=100.0),
+        tables="full",
     )  # fmt: skip
     folder = tmp_path / "out"
     assert results == json.loads((folder / "results.json").read_text())
@@ -142,6 +143,7 @@ def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert "25.0% of the responses unreadable, counted as wrong" in printed
     assert "break-even of 100 tokens" in printed
+    assert "12 questions are too few to tell much." in printed.replace("\n", " ")
 
 
 def test_fitted_files_are_used_again_and_refused_on_their_questions(tmp_path: Path) -> None:

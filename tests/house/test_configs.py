@@ -16,7 +16,7 @@ import yaml
 from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
-from selfcal_lightning.cli import FUNCTION_VERBS
+from selfcal_lightning.cli import VERBS
 from selfcal_lightning.commands.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
@@ -78,7 +78,7 @@ def test_first_line_is_the_command_that_runs_it(path: Path) -> None:
     verb, flag, name = _command(path)
     assert flag == "--config"
     assert ROOT / name == path
-    assert verb == "fit" or verb in FUNCTION_VERBS
+    assert verb in VERBS
 
 
 def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_training_from_a_public_reward_model_instantiates(
     made: dict[str, dict[str, Any]] = {}
     for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
         verb, *arguments = shlex.split(line)
-        given = given_to(verb, arguments, monkeypatch)
+        given = given_to(verb, arguments)
         made[given["store_split"] or given["split"]] = given
     for split, given in made.items():
         (source,) = document["data"]["init_args"][split]
@@ -188,7 +188,7 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
     if path.stem == "paper":  # the settings of the published training script
         hyper = cli.model.hparams
         assert (hyper["optimizer"], hyper["momentum"], hyper["weight_decay"]) == ("sgd", 0.9, 0.01)
-        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.levels.average) == (
+        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.average) == (
             "label", "last_token", True,
         )  # fmt: skip
         assert cli.datamodule.batch_size == 32
@@ -203,7 +203,7 @@ def test_the_training_of_an_adaptation_instantiates(
     from selfcal_lightning.commands.two_stages import write_settings
     from selfcal_lightning.engines.settings import EngineSettings
 
-    given = given_to("adapt", ["--config", str(path)], monkeypatch)
+    given = given_to("adapt", ["--config", str(path)])
     one = Adaptation(
         "bundled", None, QuestionSlice("word_problems", split="test_id", limit=2), given["reward"], given["target"],
         given["selection"], given["store_dir"], given["rounds"], given["num_samples"], given["batch_size"], given["lr"],
@@ -213,7 +213,7 @@ def test_the_training_of_an_adaptation_instantiates(
     settings = fit_settings(one, tmp_path, engine=EngineSettings(), guard=given["guard"], options=options)
     write_settings(tmp_path / "config.yaml", settings)
     cli = instantiated(["fit", "--config", str(tmp_path / "config.yaml"), *ON_CPU], monkeypatch)
-    assert (cli.model.policy.reward, cli.model.policy.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
+    assert (cli.model.policy.reward, cli.model.policy.target) == (cli.datamodule.reward, cli.datamodule.target)
     assert cli.model.policy.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
     assert cli.model.policy.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
@@ -277,6 +277,7 @@ def test_batch_script_runs_the_config(tmp_path: Path, status: int) -> None:
     [
         ("exit 75", False, 0, True),
         ("kill -KILL $$", False, 0, True),  # what --kill-on-bad-exit makes of the other tasks
+        ("trap - USR1; kill -USR1 $$", False, 0, True),  # it had no handler yet
         ("exit 75", True, 75, True),
         ("exit 3", False, 3, False),
         ("exit 0", False, 0, False),
@@ -308,6 +309,25 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     assert ("submit it again by hand" in said) == refused
 
 
+@pytest.mark.parametrize("warned", [False, True])
+def test_a_job_of_an_array_samples_its_share(tmp_path: Path, warned: bool) -> None:
+    stand_in(
+        tmp_path, "selfcal", f'echo "$@" > {tmp_path}/started', "trap 'exit 143' TERM", "sleep 0.2 & wait", "exit 3"
+    )
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls')
+    array = {"JOB_ID": "77", "TASK_ID": "3", "TASK_MIN": "1", "TASK_COUNT": "4"}
+    environment = {f"SLURM_ARRAY_{name}": value for name, value in array.items()}
+    command = ["bash", str(ROOT / "configs/slurm-generate.sbatch"), "--model", "bundled"]
+    script = subprocess.Popen(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment})
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    if warned:
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == (0 if warned else 3)
+    assert (tmp_path / "started").read_text() == "generate --model bundled --shard 2/4\n"
+    assert (tmp_path / "calls").exists() == warned
+
+
 def test_a_warning_that_comes_before_the_step_has_a_number_is_passed_on(tmp_path: Path) -> None:
     started = tmp_path / "started"
     stand_in(tmp_path, "srun", "trap 'exit 75' USR1", f"touch {started}", "for i in {1..600}; do sleep 0.05; done")
@@ -331,7 +351,7 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
         made: dict[str, list[str]] = {}
         for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
             verb, *arguments = shlex.split(line)
-            given = given_to(verb, arguments, monkeypatch)
+            given = given_to(verb, arguments)
             data, sources = document["data"]["init_args"], document["data"]["init_args"][given["split"]]
             assert given["model"] == document["model"]["init_args"]["base_model"]
             assert given["store_dir"] == data["store_dir"]
@@ -352,4 +372,4 @@ def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: py
     ids=lambda path: path.name,
 )
 def test_function_config_parses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert given_to(_command(path)[0], ["--config", str(path)], monkeypatch)
+    assert given_to(_command(path)[0], ["--config", str(path)])

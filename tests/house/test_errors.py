@@ -53,49 +53,6 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["answer", "--model", "bundled", "--questoin", "1?"], ["got `--questoin`", "Did you mean `--question`?"]),
-        (["generate", "--modle", "bundled"], ["got `--modle`", "Did you mean `--model`?"]),
-        (["generate", "--model", "bundled"], ["`--store_dir` and `--task` to be given"]),
-        (["generate", "--model", "bundled", "--store_dir"], ["a value after `--store_dir`"]),
-        (["answer", "--model", "bundled", "--seed", "many"], ["`--seed` to be a whole number", "'many'"]),
-        (
-            ["answer", "--model", "bundled", "--engine.name", "vlm"],
-            ["`--engine.name` to be one of", "Did you mean 'vllm'?"],
-        ),
-        (["fit", "--config", "CONFIG", "--model.omgea", "1"], ["`omgea`", "Did you mean 'omega'?"]),
-        (["fit", "--config", "CONFIG", "--trainr.max_epochs", "1"], ["Did you mean `--trainer.max_epochs`?"]),
-    ],
-    ids=lambda value: value[-2] if value[0].isalpha() else "",
-)
-def test_a_wrong_option_is_one_sentence_and_a_short_usage(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
-) -> None:
-    from selfcal_lightning.models.folders import config_path
-
-    with pytest.raises(SystemExit) as end:
-        run([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
-    assert end.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "Loading PyTorch" not in line]
-    assert len(lines) == 3, "what is wrong, how it is used, where the rest stands"
-    assert lines[0].startswith(f"selfcal {arguments[0]}: error: Expected ")
-    assert all(word in lines[0] for word in words), lines[0]
-    assert lines[1].startswith(f"usage: selfcal {arguments[0]}")
-    assert len(lines[1]) < 120
-    assert f"`selfcal {arguments[0]} --help`" in lines[2]
-
-
-def test_an_unknown_verb_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["evalute"]) == 2
-    shown = capsys.readouterr().err
-    assert (
-        shown
-        == "selfcal: Expected a verb, but got 'evalute'. Did you mean 'evaluate'? `selfcal --help` lists the verbs.\n"
-    )
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--task", "gsmk8"], ["`task` to be one of", "Did you mean 'gsm8k'?"]),

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.cli import fill_flags
-from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.inference.answering import Answer, ask_question, read_questions
 from selfcal_lightning.records import Verdict
 
@@ -69,12 +67,6 @@ def test_broken_files_are_named_with_the_line(tmp_path: Path, name: str, content
     (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         read_questions(tmp_path / name, task="local_number")
-
-
-def test_flags_may_stand_alone() -> None:
-    assert fill_flags(run_answer, ["--json", "--question", "--json"])[:3] == ["--json", "true", "--question"]
-    assert fill_flags(run_answer, ["--question", "x", "--json"]) == ["--question", "x", "--json", "true"]
-    assert fill_flags(run_answer, ["--json", "false"]) == ["--json", "false"]
 
 
 def test_json_holds_what_json_can_hold() -> None:

@@ -78,10 +78,10 @@ def test_the_command_line_takes_options_or_a_file(tmp_path: Path, monkeypatch: p
     )
     for verb, needed in (("answer", []), ("generate", ["--store_dir", "s", "--task", "t"]), ("evaluate", [])):
         arguments = ["--model", "m", *needed]
-        assert given_to(verb, [*arguments, "--prompt", str(tmp_path / "p.yaml")], monkeypatch)["prompt"] == BRIEF
-        named = given_to(verb, [*arguments, "--prompt.system", "Be brief."], monkeypatch)["prompt"]
+        assert given_to(verb, [*arguments, "--prompt", str(tmp_path / "p.yaml")])["prompt"] == BRIEF
+        named = given_to(verb, [*arguments, "--prompt.system", "Be brief."])["prompt"]
         assert named == Prompt(system="Be brief.")
-        assert given_to(verb, arguments, monkeypatch)["prompt"] is None
+        assert given_to(verb, arguments)["prompt"] is None
 
 
 def test_a_configuration_states_it_once_for_model_and_data(

@@ -173,8 +173,8 @@ def test_another_head_is_refused(tiny_model: str, tmp_path: Path) -> None:
     format = reward_format("qwen2.5-math-prm")
     head = head_of(format)
     heads = {
-        "score.0.weight, score.0.bias, score.2.weight, score.2.bias is missing. A head is never made up": {},
-        "but score.2.bias is missing": {name: head[name] for name in list(head)[:3]},
+        "score.0.weight, score.0.bias, score.2.weight, score.2.bias is missing": {},
+        "score.2.bias is missing": {name: head[name] for name in list(head)[:3]},
         "to have 2 outputs, but score.2.weight in .* has 3": head_of(replace(format, num_outputs=3)),
         "has score.4.weight too": head | {"score.4.weight": torch.zeros(1, HIDDEN)},
     }
@@ -241,7 +241,7 @@ def test_a_missing_weight_of_the_trunk_is_refused(tiny_model: str, tmp_path: Pat
 
 def test_a_separator_of_several_tokens_is_refused(tiny_model: str, tmp_path: Path) -> None:
     folder = stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm"), words=[])
-    with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
+    with pytest.raises(InputError, match=r"`separator` of 'qwen2\.5-math-prm' to be single tokens"):
         open_rewards(settings_of(folder, "qwen2.5-math-prm"))
 
 
@@ -249,9 +249,7 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
     policy, name = AutoTokenizer.from_pretrained(tiny_model), "quantile-prm"
     other = stand_in(tiny_model, tmp_path / "other", reward_format(name), words=["<one>"])
     settings: dict[str, Any] = {"tokenizer": policy, "dtype": "auto"}
-    with pytest.raises(
-        InputError, match=r"the tokenizer and the chat template of the policy.*Train one on this policy"
-    ):
+    with pytest.raises(InputError, match=r"other lacks the tokenizer or the chat template of the policy"):
         open_search("adaptive_best_of_n", {}, settings_of(other, name), **settings)
     public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
     search, _ = open_search("adaptive_best_of_n", {}, settings_of(public, "reasoneval"), **settings)
@@ -277,9 +275,9 @@ def test_scores_that_are_not_finite_are_refused(tiny_model: str, tmp_path: Path)
 
 
 def test_settings_name_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"`reward\.model` to be the folder .*--config .*rewards/demo\.yaml"):
+    with pytest.raises(InputError, match=r"`reward\.model`.*--config .*rewards/demo\.yaml"):
         check_rewards(RewardSettings())
-    with pytest.raises(InputError, match=r"`reward\.format` to be given with 'm', .*one of qwen2\.5-math-prm, math-"):
+    with pytest.raises(InputError, match=r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"):
         check_rewards(RewardSettings("m"))
     with pytest.raises(InputError, match=r"`reward.format` to be one of .* Did you mean 'math-shepherd'\?"):
         check_rewards(RewardSettings("m", "math-sheperd"))

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
 
 import pytest
 
-from selfcal_lightning.cli import FUNCTION_VERBS, run_function
+from selfcal_lightning.cli import parse_function
 
 ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
 
 
-def given_to(verb: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def given_to(verb: str, arguments: list[str]) -> dict[str, Any]:
     """Return what a verb's function would be called with."""
-    room, name, _ = FUNCTION_VERBS[verb]
-    module = importlib.import_module(f"selfcal_lightning.commands.{room}")
-    called: dict[str, Any] = {}
-
-    @functools.wraps(getattr(module, name))
-    def record(*args: Any, **kwargs: Any) -> None:
-        called.update(kwargs, args=args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, record)
-        run_function(verb, arguments)
-    return called
+    return parse_function(verb, arguments)[1]
 
 
 def instantiated(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -172,7 +172,7 @@ def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path,
         ({}, {"lr": 0.5}, "Expected `lr` to be 0.02, as in the run that is resumed, but got 0.5"),
         ({"target": "label"}, {}, "`target` was 'agreeing_pairs' and is 'label'"),
         ({"validation_share": 0.3}, {}, "36 questions were others"),
-        ({"batch_size": 8}, {}, "the order of questions of the checkpoint, but got another: `batch_size` was 16"),
+        ({"batch_size": 8}, {}, "another order of questions: `batch_size` was 16"),
     ],
 )
 def test_other_settings_do_not_go_on(
@@ -213,15 +213,15 @@ def test_an_export_is_taken_up(whole: Path) -> None:
     ("settings", "words"),
     [
         ({"head": "linea"}, "`head` to be one of linear, mlp, classifier, but got 'linea'. Did you mean 'linear'"),
-        ({"head": "classifier", "loss": "bce"}, "the loss cross_entropy with the head classifier"),
-        ({"loss": "cross_entropy"}, "with no other, but got 'cross_entropy' with 'linear'"),
+        ({"head": "classifier", "loss": "bce"}, "cross_entropy, others do not: got 'bce' with 'classifier'"),
+        ({"loss": "cross_entropy"}, "got 'cross_entropy' with 'linear'"),
         ({"link": "clip"}, "the link 'clip' with the loss 'mse' only, but got 'bce'"),
         ({"head": "classifier", "link": "sigmoid"}, "no `link` with the head classifier"),
         ({"lr": 0.0}, "`lr` to be a positive number, but got 0.0"),
         ({"dropout": 1.0}, r"`dropout` to lie in \[0, 1\), but got 1.0"),
         ({"num_classes": 1}, "`num_classes` to be at least 2, but got 1"),
         ({"optimizer": "adam"}, "`optimizer` to be one of adamw, sgd, lbfgs"),
-        ({"optimizer": "lbfgs"}, "`schedule` constant and no `dropout` with the optimizer lbfgs"),
+        ({"optimizer": "lbfgs"}, "lbfgs needs `schedule` constant and no `dropout`"),
     ],
 )
 def test_settings_that_contradict_one_another(settings: dict[str, Any], words: str) -> None:
@@ -232,9 +232,9 @@ def test_settings_that_contradict_one_another(settings: dict[str, Any], words: s
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"world_size": 2}, "one process where a probe is trained, but got 2 processes"),
-        ({"precision": "bf16-true"}, "32-true or 64-true where a probe is trained, but got bf16-true"),
-        ({"accumulate_grad_batches": 4}, "`trainer.accumulate_grad_batches` 1 where a probe is trained, but got 4"),
+        ({"world_size": 2}, "one process .* but got 2 processes"),
+        ({"precision": "bf16-true"}, "32-true or 64-true .* but got bf16-true"),
+        ({"accumulate_grad_batches": 4}, "`trainer.accumulate_grad_batches` 1 .* but got 4"),
     ],
 )
 def test_runs_that_it_is_not_made_for(changed: dict[str, Any], words: str) -> None:

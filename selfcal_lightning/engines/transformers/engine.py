@@ -216,7 +216,7 @@ class TransformersEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
+        """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``; see ``Engine``.
 
         An activated adapter reads the query that a prompt ends with, and no other token.
 

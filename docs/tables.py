@@ -1,0 +1,43 @@
+"""Copies tables of benchmarks/results into the pages of the documentation; with --check, only says which are stale.
+
+A page marks the place: ``<!-- table: report.md: in-domain | needs -->``, then the table, then ``<!-- end -->``. The
+mark names the file and how a line begins: the table's header, or the heading above it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACE = re.compile(r"(<!-- table: (\S+): (.+?) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+
+
+def table(file: str, start: str) -> str:
+    """Return the first table at or below the line of a results file that begins like that."""
+    text = (ROOT / "benchmarks" / "results" / file).read_text()
+    line = re.search(rf"^(\| *)?{re.escape(start)}", text, flags=re.MULTILINE)
+    found = line and re.search(r"(^\|.*\n)+", text[line.start() :], flags=re.MULTILINE)
+    if not found:
+        raise SystemExit(f"benchmarks/results/{file} has no table at a line that begins with {start!r}.")
+    return found.group()
+
+
+def filled(page: str) -> str:
+    """Return the text of a page with every marked table as it stands in the results."""
+    return PLACE.sub(lambda place: f"{place[1]}\n{table(place[2], place[3])}\n{place[4]}", page)
+
+
+def main() -> None:
+    """Write the pages that are stale, or name them and fail."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    stale = [page for page in pages if filled(page.read_text()) != page.read_text()]
+    if "--check" in sys.argv and stale:
+        raise SystemExit(f"Run python docs/tables.py: stale tables in {', '.join(str(page) for page in stale)}.")
+    for page in stale:
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

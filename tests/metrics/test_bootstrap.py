@@ -1,0 +1,276 @@
+"""Resampled questions, and what curves of accuracy over cost are read for: against plain loops and scipy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from selfcal_lightning.metrics import bootstrap
+from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
+from selfcal_lightning.metrics.bootstrap import (
+    BOOTSTRAP_METRICS,
+    Estimate,
+    ScoredResponses,
+    bootstrap_interval,
+    estimate_of,
+    estimate_or_never,
+    paired_bootstrap,
+    question_bootstrap,
+    resample_counts,
+    resample_weights,
+)
+from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
+from selfcal_lightning.metrics.curves import (
+    best_setting_within,
+    break_even,
+    cost_to_reach,
+    costs_to_reach,
+    risk_coverage,
+    setting_within,
+    wilson_interval,
+)
+from selfcal_lightning.metrics.discrimination import aurc, auroc, within_question_discrimination
+
+
+def _pool(num_questions: int = 30, seed: int = 0) -> ScoredResponses:
+    """Return responses in random order, one to eight a question, with many ties."""
+    generator = np.random.default_rng(seed)
+    question_index = np.repeat(np.arange(num_questions), generator.integers(1, 9, num_questions))
+    generator.shuffle(question_index)
+    difficulty = generator.random(num_questions)[question_index]
+    confidence = (difficulty + generator.normal(0.0, 0.3, len(question_index))).clip(0.0, 1.0).round(1)
+    return ScoredResponses(confidence, generator.random(len(question_index)) < difficulty, question_index)
+
+
+def _reference_naive_resample(pool: ScoredResponses, counts: np.ndarray) -> dict[str, float | None]:
+    """Return the metrics of the pool in which question q stands ``counts[q]`` times."""
+    confidence: list[float] = []
+    correct: list[bool] = []
+    question: list[int] = []
+    copies = 0
+    for q, count in enumerate(counts.astype(int)):
+        rows = np.flatnonzero(pool.question_index == q)
+        for _ in range(count):
+            confidence += pool.confidence[rows].tolist()
+            correct += pool.correct[rows].tolist()
+            question += [copies] * len(rows)
+            copies += 1
+    return {
+        ECE: expected_calibration_error(confidence, correct),
+        BRIER: brier_score(confidence, correct),
+        AUROC: auroc(confidence, correct),
+        WITHIN_QUESTION_AUROC: within_question_discrimination(confidence, correct, question).mean,
+        PASS_AT_1: float(
+            np.mean([np.mean([y for y, p in zip(correct, question, strict=True) if p == c]) for c in range(copies)])
+        ),
+    }
+
+
+def test_auroc_of_many_responses_is_resampled_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _pool()
+    columns = pool.confidence, pool.correct, pool.question_index
+    at_once = question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC]
+    monkeypatch.setattr(bootstrap, "_COUNTS_AT_ONCE", 1)
+    np.testing.assert_array_equal(question_bootstrap(*columns, metrics=[AUROC], num_resamples=100)[AUROC], at_once)
+
+
+def test_resampled_metrics_equal_metrics_of_the_resample() -> None:
+    pool = _pool()
+    resampled = question_bootstrap(pool.confidence, pool.correct, pool.question_index, num_resamples=100, seed=3)
+    counts = np.concatenate(list(resample_counts(30, num_resamples=100, seed=3)))
+    assert counts.shape == (100, 30)
+    for row in range(100):
+        expected = _reference_naive_resample(pool, counts[row])
+        assert {key: values[row] for key, values in resampled.items()} == pytest.approx(expected, abs=1e-12)
+
+
+def test_values_equal_the_metrics_on_all_questions() -> None:
+    pool = _pool()
+    estimates = bootstrap_interval(pool.confidence, pool.correct, pool.question_index, num_resamples=200)
+    expected = _reference_naive_resample(pool, np.ones(30))
+    assert {key: estimate.value for key, estimate in estimates.items()} == pytest.approx(expected, abs=1e-12)
+    assert set(estimates) == set(BOOTSTRAP_METRICS)
+    for estimate in estimates.values():
+        assert estimate.low <= estimate.value + 0.05
+        assert estimate.value - 0.05 <= estimate.high
+
+
+def test_questions_are_drawn_uniformly() -> None:
+    counts = np.concatenate(list(resample_counts(50, num_resamples=4000, seed=0)))
+    assert (counts.sum(axis=1) == 50).all()
+    # The mean of 4000 Poisson-like counts has standard deviation .016; the variance of a count is 1 - 1/50.
+    np.testing.assert_allclose(counts.mean(axis=0), 1.0, atol=0.08)
+    assert counts.var() == pytest.approx(0.98, abs=0.02)
+
+
+def test_interval_of_the_mean_has_the_width_of_the_normal_one() -> None:
+    generator = np.random.default_rng(5)
+    correct = generator.random(400) < 0.3
+    estimate = bootstrap_interval(np.full(400, 0.5), correct, np.arange(400), metrics=[PASS_AT_1])[PASS_AT_1]
+    half_width = 1.96 * np.sqrt(correct.mean() * (1 - correct.mean()) / 400)
+    assert estimate.high - estimate.low == pytest.approx(2 * half_width, rel=0.08)
+
+
+def test_responses_to_one_question_are_drawn_together() -> None:
+    # 20 questions of 50 equal responses carry the information of 20, not of 1000.
+    correct = np.repeat(np.arange(20) % 2 == 0, 50)
+    together = bootstrap_interval(np.full(1000, 0.5), correct, np.repeat(np.arange(20), 50), metrics=[PASS_AT_1])
+    apart = bootstrap_interval(np.full(1000, 0.5), correct, np.arange(1000), metrics=[PASS_AT_1])
+    widths = [e[PASS_AT_1].high - e[PASS_AT_1].low for e in (together, apart)]
+    assert widths[0] > 4 * widths[1]
+
+
+def test_equal_sets_do_not_change() -> None:
+    changes = paired_bootstrap(_pool(), _pool(), num_resamples=50)
+    error = changes.pop(ECE)
+    assert (error.change.value, error.ratio.value) == (0.0, 1.0)
+    assert error.change.low <= 0.0 <= error.change.high
+    for change in changes.values():
+        assert change.change == Estimate(0.0, 0.0, 0.0)
+        assert change.ratio.value == pytest.approx(1.0)
+
+
+def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses() -> None:
+    before, after = _pool(), _pool(seed=7)
+    order = np.random.default_rng(1).permutation(len(after.confidence))
+    shuffled = ScoredResponses(after.confidence[order], after.correct[order], after.question_index[order])
+    changes = paired_bootstrap(before, after, num_resamples=64, seed=2)
+    again = paired_bootstrap(before, shuffled, num_resamples=64, seed=2)
+    counts = np.concatenate(list(resample_counts(30, num_resamples=64, seed=2)))
+    first, second = ([_reference_naive_resample(pool, row)[BRIER] for row in counts] for pool in (before, after))
+    expected = np.quantile(np.subtract(second, first), [0.025, 0.975])
+    assert [changes[BRIER].change.low, changes[BRIER].change.high] == pytest.approx(expected)
+    assert [again[BRIER].change.low, again[BRIER].change.high] == pytest.approx(expected)
+    ratio = np.quantile(np.divide(second, first), [0.025, 0.975])
+    assert [changes[BRIER].ratio.low, changes[BRIER].ratio.high] == pytest.approx(ratio)
+    assert again[ECE].change.high == pytest.approx(changes[ECE].change.high)
+
+
+def test_undefined_resamples_are_left_out_and_counted() -> None:
+    # One question is right, one wrong: half of the resamples draw the same question twice and have no AUROC.
+    estimate = bootstrap_interval([0.9, 0.1], [True, False], [0, 1], metrics=[AUROC], num_resamples=1000)[AUROC]
+    assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
+    assert 400 < estimate.num_undefined < 600
+    never = bootstrap_interval([0.9], [True], [0], metrics=[AUROC, WITHIN_QUESTION_AUROC], num_resamples=10)
+    assert set(never.values()) == {Estimate(None, None, None, 10)}
+
+
+def test_string_questions_and_any_scores_for_ranking() -> None:
+    by_name = question_bootstrap([-3.0, 5.0, 0.0], [0, 1, 1], ["b", "b", "a"], metrics=[AUROC], num_resamples=20)
+    by_number = question_bootstrap([-3.0, 5.0, 0.0], [0, 1, 1], [1, 1, 0], metrics=[AUROC], num_resamples=20)
+    np.testing.assert_array_equal(by_name[AUROC], by_number[AUROC])
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="Expected `metrics` to be among"):
+        question_bootstrap([0.5], [True], [0], metrics=["ECE"])
+    with pytest.raises(ValueError, match="Expected `confidence` to hold at least one response"):
+        question_bootstrap([], [], [])
+    with pytest.raises(ValueError, match=r"to lie in \[0, 1\]"):
+        question_bootstrap([-3.0], [True], [0], metrics=[BRIER])
+    with pytest.raises(ValueError, match="Expected `level` to lie in"):
+        bootstrap_interval([0.5], [True], [0], level=95.0)
+    with pytest.raises(ValueError, match=r"same questions, but got 2 that only one of them has, such as \[0, 1\]"):
+        paired_bootstrap(ScoredResponses([0.5], [True], [0]), ScoredResponses([0.5], [True], [1]))
+
+
+def _reference_mixture_cost(cost: np.ndarray, value: np.ndarray, target: float) -> float | None:
+    """Cheapest setting that is good enough, or mixture of two settings that follow each other on the envelope."""
+    points: list[tuple[float, float]] = []
+    for price, reached in sorted(zip(cost, value, strict=True), key=lambda p: (p[0], -p[1])):
+        if not points or reached > points[-1][1]:
+            points.append((price, reached))
+    if points[0][1] >= target:
+        return points[0][0]
+    for (c0, v0), (c1, v1) in itertools.pairwise(points):
+        if v1 >= target:
+            share = (target - v0) / (v1 - v0)
+            return (1 - share) * c0 + share * c1
+    return None
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_cost_to_reach_against_a_plain_walk(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    # Coarse numbers make equal costs and equal values.
+    cost, value = generator.integers(1, 9, size=12) / 2.0, generator.integers(0, 7, size=12) / 8.0
+    for target in np.linspace(0.0, 1.0, 21):
+        expected = _reference_mixture_cost(cost, value, target)
+        found = cost_to_reach(cost, value, float(target))
+        assert found == (None if expected is None else pytest.approx(expected)), target
+
+
+def test_many_curves_at_once_are_the_single_ones() -> None:
+    generator = np.random.default_rng(1)
+    cost, value = generator.random((40, 9)), generator.random((40, 9))
+    targets = generator.random((3, 40))
+    found = costs_to_reach(cost, value, targets)
+    for number in range(3):
+        singles = [cost_to_reach(c, v, t) for c, v, t in zip(cost, value, targets[number], strict=True)]
+        expected = [math.nan if single is None else single for single in singles]
+        np.testing.assert_allclose(found[number], expected)
+    assert np.isnan(found).any()
+
+
+def test_settings_within_a_budget() -> None:
+    cost, value = np.array([1.0, 2.0, 4.0, 3.0]), np.array([0.5, 0.75, 1.0, 0.75])
+    assert setting_within(cost, 3.5) == 3  # the dearest, whatever it reaches
+    assert best_setting_within(cost, value, 3.5) == 1  # the best, the cheaper of two equals
+    assert best_setting_within(cost, value, 0.5) is setting_within(cost, 0.5) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_risk_coverage_without_ties_has_the_area_of_aurc(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    scores, labels = generator.permutation(50) / 50.0, generator.random(50) < 0.6
+    curve = risk_coverage(scores, labels)
+    assert curve.risk.mean() == pytest.approx(aurc(scores, labels))
+    assert curve.coverage[-1] == 1.0
+    assert curve.risk[-1] == pytest.approx(1.0 - labels.mean())
+
+
+@pytest.mark.parametrize(("successes", "total"), [(0, 5), (5, 5), (3, 7), (90, 100)])
+def test_wilson_interval_against_scipy(successes: int, total: int) -> None:
+    found, expected = wilson_interval(successes, total), binomtest(successes, total).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+
+
+def test_shares_of_nothing_and_impossible_counts() -> None:
+    assert wilson_interval(0, 0).value is None
+    with pytest.raises(ValueError, match="between 0 and 2, but got 3"):
+        wilson_interval(3, 2)
+
+
+def test_break_even_by_hand() -> None:
+    assert break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
+    assert break_even(10.0, 0.0) is break_even(10.0, None) is break_even(10.0, math.nan) is None
+    with pytest.raises(ValueError, match="`cost` to be at least 0"):
+        break_even(-1.0, 1.0)
+
+
+def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:
+    values = np.random.default_rng(0).random((2, 7))
+    found = values @ resample_weights(7, num_resamples=100, seed=3)
+    counts = np.concatenate(list(resample_counts(7, num_resamples=100, seed=3)))
+    np.testing.assert_allclose(found[:, 0], values.mean(axis=1))
+    np.testing.assert_allclose(found[0, 1:], [np.repeat(values[0], row.astype(int)).mean() for row in counts])
+
+
+def test_one_question_has_no_interval() -> None:
+    column = (np.array([[0.25]]) @ resample_weights(1))[0]
+    estimate = estimate_of(column)
+    assert (estimate.value, estimate.low, estimate.high) == (0.25, None, None)
+
+
+def test_an_interval_that_reaches_into_never_is_open() -> None:
+    column = np.array([3.0, *np.arange(1.0, 98.0), np.nan, np.nan, np.nan])
+    cost = estimate_or_never(column, never=math.inf)
+    assert (cost.low, cost.high, cost.num_undefined) == (3.0, None, 3)
+    saving = estimate_or_never(-column, never=-math.inf)
+    assert (saving.low, saving.high) == (None, -3.0)
+    nothing = estimate_or_never(np.array([np.nan, 1.0]), never=math.inf)
+    assert (nothing.value, nothing.low, nothing.high) == (None, None, None)

@@ -1,0 +1,267 @@
+"""Ranking of right above wrong responses: against vectors, scikit-learn, scipy, torchmetrics and plain loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from scipy import stats
+from sklearn import metrics
+from torchmetrics.classification import BinaryAUROC
+from torchmetrics.functional.classification import binary_auroc
+
+from selfcal_lightning.metrics.discrimination import (
+    WithinQuestion,
+    auprc,
+    aurc,
+    auroc,
+    average_rank,
+    roc_curve,
+    spearman,
+    within_question_discrimination,
+)
+from selfcal_lightning.metrics.streaming import ConfidenceAUROC, WithinQuestionAUROC
+
+Vectors = Callable[[str], dict[str, Any]]
+
+RESPONSES = st.lists(
+    st.tuples(st.integers(-4, 4).map(lambda n: n / 4), st.booleans(), st.integers(0, 4)), min_size=1, max_size=40
+)
+
+
+def _columns(responses: list[tuple[float, bool, int]]) -> tuple[list[float], list[bool], list[int]]:
+    return [c for c, _, _ in responses], [y for _, y, _ in responses], [q for _, _, q in responses]
+
+
+def _reference_naive_pairs(confidence: list[float], correct: list[bool]) -> tuple[float, int]:
+    """Return concordant pairs, ties one half, and all pairs of a right and a wrong response."""
+    right = [c for c, y in zip(confidence, correct, strict=True) if y]
+    wrong = [c for c, y in zip(confidence, correct, strict=True) if not y]
+    return sum((r > w) + 0.5 * (r == w) for r in right for w in wrong), len(right) * len(wrong)
+
+
+def _reference_naive_within_question(
+    confidence: list[float], correct: list[bool], question_index: list[int]
+) -> WithinQuestion:
+    pairs = []
+    for question in sorted(set(question_index)):
+        rows = [i for i, other in enumerate(question_index) if other == question]
+        pairs.append(_reference_naive_pairs([confidence[i] for i in rows], [correct[i] for i in rows]))
+    mixed = [(concordant, count) for concordant, count in pairs if count]
+    if not mixed:
+        return WithinQuestion(None, None, 0)
+    return WithinQuestion(
+        mean=sum(concordant / count for concordant, count in mixed) / len(mixed),
+        pooled=sum(concordant for concordant, _ in mixed) / sum(count for _, count in mixed),
+        num_questions=len(mixed),
+    )
+
+
+def _reference_naive_aurc(confidence: list[float], correct: list[bool]) -> float:
+    """Return the mean over every order of the responses that the scores allow."""
+    areas = []
+    for order in permutations(range(len(confidence))):
+        if all(confidence[i] >= confidence[j] for i, j in pairwise(order)):
+            risks = [sum(not correct[i] for i in order[:k]) / k for k in range(1, len(order) + 1)]
+            areas.append(sum(risks) / len(risks))
+    return sum(areas) / len(areas)
+
+
+def _reference_sklearn_auroc(confidence: np.ndarray, correct: np.ndarray) -> float:
+    return float(metrics.roc_auc_score(correct, confidence))
+
+
+def _reference_sklearn_auprc(confidence: np.ndarray, correct: np.ndarray) -> float:
+    return float(metrics.average_precision_score(correct, confidence))
+
+
+def _reference_torchmetrics_auroc(confidence: np.ndarray, correct: np.ndarray) -> float:
+    return binary_auroc(torch.tensor(confidence), torch.tensor(correct).long()).item()
+
+
+def _reference_scipy_spearman(first: np.ndarray, second: np.ndarray) -> float:
+    return float(stats.spearmanr(first, second).statistic)
+
+
+def _many(size: int = 3000) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    confidence = generator.integers(0, 200, size) / 200
+    return confidence, generator.random(size) < confidence
+
+
+def test_auroc_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("calibration_discrimination")["cases"]:
+        expected = case["auroc_correct_ties_half"]
+        value = auroc(case["confidences"], case["correct"])
+        assert value == (None if expected is None else pytest.approx(expected, abs=1e-6))
+
+
+def test_selfcal_auroc_equals_the_vectors(vectors: Vectors) -> None:
+    compared = 0
+    for case in vectors("ece_auroc_selfcal")["cases"]:
+        percentage = case["evaluate_inference_auc_acc_ece_pct"]
+        if isinstance(percentage, list) and isinstance(percentage[0], float):
+            assert 100 * auroc(case["scores"], case["y"]) == pytest.approx(percentage[0], abs=0.005 + 1e-9)
+            compared += 1
+    assert compared >= 4
+
+
+def test_average_rank_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("average_rank")["cases"]:
+        assert average_rank(case["x"]).tolist() == case["ranks"]
+
+
+def test_spearman_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("metric_diff")["cases"]:
+        assert spearman(case["response"], case["capability"]) == pytest.approx(
+            case["out"]["spearman_correlation"], abs=1e-6
+        )
+
+
+@settings(deadline=None)
+@given(RESPONSES)
+def test_auroc_equals_naive_pairs(responses: list[tuple[float, bool, int]]) -> None:
+    confidence, correct, _ = _columns(responses)
+    concordant, count = _reference_naive_pairs(confidence, correct)
+    assert auroc(confidence, correct) == (pytest.approx(concordant / count) if count else None)
+
+
+@settings(deadline=None)
+@given(RESPONSES)
+def test_within_question_equals_naive_loops(responses: list[tuple[float, bool, int]]) -> None:
+    confidence, correct, question_index = _columns(responses)
+    expected = _reference_naive_within_question(confidence, correct, question_index)
+    value = within_question_discrimination(confidence, correct, question_index)
+    assert value.num_questions == expected.num_questions
+    assert value.mean == pytest.approx(expected.mean)
+    assert value.pooled == pytest.approx(expected.pooled)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+def test_aurc_is_the_mean_over_the_orders_of_ties(responses: list[tuple[int, bool]]) -> None:
+    confidence, correct = [float(c) for c, _ in responses], [y for _, y in responses]
+    assert aurc(confidence, correct) == pytest.approx(_reference_naive_aurc(confidence, correct))
+
+
+@settings(deadline=None)
+@given(RESPONSES, st.randoms(use_true_random=False))
+def test_order_does_not_matter(responses: list[tuple[float, bool, int]], random: Any) -> None:
+    shuffled = random.sample(responses, len(responses))
+    for function in (auroc, auprc, aurc):
+        assert function(*_columns(responses)[:2]) == pytest.approx(function(*_columns(shuffled)[:2]))
+
+
+def test_many_responses_equal_sklearn_and_torchmetrics() -> None:
+    confidence, correct = _many()
+    assert auroc(confidence, correct) == pytest.approx(_reference_sklearn_auroc(confidence, correct), abs=1e-12)
+    assert auroc(confidence, correct) == pytest.approx(_reference_torchmetrics_auroc(confidence, correct), abs=1e-6)
+    assert auprc(confidence, correct) == pytest.approx(_reference_sklearn_auprc(confidence, correct), abs=1e-12)
+    ours = roc_curve(confidence, correct)
+    false_positive, true_positive, threshold = metrics.roc_curve(correct, confidence, drop_intermediate=False)
+    assert_allclose(ours.false_positive_rate, false_positive, atol=1e-12)
+    assert_allclose(ours.true_positive_rate, true_positive, atol=1e-12)
+    assert_allclose(ours.threshold, threshold)
+    area = np.trapezoid(ours.true_positive_rate, ours.false_positive_rate)
+    assert area == pytest.approx(auroc(confidence, correct), abs=1e-12)
+
+
+def test_spearman_and_ranks_equal_scipy() -> None:
+    first, second = _many()[0], _many()[0][::-1] ** 2 + np.arange(3000) / 3000
+    assert spearman(first, second) == pytest.approx(_reference_scipy_spearman(first, second), abs=1e-12)
+    assert_allclose(average_rank(first), stats.rankdata(first))
+    assert spearman([1.0, 1.0], [0.0, 1.0]) is None
+    assert spearman([], []) is None
+
+
+def test_one_class_is_unknown() -> None:
+    for correct in ([True, True], [False, False]):
+        assert auroc([0.1, 0.9], correct) is None
+        assert roc_curve([0.1, 0.9], correct) is None
+        assert within_question_discrimination([0.1, 0.9], correct, [0, 0]) == WithinQuestion(None, None, 0)
+    assert auroc([], []) is None
+    assert aurc([], []) is None
+    assert auprc([0.5], [False]) is None
+    assert auprc([0.5], [True]) == 1.0
+
+
+def test_constant_confidence_gives_one_half() -> None:
+    assert auroc([0.5] * 5, [True, False, False, True, False]) == 0.5
+
+
+def test_a_score_that_knows_only_the_question_discriminates_across_questions_only() -> None:
+    # Question a: .9 each, 3 of 4 right; question b: .1 each, 1 of 4 right.
+    confidence, question_index = [0.9] * 4 + [0.1] * 4, ["a"] * 4 + ["b"] * 4
+    correct = [True, True, True, False, True, False, False, False]
+    # Pairs: right a over wrong b 9, ties 3 + 3 at one half, right b over wrong a 0: (9 + 3) / 16.
+    assert auroc(confidence, correct) == 0.75
+    assert within_question_discrimination(confidence, correct, question_index) == WithinQuestion(0.5, 0.5, 2)
+
+
+def test_scores_need_be_no_probabilities() -> None:
+    assert auroc([-np.inf, -20.0, 3.0], [False, True, True]) == 1.0
+    assert auroc(torch.tensor([-5.0, 2.0], dtype=torch.bfloat16), torch.tensor([0, 1])) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("correct", "message"),
+    [([True, None], "Expected `correct` to be known"), ([0.5, 1.0], "Expected `correct` to hold 0 or 1 only")],
+)
+def test_labels_must_be_known(correct: list[Any], message: str) -> None:
+    for function in (auroc, auprc, aurc, roc_curve):
+        with pytest.raises(ValueError, match=message):
+            function([0.1, 0.2], correct)
+    with pytest.raises(ValueError, match="same length"):
+        within_question_discrimination([0.1, 0.2], [True, False], [0])
+
+
+def _responses() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(600, generator=generator).mul(30).round().div(30)
+    correct = (torch.rand(600, generator=generator) < confidence).long()
+    return confidence, correct, torch.randint(50, (600,), generator=generator)
+
+
+def _reference_streamed_auroc(confidence: torch.Tensor, correct: torch.Tensor) -> float:
+    metric = BinaryAUROC()
+    metric.update(confidence, correct)
+    return metric.compute().item()
+
+
+def test_auroc_equals_the_function_and_torchmetrics() -> None:
+    confidence, correct, _ = _responses()
+    metric = ConfidenceAUROC()
+    for rows in torch.arange(600).split(130):
+        metric.update(confidence[rows], correct[rows])
+    assert metric.compute().item() == auroc(confidence, correct)
+    assert metric.compute().item() == pytest.approx(_reference_streamed_auroc(confidence, correct), abs=1e-6)
+
+
+def test_within_question_equals_the_function() -> None:
+    columns = _responses()
+    expected = within_question_discrimination(*columns)
+    for average, value in (("question", expected.mean), ("pair", expected.pooled)):
+        metric = WithinQuestionAUROC(average=average)
+        for rows in torch.arange(600).split(130):
+            metric.update(*(column[rows] for column in columns))
+        assert metric.compute().item() == value
+
+
+def test_large_question_numbers_stay_apart() -> None:
+    metric = WithinQuestionAUROC()
+    numbers = torch.tensor([2**62, 2**62, 2**62 + 1, 2**62 + 1])
+    metric.update(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 1, 0]), numbers)
+    assert metric.compute().item() == 0.5
+
+
+def test_one_class_is_nan() -> None:
+    metric = ConfidenceAUROC()
+    metric.update(torch.tensor([0.5, 0.6]), torch.tensor([1, 1]))
+    assert metric.compute().isnan()

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -178,9 +179,16 @@ class AdapterExport(Callback):
 
 
 def describe_store(store_dir: str) -> dict[str, Any]:
-    """Return the folder of a sample store and the digest of what every round of it was sampled with."""
-    rounds = SampleStore(store_dir).manifest.rounds
-    return {"path": store_dir, "digests": {str(number): record.digest for number, record in rounds.items()}}
+    """Return the folder of a sample store, its tasks, and what every round of it was sampled with."""
+    store = SampleStore(store_dir)
+    rounds = store.manifest.rounds
+    sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
+    return {
+        "path": store_dir,
+        "digests": {str(number): record.digest for number, record in rounds.items()},
+        "sampling": None if sampling is None else asdict(sampling),
+        "tasks": sorted(set(store.index(split="train").task.tolist())),
+    }
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:

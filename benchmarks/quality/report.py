@@ -37,7 +37,7 @@ from shared.tables import triple
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.evaluation.calibration import powers_of_two
+from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.bootstrap import estimate_of
 

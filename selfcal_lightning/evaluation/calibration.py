@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,7 +19,7 @@ from selfcal_lightning.confidence.fusion import carried_confidences, is_probabil
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.evaluation.curves import Reshuffles
+from selfcal_lightning.evaluation.curves import Reshuffles, powers_of_two
 from selfcal_lightning.evaluation.figures import reliability_comparison, save_figure
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.evaluation.metrics import (
@@ -36,11 +35,14 @@ from selfcal_lightning.evaluation.metrics import (
     summary_keys,
 )
 from selfcal_lightning.evaluation.tables import (
+    DASH,
     comparison_csv,
     comparison_markdown,
     comparison_rows,
     comparison_table,
     format_estimate,
+    markdown_table,
+    rich_table,
 )
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
@@ -181,35 +183,20 @@ class VoteRow:
 
 def votes_table(rows: Sequence[VoteRow]) -> Table:
     """Return the rows for the terminal: values alone, and the change with its interval, which fit into 80 columns."""
-    table = Table(
-        title="Accuracy of votes; 95 % bootstrap over questions", title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False, collapse_padding=True,
-    )  # fmt: skip
-    labels, lines = _cells(rows)
-    for name in ("samples", "split", *labels):
-        table.add_column(name, justify="left" if name == "split" else "right", no_wrap=name.startswith(CHANGE))
+    heads, lines = _cells(rows, tight=True)
+    table = rich_table(heads, title="Accuracy of votes; 95 % bootstrap over questions", left=["split"])
+    for column, name in zip(table.columns, heads, strict=True):
+        column.no_wrap, column.overflow = name.startswith(CHANGE), "ellipsis"
     for cells in lines:
-        values = [
-            cell if label.startswith(CHANGE) else cell.partition(" [")[0]
-            for label, cell in zip(("samples", "split", *labels), cells, strict=True)
-        ]
-        table.add_row(*(value.replace(", ", ",") for value in values))
+        pairs = zip(heads, cells, strict=True)
+        table.add_row(*(cell if head.startswith(CHANGE) else cell.partition(" [")[0] for head, cell in pairs))
     return table
 
 
 def votes_markdown(rows: Sequence[VoteRow]) -> str:
-    """Return the rows as a Markdown table.
-
-    Example:
-        >>> print(votes_markdown([VoteRow("id", "before", False, (1, 2), (Estimate(0.5, 0.4, 0.6),) * 2)]))
-        | samples | split | before, counted |
-        |---:|---|---:|
-        | 1 | id | 0.500 [0.400, 0.600] |
-        | 2 | id | 0.500 [0.400, 0.600] |
-    """
-    labels, lines = _cells(rows)
-    header = [f"| {' | '.join(('samples', 'split', *labels))} |", f"|---:|---|{'---:|' * len(labels)}"]
-    return "\n".join([*header, *(f"| {' | '.join(cells)} |" for cells in lines)])
+    """Return the rows as a Markdown table."""
+    heads, lines = _cells(rows)
+    return markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
 
 
 def votes_figure(rows: Sequence[VoteRow]) -> Figure:
@@ -252,16 +239,16 @@ def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
         axes.spines[edge].set_visible(False)
 
 
-def _cells(rows: Sequence[VoteRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the labels of the columns, and the cells of every line."""
+def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of the columns, and the cells of every line."""
     labels = list(dict.fromkeys(row.label for row in rows))
     lines = []
     for test in dict.fromkeys(row.test for row in rows):
         here = {row.label: row for row in rows if row.test == test}
         for place, width in enumerate(next(iter(here.values())).widths):
-            found = [format_estimate(here[label].accuracy[place]) if label in here else "–" for label in labels]
+            found = [format_estimate(here[k].accuracy[place], tight=tight) if k in here else DASH for k in labels]
             lines.append([str(width), test, *found])
-    return labels, lines
+    return ["samples", "split", *labels], lines
 
 
 KEYS = {False: "votes", True: "weighted_votes"}
@@ -327,16 +314,6 @@ def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dic
             number = questions.stop - questions.start
             total[:, questions] += is_right.reshape(len(budgets), -1, number).sum(axis=1)
     return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
-
-
-def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4 ... up to ``most``.
-
-    Example:
-        >>> powers_of_two(9)
-        [1, 2, 4, 8]
-    """
-    return [1 << power for power in range(most.bit_length())]
 
 
 def _row_keys(row: VoteRow) -> dict[str, float | None]:

@@ -190,6 +190,11 @@ def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
     return StrategyCurve(job.label, strategy.confidence, strategy.grid_parameter, outcome, strategy, job.is_oracle)
 
 
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 ... up to ``most``."""
+    return [1 << power for power in range(most.bit_length())]
+
+
 CONFIDENCE = "confidence"
 
 

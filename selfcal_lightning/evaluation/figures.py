@@ -271,7 +271,7 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
                 row.curve.coverage, row.curve.risk, style, marker=".", markersize=3, linewidth=1.4,
                 color=palette[position % len(palette)], label=label,
             )  # fmt: skip
-        _frame(axes)
+        frame(axes)
         axes.set(xlim=(0.0, 1.0), xlabel="share of the questions answered")
         axes.set_title(side, fontsize=10)
         axes.legend(loc="upper left", fontsize=7.5, frameon=False)
@@ -284,15 +284,14 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
 
 def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None, cost: Cost) -> None:
     if reference is not None:
-        x, y = _points(reference, cost)
+        x, y, _, _ = _points(reference, cost)
         axes.plot(x, y, color=_GREY, linewidth=3.2, alpha=0.6, zorder=1)
     for row in rows:
         colour, style = LOOKS.get(row.contender.strategy, _OTHER)
-        x, y = _points(row, cost)
+        x, y, low, high = _points(row, cost)
         # A setting a sample shows as points; a hundred thresholds show as a line.
         marker = "." if len(x) <= 24 else ""
         axes.plot(x, y, style, color=colour, marker=marker, markersize=4, linewidth=1.4, zorder=2)
-        low, high = _ends(row, cost)
         axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=1)
     axes.set_xscale("log")
     # Panels share their axis, so the ticks hold for all of them.
@@ -304,25 +303,15 @@ def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * first <= tick <= 1.1 * last]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _frame(axes)
+    frame(axes)
 
 
-def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
-    """Return the points in the order of their cost."""
+def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return cost, accuracy and the ends of its intervals in the order of the cost; nan is not drawn."""
     x = _cost(row, cost)
-    if x is None:
-        return np.zeros(0), np.zeros(0)
+    assert x is not None  # noqa: S101 - `accuracy_figure` leaves the others out
     order = np.argsort(x, kind="stable")
-    return x[order], row.accuracy[order]
-
-
-def _ends(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
-    """Return the ends of the intervals in the order of the cost; nan, which is not drawn, where there are none."""
-    x = _cost(row, cost)
-    if x is None:
-        return np.zeros(0), np.zeros(0)
-    order = np.argsort(x, kind="stable")
-    return row.accuracy_low[order], row.accuracy_high[order]
+    return x[order], row.accuracy[order], row.accuracy_low[order], row.accuracy_high[order]
 
 
 def _cost(row: CurveRow, cost: Cost) -> Floats | None:
@@ -338,10 +327,3 @@ def _legend(figure: Figure, strategies: Sequence[str], *, has_reference: bool) -
         handles.append(Line2D([], [], color=_GREY, linewidth=3.2, alpha=0.6, label="self_consistency by votes alone"))
     columns = max(1, min(len(handles), int(figure.get_size_inches()[0] // 1.9)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-
-
-def _frame(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)

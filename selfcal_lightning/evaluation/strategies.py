@@ -21,6 +21,7 @@ from selfcal_lightning.evaluation.curves import (
     evaluate_jobs,
     make_jobs,
     needs_confidence,
+    powers_of_two,
     tune,
 )
 from selfcal_lightning.evaluation.statistics import (
@@ -195,7 +196,7 @@ def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[Bud
     best = max(changes, key=lambda row: row.change.value or 0.0)
     at = f"{best.contender.strategy} at {best.samples.value:.1f} samples"
     change = format_estimate(best.change, signed=True)
-    if best.is_better:
+    if best.change.is_positive:
         return f"{side}, {score.name}: {at} beats {budget} plain votes by {change}; {reason}."
     return (
         f"{side}, {score.name}: no strategy that reads it beats {budget} plain votes beyond the interval "
@@ -241,7 +242,7 @@ def run_strategies(
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
     """Return what the curves of a test set say."""
     savings = saving_rows(resampled, settings.targets or default_targets(test.width))
-    budgets = budget_rows(resampled, settings.budgets or default_budgets(test.width))
+    budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
     scores = {side: score_confidences(pool) for side, pool in test.pools.items()}
     has_calibration = all(row.calibration is not None for row in resampled)
     return StrategyReport(
@@ -261,23 +262,8 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
     )
 
 
-def default_budgets(width: int) -> list[int]:
-    """Return the powers of two up to ``width``.
-
-    Example:
-        >>> default_budgets(16), default_budgets(1)
-        ([1, 2, 4, 8, 16], [1])
-    """
-    return [2**power for power in range(width.bit_length()) if 2**power <= width]
-
-
 def default_targets(width: int) -> list[int]:
-    """Return the sizes of the votes that are to be matched.
-
-    Example:
-        >>> default_targets(16), default_targets(8), default_targets(3)
-        ([4, 8, 16], [4, 8], [3])
-    """
+    """Return the sizes of the votes that are to be matched."""
     return [target for target in (4, 8, 16) if target <= width] or [width]
 
 

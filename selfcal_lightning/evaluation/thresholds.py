@@ -15,7 +15,7 @@ from selfcal_lightning.confidence.registry import recorded_confidences, refuse_l
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import file_name
-from selfcal_lightning.evaluation.curves import Job, Reshuffles, StrategySettings, evaluate_jobs
+from selfcal_lightning.evaluation.curves import Job, Reshuffles, StrategySettings, evaluate_jobs, powers_of_two
 from selfcal_lightning.evaluation.statistics import Resampled
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
@@ -43,7 +43,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
         if row.calibration is None or side not in questions or row.curve.parameter != THRESHOLD:
             continue
         found = row.calibration
-        for budget in _powers_of_two(row.curve.solver.max_samples):
+        for budget in powers_of_two(row.curve.solver.max_samples)[1:]:
             if best_setting_within(found.mean_samples, found.accuracy, budget) is None:
                 continue
             weighted = f"_{row.contender.confidence}" if row.contender.confidence else ""
@@ -149,10 +149,6 @@ def _judge_risk(
 def _as_calibration(half: WeighedPool) -> CalibrationPool:
     """Return the questions of a half as those that something is chosen on; all has been checked already."""
     return CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(1, most.bit_length()) if 2**power <= most]
 
 
 def _words(value: Any) -> str:

@@ -164,9 +164,6 @@ def guided_grid(
     Returns:
         Thresholds in the order of testing.
 
-    Raises:
-        ValueError: No question has a confidence, or an argument is out of its range.
-
     Example:
         >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
         >>> loss = np.repeat([0.9, 0.5, 0.05, 0.05], 10)
@@ -304,9 +301,6 @@ def certify_threshold(
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
         procedure: See ``risk_tests.reject``.
         num_starts: See ``risk_tests.reject``.
-
-    Raises:
-        ValueError: An argument is out of its range, or the lengths differ.
 
     Example:
         >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)

@@ -187,7 +187,7 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
     if path.stem == "paper":  # the settings of the published training script
         hyper = cli.model.hparams
         assert (hyper["optimizer"], hyper["momentum"], hyper["weight_decay"]) == ("sgd", 0.9, 0.01)
-        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.levels.average) == (
+        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.average) == (
             "label", "last_token", True,
         )  # fmt: skip
         assert cli.datamodule.batch_size == 32

@@ -292,7 +292,7 @@ def test_nothing_gives_none() -> None:
 @pytest.mark.parametrize("function", [squared_errors, squared_error, skill, error_parts])
 def test_capability_errors_wrong_arguments_are_named(function: Callable[..., Any]) -> None:
     for arguments, message in (
-        (([0.5], [1], 1), "Expected `num_samples` to be at least 2 where the noise of the samples is taken out"),
+        (([0.5], [1], 1), "Expected `num_samples` to be at least 2"),
         (([1.5], [1], 2), r"Expected `predicted` to lie in \[0, 1\]"),
         (([0.5, 0.5], [1], 2), "Expected `predicted`, `num_correct` to have the same length"),
         (([[0.5]], [1], 2), "Expected `predicted` to be one-dimensional"),

@@ -185,21 +185,17 @@ def count_packed(
 
 
 def packed_summary(epoch: PackedTokens) -> str:
-    """Return in words what sharing prompts saves in an epoch."""
-    return (
-        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
-        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
-    )
-
-
-def warn_of_little_sharing(epoch: PackedTokens) -> None:
-    """Warn where packing saves next to nothing though responses to one prompt could stand together."""
+    """Return in words what sharing prompts saves in an epoch; warn where that is next to nothing."""
     if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
         rank_zero_warn(
             f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
             f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
             "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
         )
+    return (
+        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
+    )
 
 
 def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:

@@ -35,7 +35,6 @@ from selfcal_lightning.datamodules.ssc.sampler import (
     OptimizerStepSampler,
     count_packed,
     packed_summary,
-    warn_of_little_sharing,
 )
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
@@ -365,9 +364,7 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
     text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
     if isinstance(sampler.deal, DealByPrompt):
         rows, dealt = sampler.steps(draw)
-        packed = count_packed(dealt, rows, sampler.deal)
-        warn_of_little_sharing(packed)
-        text += "\n" + packed_summary(packed)
+        text += "\n" + packed_summary(count_packed(dealt, rows, sampler.deal))
     return text
 
 

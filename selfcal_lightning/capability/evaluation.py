@@ -238,7 +238,7 @@ def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_b
     return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
 
 
-def cost_figure(comparison: CapabilityComparison, *, title: str = "") -> Figure:
+def cost_figure(comparison: CapabilityComparison) -> Figure:
     """Draw the squared error of each estimate over the responses that it reads of a question, with intervals.
 
     Lines show what costs nothing, the best constant, and what one judged response gives.
@@ -262,8 +262,6 @@ def cost_figure(comparison: CapabilityComparison, *, title: str = "") -> Figure:
     axes.set(xlabel="responses read of a question", ylabel="squared error of capability")
     axes.set_xlim(-0.3, max(seen, default=0) + 1.5)
     frame(axes)
-    if title:
-        axes.set_title(title, fontsize=11)
     return figure
 
 
@@ -329,9 +327,7 @@ def definition_gap(test: TestQuestions, *, seed: int = 0) -> DefinitionGap:
     )
 
 
-def decomposition_figure(
-    rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0, title: str = ""
-) -> Figure:
+def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0) -> Figure:
     """Draw the parts of each estimate's error, and the verdict on one response over the capability of its question."""
     figure = Figure(figsize=(9.6, 1.6 + 0.5 * max(len(rows), 4)), layout="constrained")
     bars, dots = figure.subplots(1, 2)
@@ -346,8 +342,6 @@ def decomposition_figure(
     _draw_verdicts(dots, test.truth.expected_accuracy, seed=seed)
     for axes in (bars, dots):
         frame(axes)
-    if title:
-        figure.suptitle(title, fontsize=11)
     return figure
 
 

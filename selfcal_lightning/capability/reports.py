@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -27,7 +28,7 @@ from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG,
 _COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
 
 
-def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
+def capability_reliability(test: TestQuestions) -> Figure:
     """Draw the share of right responses over the predicted capability, one panel an estimate that is a probability."""
     drawn = {name: v for name, v in test.estimates.items() if ((v >= 0.0) & (v <= 1.0)).all()}
     figure = Figure(figsize=(0.6 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
@@ -38,8 +39,6 @@ def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
         )
         axes.set_xlabel("predicted capability")
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
-    if title:
-        figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -56,46 +55,41 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> 
     return figure
 
 
-def budget_figure(rows: Sequence[BudgetRow], *, title: str = "") -> Figure:
+def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
     """Draw what sharing samples by an estimate solves beyond an even share, over the budget."""
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for position, row in enumerate(each for each in rows if each.gain is not None):
-        gains = [float(estimate.value or 0.0) for estimate in row.gain or ()]
-        style = "-" if position < len(_COLOURS) else "--"
-        axes.plot(row.budgets, gains, style, marker="o", markersize=4, color=_COLOURS[position % len(_COLOURS)],
-                  linewidth=1.6, label=row.way)  # fmt: skip
-    axes.axhline(0.0, color="black", linewidth=0.8)
+    gains = {row.way: row.gain for row in rows if row.gain is not None}
+    figure, axes = _gains_figure(gains, rows[0].budgets if rows else ())
     if rows:
         axes.set_xscale("log", base=2)
         axes.set_xticks(rows[0].budgets, [str(budget) for budget in rows[0].budgets])
-    frame(axes)
-    axes.set(xlabel="mean samples a question", ylabel="share of questions solved, beyond an even share")
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
+    axes.set_xlabel("mean samples a question")
     return figure
 
 
-def mixing_figure(rows: Sequence[MixingRow], *, title: str = "") -> Figure:
+def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
     """Draw what plans solve beyond an even share, over how much of it is mixed in."""
+    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares if rows else ())
+    budget = f", {rows[0].budget} samples a question" if rows else ""
+    axes.set_xlabel(f"even share mixed in{budget}")
+    return figure
+
+
+def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[float]) -> tuple[Figure, Axes]:
+    """Draw the gain over an even share of each way to share samples."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
-    for position, row in enumerate(rows):
+    for position, (way, estimates) in enumerate(gains.items()):
+        values = [float(estimate.value or 0.0) for estimate in estimates]
         colour, style = _COLOURS[position % len(_COLOURS)], "-" if position < len(_COLOURS) else "--"
-        gains = [float(estimate.value or 0.0) for estimate in row.gain]
-        axes.plot(row.even_shares, gains, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=row.way)
+        axes.plot(places, values, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=way)
     axes.axhline(0.0, color="black", linewidth=0.8)
     frame(axes)
-    budget = f", {rows[0].budget} samples a question" if rows else ""
-    axes.set(xlabel=f"even share mixed in{budget}", ylabel="share of questions solved, beyond an even share")
+    axes.set_ylabel("share of questions solved, beyond an even share")
     axes.legend(fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
-    return figure
+    return figure, axes
 
 
-def pass_at_k_figure(curves: Sequence[PassAtKCurve], *, title: str = "") -> Figure:
+def pass_at_k_figure(curves: Sequence[PassAtKCurve]) -> Figure:
     """Draw pass@k as the responses show it, and as each estimate predicts it."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -111,8 +105,6 @@ def pass_at_k_figure(curves: Sequence[PassAtKCurve], *, title: str = "") -> Figu
     frame(axes)
     axes.set(xlabel="samples k", ylabel="pass@k", ylim=(0.0, 1.0))
     axes.legend(loc="lower right", fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
     return figure
 
 

@@ -222,12 +222,11 @@ class Evaluation:
         further = cost_in_samples if name == TRANSDUCTIVE else 0
         say(f"Evaluation: {name}")
         whole = self._sample(name, "base", self.sampling, num_samples=self.num_samples + further)
-        others = {
-            f"temperature {temperature:g}": self._sample(
-                name, f"base-{temperature:g}", self._at(temperature), num_samples=self.num_samples
-            )
-            for temperature in self.temperatures
-        }
+        others = {}
+        for temperature in self.temperatures:
+            hot = replace(self.sampling, temperature=temperature, edt_scale=None)
+            label = f"base-{temperature:g}"
+            others[f"temperature {temperature:g}"] = self._sample(name, label, hot, num_samples=self.num_samples)
         greedy = replace(GREEDY, max_new_tokens=self.sampling.max_new_tokens)
         return compare_set(
             name,
@@ -239,9 +238,6 @@ class Evaluation:
             equal_tokens=whole if further else None,
             seed=self.seed,
         )
-
-    def _at(self, temperature: float) -> SamplingSettings:
-        return replace(self.sampling, temperature=temperature, edt_scale=None)
 
     def _sample(
         self, name: str, label: str, sampling: SamplingSettings, *, num_samples: int, adapted: bool = False

@@ -130,7 +130,7 @@ def fit_settings(
         },
         {"class_path": EXPORT, "init_args": {"output_dir": str(folder / ADAPTER)}},
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "seed_everything": one.seed,
         "trainer": {
             "devices": 1, "max_epochs": one.rounds, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0,
@@ -142,16 +142,12 @@ def fit_settings(
         "model": {"class_path": MODULE, "init_args": model},
         "data": {"class_path": DATA, "init_args": data},
     }  # fmt: skip
-    stated = {f"model.{name}": model[name] for name in OWN_OF_MODEL} | {
-        f"data.{name}": data[name] for name in OWN_OF_DATA
-    }
+    stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
+    stated += [("data", name, data[name]) for name in OWN_OF_DATA]
     override(settings, options)
-    for name, value in stated.items():
-        section, _, key = name.partition(".")
-        if (found := settings[section]["init_args"][key]) != value:
-            raise InputError(
-                f"Expected `fit_options` without `{name}`, but got {found!r}. Set the option `{key}` ({value!r})."
-            )
+    for section, name, value in stated:
+        if (found := settings[section]["init_args"][name]) != value:
+            raise InputError(f"Expected `fit_options` without `{section}.{name}`, but got {found!r}; it is {value!r}.")
     return settings
 
 

@@ -20,7 +20,7 @@ from selfcal_lightning.training.model_parallel import deals_rows_anew
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from selfcal_lightning.training.calibrated_model import BesideSettings
+    from selfcal_lightning.training.settings import BesideSettings
 
 
 RoundRule = Literal["replace", "mix"]

@@ -38,5 +38,5 @@ class LearnedTokenModule(SelfCalibrationModule):
 
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         confidence = self.chance(batch, contexts)
-        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
+        calibration = calibration_part(batch, confidence, self.losses)
         return calibration, torch.zeros_like(calibration), confidence

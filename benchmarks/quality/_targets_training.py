@@ -24,8 +24,9 @@ from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.models.activated import adapter_in_use, ask
 from selfcal_lightning.models.lora import FIRST, LoraSettings
 from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.calibrated_model import BesideSettings, adapter_name
+from selfcal_lightning.training.calibrated_model import adapter_name
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.settings import BesideSettings
 
 LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
 TEACHER = "TEACHER"  # the file of the seed's fusion

@@ -141,7 +141,7 @@ def _calibrate(ids: Tensor, last: int, weight: float) -> Callable[[SelfCalibrati
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(input_ids=ids, use_cache=False).logits
         confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true
-        return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.beta).sum()
+        return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta).sum()
 
     return loss
 
@@ -237,7 +237,7 @@ def _both_losses(
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(**inputs, use_cache=False).logits.flatten(0, 1)
         confidence = confidence_from_logits(logits[ends], module.chat.query).p_true
-        per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.beta)
+        per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta)
         nll = F.cross_entropy(logits[:-1].float(), labels[1:], ignore_index=-100, reduction="none")
         asked = labels[1:] != -100
         sums = torch.zeros_like(confidence).index_add(0, row_of[1:], torch.where(asked, nll, 0.0))

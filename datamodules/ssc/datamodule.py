@@ -29,7 +29,6 @@ from selfcal_lightning.datamodules.ssc.tuples import (
 )
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import files_sha256
-from selfcal_lightning.training.contracts import SideBySide
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
 JOINT_TARGET: TargetName = "ssc"
@@ -151,7 +150,7 @@ class SSCDataModule(StoredDataModule):
             InputError: There is no such target, or a file of a teacher cannot be read.
         """
         module, target = self._module(), self.row_target
-        beside = module.beside if isinstance(module, SideBySide) else {}
+        beside = getattr(module, "beside", {})
         check_taught(target, self.teacher)
         check_beside(beside, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(target, self.teacher, self.teacher_share)

@@ -85,17 +85,16 @@ def read_set(store_dir: str | Path) -> SampledSet:
     entries = tuple(sorted(counted_samples(store, store.index()), key=lambda entry: entry.question.id))
     if not entries:
         raise InputError(f"Expected {store_dir} to hold responses, but got none.")
-    without = [entry.question.id for entry in entries if all(sample.correct is None for sample in entry.samples)]
-    unlabelled = [name for name in without if _readable(entries, name)]
+    unlabelled = [
+        entry.question.id
+        for entry in entries
+        if all(sample.correct is None for sample in entry.samples) and any(sample.answer for sample in entry.samples)
+    ]
     if unlabelled:
         raise InputError(
             f"{len(unlabelled):,} questions in {store_dir} have no gold answer, such as {unlabelled[0]!r}."
         )
     return SampledSet(entries)
-
-
-def _readable(entries: Sequence[QuestionSamples], name: str) -> bool:
-    return any(sample.answer for entry in entries if entry.question.id == name for sample in entry.samples)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -310,26 +309,17 @@ WHOLE = {"samples"}
 
 def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
     """Return the tables of all sets: what each way of sampling gives, then what changed, with 95 % intervals."""
-    return "\n".join([*levels(sets), "", *changes(sets), ""])
-
-
-def levels(sets: Sequence[SetComparison]) -> list[str]:
     lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for one in sets:
         for name, row in one.rows.items():
             cells = [_level(column, row.get(column)) for column in COLUMNS]
             lines.append(f"| {one.name} ({one.num_questions}) | {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def changes(sets: Sequence[SetComparison]) -> list[str]:
-    """Return one row for every set: adapted less base."""
     names = list(sets[0].changes) if sets else []
-    lines = [f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
+    lines += ["", f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
     for one in sets:
         cells = [change_cell(one.changes[name]) for name in names]
         lines.append(f"| {one.name} ({one.num_questions}) | {' | '.join(cells)} | {one.verdict} |")
-    return lines
+    return "\n".join([*lines, ""])
 
 
 def change_cell(change: Change) -> str:

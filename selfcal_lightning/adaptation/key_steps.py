@@ -80,11 +80,10 @@ def checked_steps(example: Example, found: Sequence[Sequence[str]], *, repaired:
         if kept and not keys & seen:
             seen |= keys
             steps.append(_step(tuple(kept.values()), text))
-    row = example.row
-    index = example.sample.index
-    if not steps:
-        return Extracted(row.question_id, row.round, index, None, NOTHING_LEFT, repaired, ungrounded, leaking)
-    return Extracted(row.question_id, row.round, index, tuple(steps), None, repaired, ungrounded, leaking)
+    row, reason = example.row, None if steps else NOTHING_LEFT
+    return Extracted(
+        row.question_id, row.round, example.sample.index, tuple(steps) or None, reason, repaired, ungrounded, leaking
+    )
 
 
 def _step(forms: tuple[str, ...], text: str) -> KeyStep:
@@ -397,13 +396,8 @@ def write_key_steps(selection: Selection, extractor: Mapping[str, Any], found: I
 
 
 def _from_json(content: Mapping[str, Any]) -> Extracted:
-    steps = content["steps"]
-    made = (
-        None
-        if steps is None
-        else tuple(
-            KeyStep(tuple(step["forms"]), None if step["span"] is None else tuple(step["span"]), step["checked"])
-            for step in steps
-        )
+    steps = content["steps"] and tuple(
+        KeyStep(tuple(step["forms"]), step["span"] and tuple(step["span"]), step["checked"])
+        for step in content["steps"]
     )
-    return Extracted(**{**content, "steps": made})
+    return Extracted(**{**content, "steps": steps})

@@ -90,10 +90,9 @@ class SelectionSettings:
     references: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("order", get_args(Order)), ("label", get_args(LabelKind))):
-            value = {"order": self.order, "label": self.label}[name]
-            if value not in known:
-                raise unknown_name(name, value, known)
+        for name, value, known in (("order", self.order, Order), ("label", self.label, LabelKind)):
+            if value not in get_args(known):
+                raise unknown_name(name, value, get_args(known))
         ways = {"threshold": self.threshold, "keep_top": self.top, "keep_count": self.count}
         given = {name: value for name, value in ways.items() if value is not None}
         if len(given) > 1:
@@ -104,20 +103,13 @@ class SelectionSettings:
             raise InputError(f"Expected `keep_count` to be at least 1, but got {self.count}.")
         if self.features is not None and self.pick != FUSED:
             raise InputError(f"Expected `features` with `pick` {FUSED!r}, but got it with {self.pick!r}.")
-        check_label_free(self.label, references=self.references)
+        if self.label == "reference" and not self.references:
+            raise InputError("Got `label` 'reference' without `references`. Set it if gold answers may be read.")
 
     @property
     def names(self) -> tuple[str, ...]:
         named = [name for name in (self.pick, self.keep) if name not in (FUSED, SHARE, SSC, PICK)]
         return tuple(dict.fromkeys([*named, *self.scores]))
-
-
-def check_label_free(label: LabelKind, *, references: bool) -> None:
-    """Raise InputError where gold answers are asked for in a run that may read none."""
-    if label == "reference" and not references:
-        raise InputError(
-            "Got `label` 'reference' in a run without references. Set `references` if gold answers may be read."
-        )
 
 
 # Why a question is not kept.
@@ -172,7 +164,8 @@ def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> 
     if text is None:
         return Label(kind, None, None, None, None)
     votes = Counter(answer for answer in answers if answer)
-    agreeing = _votes_for_reference(entry.samples) if kind == "reference" else votes[text]
+    # A gold answer may be written in another way than theirs.
+    agreeing = sum(bool(sample.correct) for sample in entry.samples) if kind == "reference" else votes[text]
     others = [count for answer, count in votes.items() if answer != text]
     size = len(answers)
     margin = None if kind == "reference" else (agreeing - max(others, default=0)) / size
@@ -206,11 +199,6 @@ def _masses(samples: Sequence[Sample]) -> dict[str, float]:
         if sample.answer and confidence is not None:
             masses[sample.answer] += confidence
     return masses
-
-
-def _votes_for_reference(samples: Sequence[Sample]) -> int:
-    """Return how many responses were judged right: the gold answer may be written in another way than theirs."""
-    return sum(bool(sample.correct) for sample in samples)
 
 
 @dataclass(frozen=True)

@@ -132,26 +132,15 @@ def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
 
 ROWS_FILE, MANIFEST_FILE, KIND = "selection.parquet", "manifest.json", "selection"
 _SCORE = "score."
-_FIELDS = (
-    ("question_id", pa.string()),
-    ("round", pa.int32()),
-    ("index", pa.int32()),
-    ("task", pa.string()),
-    ("split", pa.string()),
-    ("answer", pa.string()),
-    ("label", pa.string()),
-    ("label_kind", pa.string()),
-    ("label_share", pa.float64()),
-    ("ssc", pa.float64()),
-    ("label_margin", pa.float64()),
-    ("pick_score", pa.float64()),
-    ("keep_score", pa.float64()),
-    ("num_samples", pa.int32()),
-    ("num_unreadable", pa.int32()),
-    ("kept", pa.bool_()),
-    ("reason", pa.string()),
-    ("shard", pa.string()),
-)
+_TEXT, _REAL, _INT = pa.string(), pa.float64(), pa.int32()
+_FIELDS = {
+    "question_id": _TEXT, "round": _INT, "index": _INT, "task": _TEXT, "split": _TEXT, "answer": _TEXT, "label": _TEXT,
+    "label_kind": _TEXT, "label_share": _REAL, "ssc": _REAL, "label_margin": _REAL, "pick_score": _REAL,
+    "keep_score": _REAL, "num_samples": _INT, "num_unreadable": _INT, "kept": pa.bool_(), "reason": _TEXT,
+    "shard": _TEXT,
+}  # fmt: skip
+# Columns of a row's label, by its fields.
+_LABEL = {"kind": "label_kind", "text": "label", "share": "label_share", "confidence": "ssc", "margin": "label_margin"}
 
 
 @dataclass(frozen=True)
@@ -195,8 +184,8 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
     """Write a selection and return what :func:`read_selection` gives of it."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    data = _parquet([_with_shard(row, source) for row in selected.rows])
-    chosen = asdict(settings)
+    data = _parquet(selected.rows, source.shards)
+    chosen, rows = asdict(settings), selected.rows
     manifest = {
         "kind": KIND,
         "version": __version__,
@@ -211,27 +200,23 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
             "value": selected.threshold,
             "chosen_on": {
                 "split": source.store["split"],
-                "questions_sha256": split_hash(row.question_id for row in selected.rows),
+                "questions_sha256": split_hash(row.question_id for row in rows),
             },
         },
-        "counts": counts_of(selected.rows),
+        "counts": {
+            "questions": len(rows),
+            "kept": sum(row.kept for row in rows),
+            "dropped": dict(sorted(Counter(row.reason for row in rows if row.reason is not None).items())),
+            "responses": sum(row.num_samples for row in rows),
+            "unreadable": sum(row.num_unreadable for row in rows),
+            "without_label": sum(row.kept and row.label.text is None for row in rows),
+        },
     }
     # A manifest over other rows would be believed: the old one goes first, and a kill leaves no selection.
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     write_atomically(folder / ROWS_FILE, data)
     write_record(folder / MANIFEST_FILE, manifest)
     return read_selection(folder)
-
-
-def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
-    return {
-        "questions": len(rows),
-        "kept": sum(row.kept for row in rows),
-        "dropped": dict(sorted(Counter(row.reason for row in rows if row.reason is not None).items())),
-        "responses": sum(row.num_samples for row in rows),
-        "unreadable": sum(row.num_unreadable for row in rows),
-        "without_label": sum(row.kept and row.label.text is None for row in rows),
-    }
 
 
 def read_selection(path: str | Path) -> Selection:
@@ -252,32 +237,21 @@ def read_selection(path: str | Path) -> Selection:
     return Selection(folder, tuple(map(_from_json, read_parquet(data).to_pylist())), manifest)
 
 
-def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:
-    label = row.label
-    plain = asdict(row)
-    scores = plain.pop("scores")
-    return {
-        **plain,
-        "label": label.text,
-        "label_kind": label.kind,
-        "label_share": label.share,
-        "ssc": label.confidence,
-        "label_margin": label.margin,
-        "shard": source.shards[row.question_id],
-        **{f"{_SCORE}{name}": value for name, value in scores.items()},
-    }
-
-
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    scores = [(name, pa.float64()) for name in rows[0] if name.startswith(_SCORE)]
+def _parquet(rows: Sequence[SelectedRow], shards: Mapping[str, str]) -> bytes:
+    plain = []
+    for row in rows:
+        label = {column: getattr(row.label, name) for name, column in _LABEL.items()}
+        scores = {f"{_SCORE}{name}": value for name, value in row.scores.items()}
+        plain.append({**asdict(row), **label, "shard": shards[row.question_id], **scores})
+    schema = pa.schema({**_FIELDS, **{name: _REAL for name in plain[0] if name.startswith(_SCORE)}})
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=pa.schema([*_FIELDS, *scores])), sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(plain, schema=schema), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
 def _from_json(row: Mapping[str, Any]) -> SelectedRow:
-    label = Label(row["label_kind"], row["label"], row["label_share"], row["ssc"], row["label_margin"])
     own = {field.name for field in fields(SelectedRow)} - {"label", "scores"}
+    label = Label(**{name: row[column] for name, column in _LABEL.items()})
     scores = {name.removeprefix(_SCORE): value for name, value in row.items() if name.startswith(_SCORE)}
     return SelectedRow(**{name: value for name, value in row.items() if name in own}, label=label, scores=scores)
 
@@ -341,16 +315,13 @@ SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
 
 
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
-    rows = [{"question": one.question.text, "answer": _answer(one), "gpt_response": one.sample.text} for one in chosen]
-    results = [
-        {
-            "question": one.question.text,
-            "answer": _answer(one),
-            "max_confidence": one.row.pick_score,
-            "correct": one.sample.correct,
-        }
-        for one in chosen
-    ]
+    """Write selected.json and results.json, whose answers are the gold ones where they may be read, else the labels."""
+    rows, results = [], []
+    for one in chosen:
+        answer = one.row.label.text if one.question.reference is None else one.question.reference
+        asked = {"question": one.question.text, "answer": answer}
+        rows.append({**asked, "gpt_response": one.sample.text})
+        results.append({**asked, "max_confidence": one.row.pick_score, "correct": one.sample.correct})
     judged = [one.sample.correct for one in chosen if one.sample.correct is not None]
     accuracy = sum(judged) / len(judged) if judged else None
     for name, content in ((SELECTED_FILE, rows), (RESULTS_FILE, {"results": results, "accuracy": accuracy})):
@@ -361,7 +332,3 @@ def remove_reference_files(folder: Path) -> None:
     """Remove what an earlier selection in this folder left of these: they would be taken for its own."""
     for name in (SELECTED_FILE, RESULTS_FILE):
         (folder / name).unlink(missing_ok=True)
-
-
-def _answer(one: Example) -> str | None:
-    return one.row.label.text if one.question.reference is None else one.question.reference

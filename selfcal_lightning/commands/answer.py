@@ -6,7 +6,7 @@ import json as json_format
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from selfcal_lightning.inference.answering import (
     summarise,
 )
 from selfcal_lightning.inference.choices import (
+    CalibratedDefaults,
     check_sampled_alike,
     choose_prompt,
     choose_strategy,
@@ -83,8 +84,10 @@ def run_answer(
         questions: a file of questions: JSON lines {"question", "answer"?, "id"?, "task"?} where its name ends in
             .jsonl, else one question a line.
         task: How prompts are written and answers are read: any task, such as local_number, local_choice,
-            local_expression and local_text. Null is word_problems for the bundled model and local_number for others.
-        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at .7.
+            local_expression and local_text. Null is that of the calibration where it had one, else word_problems for
+            the bundled model and local_number for others.
+        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at the threshold that
+            `fit` chose on its validation questions, else at .7.
         threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
         max_samples: Most responses to a question; null is the strategy's own default.
         confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
@@ -99,7 +102,7 @@ def run_answer(
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        sampling: How responses are drawn.
+        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
@@ -122,7 +125,8 @@ def run_answer(
         EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
         InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
-    asked = _questions(question, questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
+    task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
+    asked = _questions(question, questions, task=task, chain_of_thought=chain_of_thought)
     settings = AnswerSettings(
         strategy=strategy,
         threshold=threshold,
@@ -173,12 +177,16 @@ def answer_questions(
     if note is not None:
         say(note)
     asked = put_prompt(asked, prompt)
+    taught = CalibratedDefaults.of(model, options.adapter)
+    settings = replace(settings, sampling=taught.sampling_for(settings.sampling))
     check_can_draw(options, settings.sampling)
     known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    if settings.strategy is None and fitted is None and not known and not given:
+        given = taught.strategy_fields()
     stops: Stops | None = None
     read: list[str] = []
     if check_search(settings.strategy, given, settings.reward):

@@ -47,7 +47,7 @@ from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, r
 from selfcal_lightning.evaluation.test_set import Calibrated, TrainingCost, calibrate_side, prepare_test
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.evaluation.verdict import verdict
-from selfcal_lightning.inference.choices import choose_prompt
+from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -131,7 +131,7 @@ def run_evaluate(
         tables: How much of the strategies is printed: one table for each test set, or all. The files hold everything.
         num_samples: Responses per question and model.
         engine: Which engine samples the models here, and how.
-        sampling: How responses are drawn.
+        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
         prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
             had one, else the task's.
         query: The confidence query.
@@ -173,7 +173,8 @@ def run_evaluate(
         prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
         if note is not None:
             say(note)
-        arguments["prompt"] = prompt
+        sampling = CalibratedDefaults.of(after or before or model or "bundled", adapter).sampling_for(sampling)
+        arguments |= {"prompt": prompt, "sampling": sampling}
         options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)

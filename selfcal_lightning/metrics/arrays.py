@@ -26,6 +26,7 @@ MCE = "calibration/MCE"
 BRIER = "calibration/Brier"
 AUROC = "discrimination/AUROC"
 WITHIN_QUESTION_AUROC = "discrimination/WithinQuestionAUROC"
+STOPPING_THRESHOLD = "stopping/Threshold"
 PASS_AT_1 = "accuracy/PassAt1"  # noqa: S105 - a metric key, no password
 
 _ROUNDING = 1e-6

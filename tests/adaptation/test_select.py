@@ -227,7 +227,7 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
     ("options", "message"),
     [
         ({"threshold": 2.0}, r"at least one of 12 questions, but got none: scores lie between 0.25 and 1"),
-        ({"label": "reference"}, "Set `references` if gold answers may be read"),
+        ({"label": "reference"}, "without `references`"),
         ({"keep_top": 0.5, "keep_count": 3}, "Expected one of `threshold`, `keep_top` and `keep_count`"),
         ({"keep_top": 0.0}, r"`keep_top` to lie in \(0, 1\]"),
         ({"keep_count": 0}, "`keep_count` to be at least 1"),

@@ -68,7 +68,7 @@ MONITORED = "val/calibration/ECE"
 def pretending(module: SelfCalibrationModule, *values: float) -> SelfCalibrationModule:
     """Let the module log values that the test chooses, one a validation."""
     left = list(values)
-    module._log_metrics = lambda stage, metrics: module.log(MONITORED, left.pop(0))
+    module._log_metrics = lambda stage: module.log(MONITORED, left.pop(0))
     return module
 
 

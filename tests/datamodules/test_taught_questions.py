@@ -24,7 +24,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.checks import check_beside, check_generation_ratio, check_taught
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.calibrated_model import BesideSettings
+from selfcal_lightning.training.settings import BesideSettings
 
 OF_LABELS = "expected_accuracy"
 OF_TARGETS: dict[str, Callable[[list[Any]], float | None]] = {

@@ -22,7 +22,12 @@ from torchmetrics import Metric
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.data.steps import POSITIONS
-from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error, maximum_calibration_error
+from selfcal_lightning.metrics.calibration import (
+    brier_score,
+    expected_calibration_error,
+    half_budget_threshold,
+    maximum_calibration_error,
+)
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.streaming import BinnedCalibrationError, ConfidenceAUROC, WithinQuestionAUROC
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
@@ -220,7 +225,7 @@ def test_uneven_columns_are_refused(name: str) -> None:
 
 NAN = float("nan")
 
-FAMILIES = ("calibration", "discrimination", "accuracy", "target", "mass", "count")
+FAMILIES = ("calibration", "discrimination", "accuracy", "target", "mass", "stopping", "count")
 
 
 def _columns(size: int = 400, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -269,6 +274,7 @@ def test_one_task_has_plain_keys() -> None:
         columns["question_index"].numpy(),
     )
     expected["mass/YesNo"] = columns["yes_no_mass"].double().mean().item()
+    expected["stopping/Threshold"] = half_budget_threshold(columns["confidence"], columns["question_index"])
     assert metrics.compute() == pytest.approx(expected, abs=1e-12)
     assert {key.split("/")[0] for key in metrics.compute()} == set(FAMILIES)
     assert sorted(metrics.compute()) == sorted(KEYS)
@@ -299,7 +305,7 @@ def test_unknown_labels_leave_the_target_family() -> None:
     metrics = CalibrationMetrics()
     metrics.update(**columns, task=["a"] * 20)
     values = metrics.compute()
-    assert {key.split("/")[0] for key in values} == {"target", "mass", "count"}
+    assert {key.split("/")[0] for key in values} == {"target", "mass", "stopping", "count"}
     assert values["count/WithoutLabel"] == 20
 
 
@@ -351,7 +357,8 @@ def test_undefined_values_are_nan_and_their_keys_stay() -> None:
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 def test_nothing_seen_counts_zero() -> None:
     values = CalibrationMetrics().compute()
-    assert values.pop("mass/YesNo") != 0.0
+    assert math.isnan(values.pop("mass/YesNo"))
+    assert math.isnan(values.pop("stopping/Threshold"))
     assert values == dict.fromkeys(values, 0.0)
     assert {key.split("/")[0] for key in values} == {"count"}
 

@@ -26,7 +26,6 @@ from selfcal_lightning.core.files import sealed
 from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.models.folders import check_files, read_manifest
-from selfcal_lightning.training.contracts import Exportable, SampledData, missing_members
 
 MODULE = "selfcal_lightning.capability.probe_module.LinearProbeModule"
 MLP = {"head": "mlp", "hidden_size": 6, "dropout": 0.2, "lr": 0.02}
@@ -105,11 +104,6 @@ def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
     best = minimize(loss, np.zeros(x.shape[1] + 1), method="BFGS", options={"gtol": 1e-8}).x
     np.testing.assert_allclose(module.probe.head.weights[0][0], best[1:], atol=2e-3)
     assert module.probe.head.biases[0][0] == pytest.approx(best[0], abs=2e-3)
-
-
-def test_the_contracts_are_kept(store: Path) -> None:
-    assert missing_members(LinearProbeModule("bundled"), Exportable) == []
-    assert missing_members(ProbeDataModule("bundled", str(store)), SampledData) == []
 
 
 # ---- the command line, checkpoints and resume

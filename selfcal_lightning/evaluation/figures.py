@@ -30,6 +30,7 @@ from selfcal_lightning.metrics.drawing import (
     draw_histogram,
     draw_reliability,
     frame,
+    frame_roc,
     histogram_limit,
     number,
     shares,
@@ -95,10 +96,6 @@ def reliability_comparison(
     before: Mapping[str, ScoredResponses], after: Mapping[str, ScoredResponses], *, num_bins: int = 10, title: str = ""
 ) -> Figure:
     """Draw before and after side by side: one row per model, one column per split."""
-    if not before or list(before) != list(after):
-        raise InputError(
-            f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
-        )
     sides = {"before": before, "after": after}
     diagrams = {
         side: {name: reliability_bins(part.confidence, part.correct, num_bins=num_bins) for name, part in pools.items()}
@@ -111,9 +108,8 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
     """Draw reliability diagrams side by side: one row per model, one column per split or confidence."""
     columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
     if not columns or any(list(row) != columns for row in diagrams.values()):
-        raise InputError(
-            f"Expected every row of `diagrams` to hold the same columns, but got {[*map(list, diagrams.values())]}."
-        )
+        found = [*map(list, diagrams.values())]
+        raise InputError(f"Expected every row of `diagrams` to hold the same columns, but got {found}.")
     figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * rows), layout="constrained")
     grid = figure.subplots(
         2 * rows, len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * rows
@@ -149,10 +145,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
         label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
         axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    frame(axes)
-    axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
-    axes.set(xlabel="share of wrong responses accepted", ylabel="share of right responses accepted")
+    frame_roc(axes)
     if title:
         axes.set_title(title, fontsize=11)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
@@ -189,16 +182,9 @@ def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
     """Draw accuracy over mean confidence of an earlier model as a line with markers."""
     filled = bins.count > 0
     axes.plot(
-        bins.confidence[filled],
-        bins.accuracy[filled],
-        "o-",
-        color=BEFORE,
-        markeredgecolor="white",
-        linewidth=1.6,
-        markersize=6,
-        label="before",
-        zorder=5,
-    )
+        bins.confidence[filled], bins.accuracy[filled], "o-", color=BEFORE, markeredgecolor="white", linewidth=1.6,
+        markersize=6, label="before", zorder=5,
+    )  # fmt: skip
 
 
 Cost = Literal["samples", "tokens"]
@@ -230,8 +216,6 @@ def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: 
     are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
     """
     drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
-    if not drawn:
-        raise InputError(f"Expected at least one curve whose {cost} are known, but got none.")
     sides = list(dict.fromkeys(row.contender.side for row in drawn))
     names = list(dict.fromkeys(row.contender.confidence for row in drawn))
     figure = Figure(figsize=(0.7 + _WIDTH * len(names), 1.1 + _HEIGHT * len(sides)), layout="constrained")
@@ -257,8 +241,6 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
 
     The confidence of a question is the winner's share of the weight over all samples.
     """
-    if not rows:
-        raise InputError("Expected at least one curve, but got none.")
     sides = list(dict.fromkeys(row.side for row in rows))
     figure = Figure(figsize=(0.7 + 4.0 * len(sides), 3.9), layout="constrained")
     panels = figure.subplots(1, len(sides), sharex=True, sharey=True, squeeze=False)[0]

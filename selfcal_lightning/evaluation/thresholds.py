@@ -36,7 +36,11 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
     Only thresholds that calibration questions chose are written, by the code of ``selfcal fit-threshold``.
     """
     halves = {side: found.second_half for side, found in calibrated.items()}
-    questions = {side: _as_calibration(half) for side, half in halves.items() if half is not None}
+    questions = {  # checked already
+        side: CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
+        for side, half in halves.items()
+        if half is not None
+    }
     files = []
     for row in resampled:
         side = row.contender.side
@@ -100,10 +104,8 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
     entries = weighed.pool.entries
     check_not_fitted_on(entries, fitted)
     if strategy.max_samples > width:
-        raise InputError(
-            f"Expected the budget of {fitted.name!r} to be at most the {width} samples that every question has, but "
-            f"got {strategy.max_samples}. Sample more responses, or fit a threshold for fewer."
-        )
+        at_most = f"at most the {width} samples that every question has"
+        raise InputError(f"Expected the budget of {fitted.name!r} to be {at_most}, but got {strategy.max_samples}.")
     if strategy.confidence is not None:
         fitted.check_scorers(weighed.scorers)
         known = [*recorded_confidences(weighed.pool.estimators), *weighed.scorers]
@@ -114,13 +116,8 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
 def _judge_curve(
     fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
-    reshuffles = Reshuffles(
-        weighed.pool,
-        [strategy.confidence],
-        width=width,
-        num_reshuffles=settings.num_reshuffles,
-        seed=settings.seed,
-    )
+    order = {"num_reshuffles": settings.num_reshuffles, "seed": settings.seed}
+    reshuffles = Reshuffles(weighed.pool, [strategy.confidence], width=width, **order)
     (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
     correct, used = curve.outcome.correct, curve.outcome.samples
     weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
@@ -144,11 +141,6 @@ def _judge_risk(
         "delta": fitted.delta,
         "samples": samples,
     }
-
-
-def _as_calibration(half: WeighedPool) -> CalibrationPool:
-    """Return the questions of a half as those that something is chosen on; all has been checked already."""
-    return CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
 
 
 def _words(value: Any) -> str:

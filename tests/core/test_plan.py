@@ -141,7 +141,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--model.lr", "0"], "`lr` to be a positive number, but got 0"),
         (["--model.weight_decay", "-0.1"], "`weight_decay`"),
         (["--data.max_length", "1"], "`max_length` to leave room"),
-        (["--data.max_length", "20"], "`max_length` to leave room"),
+        (["--data.max_length", "20"], "leaves no room for a response"),
         (["--model.lora.target_modules", "[q_proj, nope]"], "'nope'"),
         (["--model.lora.r", "0"], "`r`"),
         (["--model.base_model", "nosuchfolder/nor/hub"], "`base_model` to be a folder or a name on the hub"),
@@ -213,7 +213,7 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
     store = tmp_path / "store"
     for settings, changes, message in (
         ({"lora": LoraSettings(target_modules=("nope",))}, {}, "nope"),
-        ({}, {"max_length": 20}, "`max_length` to leave room"),
+        ({}, {"max_length": 20}, "leaves no room for a response"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer_with(generation()).fit(

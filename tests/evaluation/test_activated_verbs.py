@@ -148,7 +148,7 @@ def test_evaluate_scores_the_same_responses_again(
         before=tiny_model, adapter=adapter, output_dir=str(tmp_path / "out"), tests=tests, **nested(**options)
     )
     assert "(16 had it before)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="`before` and an `adapter` on it"):
+    with pytest.raises(ValueError, match="`before` and `after` or `adapter`"):
         run_evaluate(before=tiny_model, after=tiny_model, adapter=adapter, tests=tests)
 
 

@@ -16,7 +16,6 @@ from selfcal_lightning.metrics.bootstrap import (
     Estimate,
     ScoredResponses,
     bootstrap_interval,
-    estimate_of,
     estimate_or_never,
     paired_bootstrap,
     question_bootstrap,
@@ -258,12 +257,6 @@ def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:
     counts = np.concatenate(list(resample_counts(7, num_resamples=100, seed=3)))
     np.testing.assert_allclose(found[:, 0], values.mean(axis=1))
     np.testing.assert_allclose(found[0, 1:], [np.repeat(values[0], row.astype(int)).mean() for row in counts])
-
-
-def test_one_question_has_no_interval() -> None:
-    column = (np.array([[0.25]]) @ resample_weights(1))[0]
-    estimate = estimate_of(column)
-    assert (estimate.value, estimate.low, estimate.high) == (0.25, None, None)
 
 
 def test_an_interval_that_reaches_into_never_is_open() -> None:

@@ -40,12 +40,6 @@ def test_ridge_equals_the_vectors(vectors: Vectors) -> None:
         assert np.mean((x @ fit.weights + fit.intercept - y) ** 2) == pytest.approx(case["train_mse"], abs=1e-6)
 
 
-def test_class_probe_equals_the_vectors(vectors: Vectors) -> None:
-    for case in vectors("linear_classifier_probe")["cases"]:
-        weight, bias, x = (torch.tensor(case[name]) for name in ("W", "b", "X"))
-        assert class_confidence(x @ weight.T + bias).tolist() == pytest.approx(case["confidence"], abs=1e-6)
-
-
 def test_nearest_class_equals_the_vectors(vectors: Vectors) -> None:
     """The reference cuts targets down to the edge of a bin; the recommended column takes the nearest one."""
     differing = 0

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +20,12 @@ from selfcal_lightning.core.plan import Place, Plan
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import files_sha256, read_manifest, resolve_model
-from selfcal_lightning.training.contracts import Exportable, SampledData, SideBySide, check_members, sampled_data
+from selfcal_lightning.training.calibrated_model import ConfidenceModel
+from selfcal_lightning.training.contracts import SampledData
 from selfcal_lightning.training.export import check_output, write_export
 from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
+from selfcal_lightning.training.modules import TrainedModule
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
@@ -61,13 +64,13 @@ class AdapterExport(Callback):
         self.run: str | None = None
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
+        self._store_dir: str | None = None
 
-    def setup(self, trainer: Trainer, pl_module: Exportable, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
         self._settle(trainer)
         if stage == TrainerFn.FITTING:
-            self._check(pl_module)
-            _data_of(trainer)
+            self._check(pl_module, trainer.datamodule)
 
     def _settle(self, trainer: Trainer) -> None:
         log_dir = trainer.log_dir  # agreed on by a broadcast
@@ -75,27 +78,28 @@ class AdapterExport(Callback):
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
-    def _check(self, module: Exportable) -> None:
-        check_members(module, Exportable, who=type(self).__name__, kind="a module")
+    def _check(self, module: object, data: SampledData | None) -> None:
+        if not isinstance(module, TrainedModule):
+            raise InputError(f"Expected a TrainedModule for AdapterExport, but got {type(module).__name__}.")
+        self._store_dir = None if data is None else data.store_dir
         best = [] if self.monitor is None else [self._best_folder]
         for folder in (self._folder, *best, *self._folders_beside(module).values()):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(self, verb: str, trainer: Trainer, module: Exportable, data: object) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: TrainedModule, data: SampledData | None) -> Plan:
         """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
         self._settle(trainer)
-        self._check(module)
-        self._check_monitor(sampled_data(data, who=type(self).__name__))
+        self._check(module, data)
+        self._check_monitor(data)
         places = [Place(module.export_kind, str(self._folder))]
         places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_beside(module).items()]
         return Plan(places=tuple(places))
 
-    def _folders_beside(self, module: Exportable) -> dict[str, Path]:
-        names = module.beside if isinstance(module, SideBySide) else {}
-        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in names}
+    def _folders_beside(self, module: TrainedModule) -> dict[str, Path]:
+        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.beside}
 
     def _check_monitor(self, data: SampledData | None) -> None:
         """Refuse the value of a task of which there are no validation questions, before the first epoch."""
@@ -117,7 +121,7 @@ class AdapterExport(Callback):
         """Take up the best value of the run that is resumed."""
         self.best, self.run = state_dict["best"], state_dict.get("run")
 
-    def on_train_start(self, trainer: Trainer, pl_module: Exportable) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
         self._training = describe_training(trainer)
         if self.run is None:
@@ -131,7 +135,7 @@ class AdapterExport(Callback):
         best = [value for value in (self.best, kept) if value is not None]
         self.best = (min if self.mode == "min" else max)(best, default=None)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: Exportable) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Export when the monitored value is the best so far."""
         if self.monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -145,42 +149,54 @@ class AdapterExport(Callback):
             self.best = value
             self._export(trainer, pl_module, self._best_folder)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Exportable) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
             for name, folder in self._folders_beside(pl_module).items():
-                self._export_beside(trainer, pl_module, name, folder)
+                self._export_beside(pl_module, name, folder)
 
-    def _export_beside(self, trainer: Trainer, module: SideBySide, name: str, folder: Path) -> None:
+    def _export_beside(self, module: ConfidenceModel, name: str, folder: Path) -> None:
         """Export an adapter that was trained beside the first one, as if it had been trained alone."""
         own = module.beside[name]
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
-        data = _data_of(trainer)
-        store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
         training = {**self._training, "rows": rows}
-        write_export(module, folder, store=store, run=self.run, training=training, beside=name)
+        write_export(
+            module, folder, store=describe_store(self._store_dir), run=self.run, training=training, beside=name
+        )
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
-    def _export(self, trainer: Trainer, module: Exportable, folder: Path) -> None:
+    def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:
         # Where the weights are cut over processes, all of them give their part before the first one writes.
         state = gather_trained(module) if is_sharded(module) else None
         if not trainer.is_global_zero:
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        data = _data_of(trainer)
-        store = None if data is None or data.store_dir is None else describe_store(data.store_dir)
-        facts = {"store": store, "metrics": metrics, "run": self.run, "training": self._training}
+        facts = {
+            "store": describe_store(self._store_dir),
+            "metrics": metrics,
+            "run": self.run,
+            "training": self._training,
+        }
         write_export(module, folder, state=state, **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
 
-def describe_store(store_dir: str) -> dict[str, Any]:
-    """Return the folder of a sample store and the digest of what every round of it was sampled with."""
-    rounds = SampleStore(store_dir).manifest.rounds
-    return {"path": store_dir, "digests": {str(number): record.digest for number, record in rounds.items()}}
+def describe_store(store_dir: str | None) -> dict[str, Any] | None:
+    """Return the folder of a sample store, its tasks, and what every round was sampled with; None without a store."""
+    if store_dir is None:
+        return None
+    store = SampleStore(store_dir)
+    rounds = store.manifest.rounds
+    sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
+    return {
+        "path": store_dir,
+        "digests": {str(number): record.digest for number, record in rounds.items()},
+        "sampling": None if sampling is None else asdict(sampling),
+        "tasks": sorted(set(store.index(split="train").task.tolist())),
+    }
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:
@@ -190,13 +206,9 @@ def describe_training(trainer: Trainer) -> dict[str, Any]:
     """
     facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
     facts |= {"gradient_clip_val": trainer.gradient_clip_val}
-    data = _data_of(trainer)
+    data: SampledData | None = trainer.datamodule
     if data is None:
         return facts
     rows = data.training_settings()
     questions = hashlib.sha256(json.dumps(rows.pop("questions", [])).encode()).hexdigest()
     return facts | {"rows": json.loads(json.dumps(rows, default=str)), "questions_sha256": questions}
-
-
-def _data_of(trainer: Trainer) -> SampledData | None:
-    return sampled_data(trainer.datamodule, who=AdapterExport.__name__)

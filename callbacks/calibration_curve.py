@@ -19,7 +19,10 @@ from torchmetrics import Metric
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.reports import capability_scatter
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
+from selfcal_lightning.metrics.calibration import reliability_bins
+from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.training.metrics import CalibrationMetrics, CalibrationPoints
 from selfcal_lightning.training.model_parallel import build_validation_loaders
@@ -50,6 +53,7 @@ class PoolCurve(Callback, ABC):
             raise InputError(f"Expected `num_bins` to be a positive integer, but got {num_bins}.")
         self.before, self.num_bins, self.save_images = before, num_bins, save_images
         self._before: Pools = {}
+        self._latest: Pools = {}
         self._drawn_at: int | None = None
         self._folder: Path | None = None
 
@@ -117,6 +121,7 @@ class PoolCurve(Callback, ABC):
 
     def _draw(self, trainer: Trainer, stage: str, pools: Pools, before: Pools) -> None:
         """Write the figures, on the first process."""
+        self._latest = pools
         if not trainer.is_global_zero:
             return
         if not pools:
@@ -185,6 +190,13 @@ class CalibrationCurve(PoolCurve):
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
         super().__init__(before=before, num_bins=num_bins, save_images=save_images)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Say what training changed on the validation questions."""
+        if trainer.is_global_zero and trainer.enable_validation and self._before:
+            for pool, columns in self._latest.items():
+                if pool in self._before:
+                    say(outcome(pool, self._before[pool], columns))
+
     def pools(self, metrics: CalibrationMetrics) -> Pools:
         """Return confidences and labels by task."""
         return dict(labelled(metrics.points()))
@@ -246,3 +258,33 @@ class CapabilityCurve(PoolCurve):
             "reliability": reliability_diagram(predicted, share, before=earlier, num_bins=self.num_bins, title=pool),
             "scatter": capability_scatter(predicted, share, title=pool),
         }
+
+
+FEW_RESPONSES = 100
+SAME = 0.01
+
+
+def outcome(pool: str, before: Columns, after: Columns) -> str:
+    """Return what training did to a validation pool, in words and numbers.
+
+    Example:
+        >>> right, sure = np.array([1.0, 0.0] * 100), np.full(200, 0.9)
+        >>> outcome("all", (sure, right), (np.where(right, 0.9, 0.1), right))
+        'Validation, all: better calibrated (ECE .400 -> .100), ranks better (AUROC .500 -> 1.000).'
+    """
+    errors = [reliability_bins(*columns).expected_error for columns in (before, after)]
+    ranks = [auroc(*columns) for columns in (before, after)]
+    parts = [_compared("{} calibrated", "ECE", errors, less_is_better=True), _compared("ranks {}", "AUROC", ranks)]
+    few = len(after[0]) < FEW_RESPONSES
+    caution = f" {len(after[0])} responses are too few to tell; give more questions." if few else ""
+    return f"Validation, {pool}: {', '.join(filter(None, parts))}.{caution}"
+
+
+def _compared(words: str, name: str, values: list[float | None], *, less_is_better: bool = False) -> str | None:
+    before, after = values
+    if before is None or after is None:
+        return None
+    gain = before - after if less_is_better else after - before
+    how = "about as well" if abs(gain) < SAME else "better" if gain > 0 else "worse"
+    shown = " -> ".join(f"{value:.3f}".removeprefix("0") for value in (before, after))
+    return f"{words.format(how)} ({name} {shown})"

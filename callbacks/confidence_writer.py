@@ -19,9 +19,9 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.contracts import ScoredData, ScoringModule, check_members, scored_data
-from selfcal_lightning.training.scored import ScoredRows
+from selfcal_lightning.training.batches import ScoredRows, SSCBatch
+from selfcal_lightning.training.contracts import needed_data
+from selfcal_lightning.training.modules import ScoringModule
 
 
 class ConfidenceWriter(Callback):
@@ -47,19 +47,19 @@ class ConfidenceWriter(Callback):
 
     def setup(self, trainer: Trainer, pl_module: ScoringModule, stage: str) -> None:
         """Refuse a second writer of the same name, and a module whose confidences nobody could tell apart."""
-        self._check_name(trainer)
-        check_members(pl_module, ScoringModule, who=type(self).__name__, kind="a module")
+        self._check(trainer, pl_module)
 
     def plan_run(self, verb: str, trainer: Trainer, module: ScoringModule, data: object) -> Plan:
         """Refuse a name that cannot be that of an annotation, or that another writer has."""
         if verb != "predict":
             return Plan()
-        self._check_name(trainer)
-        check_members(module, ScoringModule, who=type(self).__name__, kind="a module")
-        folder = Annotation(scored_data(data, who=type(self).__name__).store_dir, self.name).folder
+        self._check(trainer, module)
+        folder = Annotation(_stored(data).store_dir, self.name).folder
         return Plan(places=(Place("confidences", str(folder)),))
 
-    def _check_name(self, trainer: Trainer) -> None:
+    def _check(self, trainer: Trainer, module: object) -> None:
+        if not isinstance(module, ScoringModule):
+            raise InputError(f"Expected a ScoringModule for ConfidenceWriter, but got {type(module).__name__}.")
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
         if names.count(self.name) > 1:
             raise InputError(
@@ -162,9 +162,13 @@ def _details(trainer: Trainer, module: ScoringModule) -> dict[str, Any]:
     }
 
 
-def _scored(trainer: Trainer) -> tuple[ScoredData, SampleIndex]:
+def _stored(data: Any) -> Any:
+    return needed_data(data, who=ConfidenceWriter.__name__, remedy="use SSCDataModule")
+
+
+def _scored(trainer: Trainer) -> tuple[Any, SampleIndex]:
     """Return the data module and which responses it gave to be scored."""
-    data = scored_data(trainer.datamodule, who=ConfidenceWriter.__name__)
+    data = _stored(trainer.datamodule)
     if data.predict_index is None:
         raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
     return data, data.predict_index

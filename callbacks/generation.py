@@ -41,8 +41,10 @@ from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_bytes, weights_sha256
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.training.contracts import BasedModule, QuestionData, RoundModule, check_members, question_data
+from selfcal_lightning.training.calibrated_model import ConfidenceModel
+from selfcal_lightning.training.contracts import QuestionData, needed_data
 from selfcal_lightning.training.model_parallel import decides_at_epoch_end
+from selfcal_lightning.training.modules import ScoringModule
 from selfcal_lightning.training.rounds import (
     adapter_folder,
     check_adapter,
@@ -129,7 +131,7 @@ def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place:
 
 
 def start_round_engine(
-    options: EngineOptions, module: RoundModule, chat: ChatFormat, *, adapter: str, place: EnginePlace
+    options: EngineOptions, module: ConfidenceModel, chat: ChatFormat, *, adapter: str, place: EnginePlace
 ) -> Engine:
     """Start the engine of a later round, beside the trainer on the same device.
 
@@ -148,7 +150,7 @@ def start_round_engine(
             chat=chat,
             source=model,
             adapter_sha256=weights_sha256(adapter),
-            quantization=module.quantization,
+            quantization=module.memory.quantization,
         )
     options = replace(options, adapter=adapter)
     if options.name == "vllm" and place.device.type == "cuda":
@@ -309,7 +311,7 @@ def last_checkpoint_files(trainer: Trainer) -> list[str]:
 
 
 def check_can_regenerate(
-    trainer: Trainer, module: RoundModule, *, has_questions: bool, engine: str, dtype: str
+    trainer: Trainer, module: ConfidenceModel, *, has_questions: bool, engine: str, dtype: str
 ) -> None:
     """Raise ValueError, before any sampling, for what later rounds do not work with."""
     if not has_questions:
@@ -340,17 +342,17 @@ def check_can_regenerate(
         _check_stops_in_time(trainer, callback)
 
 
-def _check_quantized_engine(trainer: Trainer, module: RoundModule, *, engine: str, dtype: str) -> None:
+def _check_quantized_engine(trainer: Trainer, module: ConfidenceModel, *, engine: str, dtype: str) -> None:
     """Refuse an engine that would load the base model unquantised: its samples would be of another model."""
-    if module.quantization is None:
+    if module.memory.quantization is None:
         return
-    own = module.torch_dtype
+    own = module.adapter.torch_dtype
     if own == "auto":
         own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
     if engine != "transformers" or dtype not in ("auto", own):
         raise InputError(
             f"Expected `engine: transformers` with `dtype: auto` (or {own}) for later rounds with `quantization` "
-            f"{module.quantization!r}, but got {engine} with {dtype}: it would serve the base model as it is stored, "
+            f"{module.memory.quantization!r}, but got {engine} with {dtype}: it would serve the base model as stored, "
             "not the one that is trained. Set them so, or leave `regenerate_every_n_epochs` out."
         )
 
@@ -373,7 +375,7 @@ def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
 def check_engine(
     engine: Engine,
     trainer: Trainer,
-    module: RoundModule,
+    module: ConfidenceModel,
     chat: ChatFormat,
     *,
     round: int,
@@ -392,7 +394,7 @@ def check_engine(
     return check_adapter(engine, module.model, probes, earlier=earlier)
 
 
-def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None) -> str:
+def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | None) -> str:
     """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
     left_out = {"base_model", "revision", "recompute_above"}
     content = {
@@ -405,7 +407,7 @@ def training_digest(trainer: Trainer, module: RoundModule, *, round: int | None)
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_kept_adapters(trainer: Trainer, module: RoundModule) -> None:
+def check_kept_adapters(trainer: Trainer, module: ConfidenceModel) -> None:
     """Refuse, before training, a store whose later rounds belong to another training."""
     data = _data_module(trainer)
     for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
@@ -431,8 +433,12 @@ def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]
     return named
 
 
+def _questions_of(data: Any) -> QuestionData:
+    return needed_data(data, who="SSCGeneration", remedy="use SSCDataModule")
+
+
 def _data_module(trainer: Trainer) -> QuestionData:
-    return question_data(trainer.datamodule, who="SSCGeneration")
+    return _questions_of(trainer.datamodule)
 
 
 def _index(data: QuestionData, round: int) -> SampleIndex:
@@ -513,16 +519,17 @@ class SSCGeneration(Callback):
         self._training: str | None = None  # digest of the training, where later rounds are sampled
         self._resumed_training: str | None = None
 
-    def plan_run(self, verb: str, trainer: Trainer, module: RoundModule, data: object) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: ConfidenceModel, data: object) -> Plan:
         """Refuse an engine that is not installed, and return how many responses are to be drawn."""
-        checked = question_data(data, who=type(self).__name__)
+        checked = _questions_of(data)
         self._check_module(module, checked)
         return plan_generation(self, verb, trainer, checked)
 
     def _check_module(self, module: object, data: QuestionData) -> None:
         """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
-        contract = BasedModule if data.regenerate_every_n_epochs is None else RoundModule
-        check_members(module, contract, who=type(self).__name__, kind="a module")
+        kind = ScoringModule if data.regenerate_every_n_epochs is None else ConfidenceModel
+        if not isinstance(module, kind):
+            raise InputError(f"Expected a {kind.__name__} for SSCGeneration, but got {type(module).__name__}.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the training whose rounds these are."""
@@ -532,7 +539,7 @@ class SSCGeneration(Callback):
         """Note of which training the checkpoint is."""
         self._resumed_training = state_dict.get("training")
 
-    def setup(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
         data = _data_module(trainer)
         self._check_module(pl_module, data)
@@ -562,11 +569,11 @@ class SSCGeneration(Callback):
             self._fill(trainer, pl_module, splits, interrupt=meeting.check)
         self._join(trainer, meeting, splits)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: RoundModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: ConfidenceModel, checkpoint: dict[str, Any]) -> None:
         """Note where training goes on: its loop knows it only after the loaders are built."""
         self._resumed, self._unreported = resumed_at(checkpoint), []
 
-    def on_fit_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
         """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
         place = self._resumed
         if _data_module(trainer).regenerate_every_n_epochs is None:
@@ -583,13 +590,13 @@ class SSCGeneration(Callback):
         if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
             self._regenerate(trainer, pl_module, place)
 
-    def on_train_start(self, trainer: Trainer, pl_module: RoundModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
         """Log the round that training begins with, and refuse later ones that are of another training."""
         if _data_module(trainer).regenerate_every_n_epochs is not None:
             check_kept_adapters(trainer, pl_module)
         self._report(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: RoundModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
         """Sample the round of the next epoch where a new one begins with it."""
         data, following = _data_module(trainer), trainer.current_epoch + 1
         if data.round_of(following) == data.round_of(trainer.current_epoch):
@@ -607,7 +614,7 @@ class SSCGeneration(Callback):
         self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
         self._report(trainer)
 
-    def teardown(self, trainer: Trainer, pl_module: RoundModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
         """Remove the files that the processes waited by."""
         if self._meetings is not None and trainer.is_global_zero:
             shutil.rmtree(self._meetings, ignore_errors=True)
@@ -623,7 +630,7 @@ class SSCGeneration(Callback):
             interrupt=self._interrupt,
         )
 
-    def _regenerate(self, trainer: Trainer, module: RoundModule, place: ResumedAt) -> None:
+    def _regenerate(self, trainer: Trainer, module: ConfidenceModel, place: ResumedAt) -> None:
         """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it.
 
         In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
@@ -656,7 +663,7 @@ class SSCGeneration(Callback):
     def _fill(
         self,
         trainer: Trainer,
-        module: RoundModule,
+        module: ConfidenceModel,
         splits: Splits,
         *,
         interrupt: Interrupt,
@@ -676,7 +683,7 @@ class SSCGeneration(Callback):
             seed=self.seed,
             num_samples=data.num_samples,
             adapter=adapter,
-            quantization=module.quantization if round else None,  # only later rounds run the trainer's own model
+            quantization=module.memory.quantization if round else None,  # only later rounds run the trainer's own model
             round=round,
             splits=splits,
         )
@@ -732,7 +739,7 @@ class SSCGeneration(Callback):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _start(self, trainer: Trainer, module: RoundModule, chat: ChatFormat, adapter: str | None) -> Engine:
+    def _start(self, trainer: Trainer, module: ConfidenceModel, chat: ChatFormat, adapter: str | None) -> Engine:
         """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
         options = replace(self.engine, revision=module.revision)
         place = EnginePlace(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
@@ -752,10 +759,6 @@ class SSCGeneration(Callback):
             trainer,
             f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.",
         )
-
-
-def _data_module(trainer: Trainer) -> QuestionData:
-    return question_data(trainer.datamodule, who=SSCGeneration.__name__)
 
 
 def _say(trainer: Trainer, text: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,12 +21,12 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows, shares_prefix
-from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.checks import Split, check_choice
+from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
-from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch, Packing, make_dealer
-from selfcal_lightning.datamodules.ssc.stored_rows import Split, check_round_of, epoch_to_read, read_rounds
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
+from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
+from selfcal_lightning.datamodules.ssc.stored_rows import epoch_to_read, read_rounds
 from selfcal_lightning.datamodules.ssc.tuples import (
     PTrueName,
     TargetName,
@@ -45,7 +44,7 @@ from selfcal_lightning.metrics.group_rewards import (
     anchored_soft_share,
     group_advantages,
 )
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import read_adapter_state
 from selfcal_lightning.records import Question, QuestionSamples, SamplingSettings
 from selfcal_lightning.training.rounds import adapter_folder
@@ -111,10 +110,9 @@ def check_on_policy(sampling: SamplingSettings | None, *, store: SampleStore, ro
         found = " and ".join(off) or None
     if found is not None:
         raise InputError(
-            f"Expected round {round} of {store.path} to be drawn at temperature 1 from the whole distribution for a "
-            f"policy gradient, but got {found}: the responses are not those of the policy. Set `sampling: "
-            "{temperature: 1.0, edt_scale: null, top_p: 1.0}` of SSCGeneration and another `store_dir`, or learn from "
-            "a selection of them (`reward: none`, `selection`)."
+            f"A policy gradient needs responses drawn at temperature 1 from the whole distribution, but round {round} "
+            f"of {store.path} has {found}. Set `sampling: {{temperature: 1.0, edt_scale: null, top_p: 1.0}}` of "
+            "SSCGeneration and another `store_dir`, or learn from a selection (`reward: none`, `selection`)."
         )
 
 
@@ -132,17 +130,16 @@ def read_advantages(
     entries = _entries(store, index, round, texts=name == "equations")
     if lone := sum(len(entry.samples) < 2 for entry in entries):
         raise InputError(
-            f"Expected at least 2 responses to each question for a policy gradient, but got 1 to {lone:,} of "
-            f"{len(entries):,}: a response is compared with the others of its group. Raise `num_samples`."
+            f"A policy gradient compares the responses to a question, but {lone:,} of {len(entries):,} questions have "
+            "1. Raise `num_samples`."
         )
     rewards = group_rewards(name, entries, fusion=fusion)
     advantages = group_advantages(rewards, scale=scale, leave_one_out=leave_one_out)
     constant = [not any(advantage for advantage in group) for group in advantages]
     if all(constant) and round == 0:
         raise InputError(
-            f"Expected rewards that differ within a question, but got one reward throughout for all {len(entries):,} "
-            f"questions with the reward {name!r}: nothing would be learnt. Draw more responses, or take harder "
-            "questions or another reward."
+            f"The reward {name!r} is one and the same within each of {len(entries):,} questions: nothing would be "
+            "learnt. Draw more responses, or take harder questions or another reward."
         )
     flat = [
         np.nan if advantage is None or is_constant else advantage
@@ -213,7 +210,8 @@ def _pool_targets(
     return [None if one is None or other is None else (one + other) / 2 for one, other in pairs]
 
 
-class RolloutDataModule(SSCDataModule):
+@dataclass(eq=False, repr=False)
+class RolloutDataModule(StoredDataModule):
     """Groups of responses to unlabelled questions: what the policy learns of each, and what its confidence learns.
 
     An epoch is all responses of its round, in whole optimiser steps; how it resumes is that of ``SSCDataModule``.
@@ -222,15 +220,9 @@ class RolloutDataModule(SSCDataModule):
 
     Gold answers are taken off the questions before these are sampled, and off what a store knows of its responses,
     unless ``reward: reference`` asks for them. The questions of a store that was sampled with them are used by leaving
-    ``train`` empty.
+    ``train`` empty. Further arguments are those of ``StoredDataModule``: sources, store, layout of batches.
 
     Args:
-        base_model: Folder or hub name of the model; only its tokenizer is used here.
-        store_dir: Folder of the sample store.
-        train: The questions to learn from. Empty takes every question that the store holds for training.
-        validation: Likewise for validation, whose gold answers are taken off too.
-        test: Likewise for the verb ``test``.
-        predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
         num_samples: Responses to a question, the size of a group, at least 2.
         reward: What the policy gradient learns from; stated by the module.
         target: What P(True) learns; stated by the module.
@@ -240,99 +232,45 @@ class RolloutDataModule(SSCDataModule):
             "none" by nothing.
         leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
         normalise: "tokens" weighs all tokens of an optimiser step alike, "responses" all responses.
-        batch_size: Responses of a process in a micro-step; on average, where rows are packed.
-        max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         p_true: Confidence that targets are made of.
-        validation_batch_size: Responses of a validation batch.
-        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
-            batches of like length for models that cannot, and "off" always makes such batches.
-        group_size: Most responses to a question that are trained side by side.
-        token_budget: Most tokens of a micro-batch; None sets no limit.
-        pad_to_multiple_of: Sequences are padded to a multiple of it.
-        revision: Revision of the model on the hub.
-        query: The confidence query.
-        prompt: How questions are put to the model; None is their tasks' own way.
-        seed: Seed of the order.
         round: Generation round that is learnt from, without ``regenerate_every_n_epochs``.
         regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the model as
             it is then; None stays with ``round``.
-        num_workers: Worker processes of each loader.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = (
-        "base_model", "revision", "query", "prompt", "p_true", "reward", "target",
+        *StoredDataModule.linked_arguments, "p_true", "reward", "target",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        base_model: str,
-        store_dir: str,
-        *,
-        train: list[QuestionSource] | None = None,
-        validation: list[QuestionSource] | None = None,
-        test: list[QuestionSource] | None = None,
-        predict_split: Split = "validation",
-        num_samples: int = 8,
-        reward: GroupReward = "majority",
-        target: PoolTarget | None = None,
-        selection: str | None = None,
-        scale: Scale = "group",
-        leave_one_out: bool = False,
-        normalise: Literal["tokens", "responses"] = "tokens",
-        batch_size: int = 8,
-        max_length: int = 1024,
-        p_true: PTrueName = "normalised",
-        validation_batch_size: int = 8,
-        packing: Packing = "shared_prefix",
-        group_size: int = 8,
-        token_budget: int | None = None,
-        pad_to_multiple_of: int = 8,
-        revision: str | None = None,
-        query: str = DEFAULT_QUERY,
-        prompt: Prompt | None = None,
-        seed: int = 0,
-        round: int = 0,
-        regenerate_every_n_epochs: int | None = None,
-        num_workers: int = 0,
-    ) -> None:
-        check_reward(reward)
-        _check_learnt(reward, target, selection, regenerate_every_n_epochs)
-        if num_samples < 2 and reward != "none":
+    _: KW_ONLY
+    reward: GroupReward = "majority"
+    target: PoolTarget | None = None
+    selection: str | None = None
+    scale: Scale = "group"
+    leave_one_out: bool = False
+    normalise: Literal["tokens", "responses"] = "tokens"
+    p_true: PTrueName = "normalised"
+    round: int = 0
+    regenerate_every_n_epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        check_reward(self.reward)
+        _check_learnt(self.reward, self.target, self.selection, self.regenerate_every_n_epochs)
+        super().__post_init__()
+        if self.num_samples < 2 and self.reward != "none":
             raise InputError(
-                f"Expected `num_samples` to be at least 2 with `reward: {reward}`, but got {num_samples}: a response "
-                "is compared with the others of its group. Raise it."
+                f"Expected `num_samples` to be at least 2 with `reward: {self.reward}`, but got {self.num_samples}: a "
+                "response is compared with the others of its group."
             )
-        super().__init__(
-            base_model, store_dir, train=train, validation=validation, test=test, predict_split=predict_split,
-            num_samples=num_samples, batch_size=batch_size, max_length=max_length, p_true=p_true,
-            validation_batch_size=validation_batch_size, packing=packing, group_size=group_size,
-            token_budget=token_budget, pad_to_multiple_of=pad_to_multiple_of, revision=revision, query=query,
-            prompt=prompt, seed=seed, round=round, regenerate_every_n_epochs=regenerate_every_n_epochs,
-            num_workers=num_workers,
-        )  # fmt: skip
-        if scale not in ("group", "none", "batch"):
-            raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
-        if normalise not in ("tokens", "responses"):
-            raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
-        self.reward: GroupReward = reward
-        self.learnt_target: PoolTarget | None = target
-        self.selection, self.scale, self.leave_one_out, self.normalise = selection, scale, leave_one_out, normalise
+        check_choice("scale", self.scale, Scale)
+        check_choice("normalise", self.normalise, Literal["tokens", "responses"])
 
     # ---- what the module and the callbacks ask for
 
     @property
-    def target(self) -> TargetName:  # type: ignore[override]
-        """What P(True) of the validation pool is held against."""
+    def row_target(self) -> TargetName:
+        """What P(True) of the validation pool is compared with."""
         return "ssc"
-
-    @property
-    def _is_activated(self) -> bool:
-        """Whether there are no generation samples of a mixture; what is learnt of tokens is drawn otherwise here."""
-        return True
-
-    def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets of the validation pool are made."""
-        return (TargetRecipe(self.target),)
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, without their gold answers unless the reward is made of them."""
@@ -341,17 +279,11 @@ class RolloutDataModule(SSCDataModule):
 
     def training_settings(self) -> dict[str, Any]:
         """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
-        own = ("reward", "selection", "scale", "leave_one_out", "normalise")
         chosen = None if self.selection is None else read_selection(self.selection).sha256
-        return {
-            **super().training_settings(),
-            **{name: getattr(self, name) for name in own},
-            "target": self.learnt_target,
-            "selection": chosen,
-        }
+        return {**super().training_settings(), "target": self.target, "selection": chosen}
 
     def _tuples_of_an_epoch(self) -> int:
-        if self.selection is not None and self.learnt_target is None:
+        if self.selection is not None and self.target is None:
             return len(read_selection(self.selection).kept)
         return super()._tuples_of_an_epoch()
 
@@ -363,8 +295,8 @@ class RolloutDataModule(SSCDataModule):
         folder = adapter_folder(self.store_dir, round)
         if not folder.exists():
             raise InputError(
-                f"Expected the adapter that round {round} was sampled with in {folder}, but got none. Take the round "
-                "out by `selfcal drop-rounds`, so that it is sampled again."
+                f"The adapter that round {round} was sampled with is missing: {folder}. Take the round out by `selfcal "
+                "drop-rounds`, so that it is sampled again."
             )
         return read_adapter_state(folder)
 
@@ -402,21 +334,17 @@ class RolloutDataModule(SSCDataModule):
             drawn = np.arange(len(table))  # of a loader that is asked for, but not read: `teaches` ends the training
         if len(drawn) < self.steps_per_epoch:
             raise InputError(
-                f"Expected at least one response that teaches for each of the {self.steps_per_epoch} optimiser steps, "
-                f"but got {len(drawn)}. Raise `batch_size` or `trainer.accumulate_grad_batches`."
+                f"Expected a response that teaches for each of {self.steps_per_epoch} optimiser steps, but got "
+                f"{len(drawn)}. Raise `batch_size` or `trainer.accumulate_grad_batches`."
             )
         draw = EpochDraw(drawn, weights[0][drawn], weights[1][drawn], counts={})
-        sampler = self._order.sampler_of(
+        sampler = self._sampler(
             lambda _: draw,
             table,
-            make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget),
+            collator,
+            newest,
             rows_per_epoch=self._tuples_of_an_epoch(),
-            settings={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
-            group_size=self.group_size,
-            seed=self.seed,
-            batch_size=self.batch_size,
-            check_epoch=partial(check_round_of, newest=newest, every=self.regenerate_every_n_epochs),
-            trainer=self.trainer,
+            order={"reward": self.reward, "scale": self.scale, "normalise": self.normalise, "round": newest},
         )
         return self._loader(TupleDataset(store, table), sampler, collator)
 
@@ -435,7 +363,7 @@ class RolloutDataModule(SSCDataModule):
     # ---- what is read of the store
 
     def _table(
-        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
         return super()._table(store, self._seen(index), collator, recipes)
 
@@ -443,7 +371,7 @@ class RolloutDataModule(SSCDataModule):
         return index if self.reward == REFERENCE else without_labels(index)
 
     def _read(
-        self, store: SampleStore, collator: SSCCollator, rounds: Sequence[int], confidences: Sequence[str] = ()
+        self, store: SampleStore, collator: PolicyCollator, rounds: Sequence[int], confidences: Sequence[str] = ()
     ) -> SampleIndex:
         questions = self.questions("train") if self.sources["train"] else None
         index = read_rounds(
@@ -464,9 +392,9 @@ class RolloutDataModule(SSCDataModule):
         index = self._read(store, collator, (round,), annotations_of(self.reward))
         target, notes = np.full(len(index), np.nan), []
         reasons = np.full(len(index), "", dtype=object)
-        if self.learnt_target is not None:
+        if self.target is not None:
             target, reasons = self._targets(store, collator, index, round)
-            notes.append(f"targets ({self.learnt_target}): mean {np.nanmean(target):.3f}")
+            notes.append(f"targets ({self.target}): mean {np.nanmean(target):.3f}")
         advantage = np.full(len(index), np.nan)
         if self.reward != "none":
             check_on_policy(store.round_manifest(round).fingerprint.sampling, store=store, round=round)
@@ -480,24 +408,20 @@ class RolloutDataModule(SSCDataModule):
             advantage = found.advantage
             notes.append(str(found))
         table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
-        if not len(table):
-            raise InputError(
-                f"Expected `max_length` to leave room for prompt, response and confidence query, but got "
-                f"{self.max_length}, too short for every question. Raise `max_length`."
-            )
+        self._check_fits(table, "train")
         return table, notes
 
     def _targets(
         self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
     ) -> tuple[FloatArray, np.ndarray]:
         settings: Any = {"raw": self.p_true == "raw"}
-        if round == 0 or self.learnt_target == "round":
-            return read_targets(self.learnt_target or "round", index, np.ones(len(index), dtype=bool), **settings)
+        if round == 0 or self.target == "round":
+            return read_targets(self.target or "round", index, np.ones(len(index), dtype=bool), **settings)
         zero = self._read(store, collator, (0,))
         both = self._read(store, collator, (0, round))
         num_zero = np.bincount(zero.question_index, minlength=int(both.question_index.max()) + 1)
         is_anchor = both.sample_index < num_zero[both.question_index]
-        values, reasons = read_targets(self.learnt_target or "round", both, is_anchor, **settings)
+        values, reasons = read_targets(self.target or "round", both, is_anchor, **settings)
         return values[~is_anchor], reasons[~is_anchor]
 
     def _weights(self, table: TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
@@ -519,37 +443,27 @@ class RolloutDataModule(SSCDataModule):
         if selection.manifest["store"]["round"] != self.round:
             raise InputError(
                 f"Expected a selection of round {self.round}, but got one of round "
-                f"{selection.manifest['store']['round']}. Set `round` to it."
+                f"{selection.manifest['store']['round']}. Set `round`."
             )
         pairs = zip(table.index.question_id.tolist(), table.index.sample_index.tolist(), strict=True)
         found = np.array([pair in chosen for pair in pairs], dtype=np.float64)
         if not found.any():
             raise InputError(
-                f"Expected responses to these training questions in {self.selection}, but got none. "
-                "Choose them of the split that is trained on, or leave `train` empty."
+                f"{self.selection} holds no responses to these training questions. Choose them of the split that is "
+                "trained on, or leave `train` empty."
             )
         return found
 
 
 def _check_learnt(reward: str, target: str | None, selection: str | None, every: int | None) -> None:
     if reward == "none" and selection is None and target is None:
-        raise InputError(
-            "Expected something to learn, but got `reward: none` without `selection` and `target`. Name a reward, a "
-            "selection, or what P(True) learns."
-        )
+        raise InputError("`reward: none` without `selection` and `target` leaves nothing to learn: name one of them.")
     if selection is not None and reward != "none":
-        raise InputError(
-            f"Expected `reward: none` with a `selection`, whose responses are learnt as they are, but got {reward!r}. "
-            "Leave one of them out."
-        )
+        raise InputError(f"Expected `reward: none` with a `selection`, learnt as it is, but got {reward!r}.")
     if selection is not None and every is not None:
-        raise InputError(
-            "Expected no later rounds with a `selection`, which is of one round, but got `regenerate_every_n_epochs` "
-            f"{every}. Leave it out."
-        )
+        raise InputError(f"A `selection` is of one round: leave out `regenerate_every_n_epochs` {every}.")
     if reward in ANNOTATIONS and every is not None:
         raise InputError(
-            f"Expected one round with `reward: {reward}`, whose statistics `selfcal score --estimator "
-            f"{ANNOTATIONS[reward]}` puts beside its responses, but got `regenerate_every_n_epochs` {every}. Leave it "
-            "out, or take `fused`, which every round has."
+            f"`reward: {reward}` reads what `selfcal score --estimator {ANNOTATIONS[reward]}` wrote for one round: "
+            f"leave out `regenerate_every_n_epochs` {every}, or take `fused`, which every round has."
         )

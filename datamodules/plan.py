@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.tasks.registry import check_source, count_source, get_task
-from selfcal_lightning.datamodules.checks import check_agreement, check_trainer
+from selfcal_lightning.datamodules.checks import check_agreement, check_reload, check_trainer
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
 from selfcal_lightning.datamodules.ssc.sampler import limited_batches, steps_per_epoch
-from selfcal_lightning.datamodules.ssc.stored_rows import check_reload
 from selfcal_lightning.datamodules.ssc.tuples import rows_per_step
 from selfcal_lightning.models.names import is_on_disk
 from selfcal_lightning.records import Question
@@ -21,8 +20,8 @@ from selfcal_lightning.records import Question
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
     from selfcal_lightning.datamodules.ssc.mixture import Mixture
+    from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 
 PROMPTS_TRIED = 8
 
@@ -37,7 +36,7 @@ def splits_of(verb: str, predict_split: str) -> tuple[str, ...]:
     return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}.get(verb, (predict_split,))
 
 
-def plan_data(data: SSCDataModule, verb: str, trainer: Trainer) -> Plan:
+def plan_data(data: StoredDataModule, verb: str, trainer: Trainer) -> Plan:
     """Check what needs no hub, and return the questions and the optimiser steps of a run."""
     check_data(data, verb, trainer)
     known = data.known_questions(verb)
@@ -50,16 +49,16 @@ def plan_data(data: SSCDataModule, verb: str, trainer: Trainer) -> Plan:
     return Plan(questions=counts, training=(plan_training(mixture, batch_size=data.batch_size, trainer=trainer),))
 
 
-def check_data(data: SSCDataModule, verb: str, trainer: Trainer) -> None:
+def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
     """Refuse sources that there are not, and a trainer that would deal rows otherwise; see :func:`plan_data`."""
     check_sources(data.sources.values())
     check_trainer(trainer)
     if verb == "fit":
-        check_agreement(data.num_samples, data.target)
+        check_agreement(data.num_samples, data.row_target)
         check_reload(trainer, data.regenerate_every_n_epochs)
 
 
-def check_room(data: SSCDataModule, verb: str) -> None:
+def check_room(data: StoredDataModule, verb: str) -> None:
     """Refuse a ``max_length`` that no question fits, prompt and confidence query and one token of a response.
 
     Only the shortest prompts are encoded; those that do not fit while others do are dropped with a count later.
@@ -73,9 +72,8 @@ def check_room(data: SSCDataModule, verb: str) -> None:
         lengths = [len(chat.prompt_ids(question.messages)) for question in shortest[:PROMPTS_TRIED]]
         if lengths and min(lengths) + query + 1 > data.max_length:
             raise InputError(
-                f"Expected `max_length` to leave room for prompt, response and confidence query, but got "
-                f"{data.max_length}: the shortest prompt of the split {split!r} takes {min(lengths)} tokens and the "
-                f"query {query}. Raise it."
+                f"Raise `max_length` {data.max_length}: the shortest prompt of the split {split!r} takes "
+                f"{min(lengths)} tokens and the query {query}, which leaves no room for a response."
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -122,6 +122,7 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 LARGEST_SHARE = 0.5
 
 
+@dataclass(eq=False, repr=False)
 class ProbeDataModule(LightningDataModule):
     """Questions of a store with their hidden states; what is missing of these is read when a run begins, and kept.
 
@@ -150,44 +151,38 @@ class ProbeDataModule(LightningDataModule):
 
     linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision")
 
-    def __init__(
-        self,
-        base_model: str,
-        store_dir: str,
-        *,
-        train_split: str = TRAIN,
-        validation_split: str | None = None,
-        validation_share: float = 0.1,
-        test_split: str = TEST,
-        target: Target = "agreeing_pairs",
-        target_draws: int | None = None,
-        features: Pooling = "both",
-        levels: list[int] | None = None,
-        average: bool = True,
-        final_norm: bool = True,
-        features_dir: str | None = None,
-        batch_size: int | None = 32,
-        revision: str | None = None,
-        adapter: str | None = None,
-        engine: EngineSettings = EngineSettings(),
-        seed: int = 0,
-    ) -> None:
+    base_model: str
+    store_dir: str
+    _: KW_ONLY
+    train_split: str = TRAIN
+    validation_split: str | None = None
+    validation_share: float = 0.1
+    test_split: str = TEST
+    target: Target = "agreeing_pairs"
+    target_draws: int | None = None
+    features: Pooling = "both"
+    levels: list[int] | None = None
+    average: bool = True
+    final_norm: bool = True
+    features_dir: str | None = None
+    batch_size: int | None = 32
+    revision: str | None = None
+    adapter: str | None = None
+    engine: EngineSettings = EngineSettings()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_at_least(1, batch_size=batch_size or 1, target_draws=target_draws or 1)
-        check_at_least(0, seed=seed)
-        check_choice("target", target, Target)
-        check_choice("features", features, Pooling)
-        check_gives_hidden_states(engine)
-        if not 0.0 < validation_share <= LARGEST_SHARE:
-            raise InputError(f"Expected `validation_share` to lie in (0, 0.5], but got {validation_share}.")
-        self.base_model, self.revision, self.store_dir = base_model, revision, store_dir
-        self.splits: dict[str, str | None] = {TRAIN: train_split, VALIDATION: validation_split, TEST: test_split}
-        self.validation_share = validation_share
-        self.target: Target = target
-        self.target_draws, self.features = target_draws, features
-        self.levels = LevelSettings(None if levels is None else tuple(levels), average, final_norm)
-        self.features_dir, self.adapter, self.engine = features_dir, adapter, engine
-        self.batch_size, self.seed = batch_size, seed
+        check_at_least(1, batch_size=self.batch_size or 1, target_draws=self.target_draws or 1)
+        check_at_least(0, seed=self.seed)
+        check_choice("target", self.target, Target)
+        check_choice("features", self.features, Pooling)
+        check_gives_hidden_states(self.engine)
+        if not 0.0 < self.validation_share <= LARGEST_SHARE:
+            raise InputError(f"Expected `validation_share` to lie in (0, 0.5], but got {self.validation_share}.")
+        self.splits = {TRAIN: self.train_split, VALIDATION: self.validation_split, TEST: self.test_split}
+        levels = None if self.levels is None else tuple(self.levels)
+        self.read_levels = LevelSettings(levels, self.average, self.final_norm)
         self.basis: ProbeBasis | None = None
         self._pools: dict[str, CapabilityPool] = {}
         self._rows: dict[str, ProbeRows] = {}
@@ -205,7 +200,7 @@ class ProbeDataModule(LightningDataModule):
         questions = [] if train is None else [entry.question for entry in train.entries]
         return {
             "target": self.target, "target_draws": self.target_draws, "features": self.features,
-            **asdict(self.levels), "batch_size": self.batch_size, "seed": self.seed, "splits": self.splits,
+            **asdict(self.read_levels), "batch_size": self.batch_size, "seed": self.seed, "splits": self.splits,
             "validation_share": None if self.splits[VALIDATION] is not None else self.validation_share,
             "questions": sorted((question.id, question_digest(question)) for question in questions),
         }  # fmt: skip
@@ -240,9 +235,9 @@ class ProbeDataModule(LightningDataModule):
         first = self._pools[read[0]]
         named = ModelSettings(self.base_model, None, self.engine.of(revision=self.revision, adapter=self.adapter))
         with PromptModel(named, first.fingerprint) as model:
-            folder = feature_folder(model, self.levels, store=Path(self.store_dir), given=self.features_dir)
+            folder = feature_folder(model, self.read_levels, store=Path(self.store_dir), given=self.features_dir)
             for role in read:
-                states, origin = states_of(model, self._pools[role].questions, self.levels, folder)
+                states, origin = states_of(model, self._pools[role].questions, self.read_levels, folder)
                 entries = self._pools[role].pool.entries
                 table = question_table(entries)
                 target = table.targets(self.target)
@@ -275,10 +270,7 @@ class ProbeDataModule(LightningDataModule):
             if role in self._pools or split is None:
                 continue
             if not Path(self.store_dir).is_dir():
-                raise InputError(
-                    f"Expected `store_dir` to be a store, but there is none at {self.store_dir}. Fill one: `selfcal "
-                    "generate --model MODEL --task TASK --store_dir STORE`."
-                )
+                raise InputError(f"`store_dir`: there is no store {self.store_dir}. `selfcal generate` fills one.")
             pool = load_capability_pool(self.store_dir, split=split, task=None)
             table = question_table(pool.pool.entries)
             if role == TRAIN:
@@ -333,8 +325,8 @@ class ProbeDataModule(LightningDataModule):
         changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
         if changed and self.basis is not None:
             raise InputError(
-                f"Expected the order of questions of the checkpoint, but got another: {'; '.join(changed)}. Restore "
-                "it, or start a new run without `ckpt_path`."
+                f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it, or start a new run "
+                "without `ckpt_path`."
             )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from shlex import quote
-from typing import Any, ClassVar, TypedDict, Unpack, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,22 +18,12 @@ from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
-from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.ssc.collate import (
-    EncodedRow,
-    RowLayout,
-    SSCCollator,
-    Tokens,
-    TupleRows,
-    shares_prefix,
-)
-from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, Tokens, TupleRows, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import FloatArray
-from selfcal_lightning.datamodules.ssc.sampler import Packing
-from selfcal_lightning.datamodules.ssc.stored_rows import Split
+from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TargetRecipe, TupleTable, make_table, question_slices
 from selfcal_lightning.metrics.group_rewards import majority_answer
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.module import RewardBatch
@@ -88,36 +78,18 @@ class Place:
     rate: Rate
 
 
-class LayoutOptions(TypedDict):
-    """Arguments of ``RewardRows`` that both kinds of rows hand on."""
+@dataclass(eq=False)
+class RewardRows(RowLayout):
+    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query.
 
+    ``rates`` and ``taught`` say how rollouts from a prefix ended, and what they teach.
+    """
+
+    _: KW_ONLY
     steps: Steps
     target: RewardTarget
-    max_length: int
-    pad_to_multiple_of: int
-    shared_prefix: bool
-
-
-class RewardRows(RowLayout, ABC):
-    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query."""
-
-    chat: ChatFormat | None = None
-    empty = False
-
-    def __init__(
-        self,
-        *,
-        steps: Steps,
-        target: RewardTarget,
-        pad_id: int,
-        max_length: int,
-        pad_to_multiple_of: int,
-        shared_prefix: bool,
-    ) -> None:
-        super().__init__(
-            pad_id=pad_id, max_length=max_length, pad_to_multiple_of=pad_to_multiple_of, shared_prefix=shared_prefix
-        )
-        self.steps, self.target = steps, target
+    rates: Mapping[Any, Rate]
+    taught: Mapping[Any, Rate]
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
@@ -207,21 +179,16 @@ class RewardRows(RowLayout, ABC):
         return float(drawn.share > 0.0) if self.target == "hard" else drawn.share
 
 
+@dataclass(eq=False)
 class RewardCollator(RewardRows):
     """Rows for a reward model on its policy's own tokens, read where the prompt ends and where every step ends."""
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        *,
-        rates: Mapping[str, Rate],
-        taught: Mapping[str, Rate],
-        **layout: Unpack[LayoutOptions],
-    ) -> None:
-        super().__init__(pad_id=chat.pad_id, **layout)
-        check_marker(chat.tokenizer, self.steps)
-        self.chat: ChatFormat = chat
-        self.rates, self.taught = rates, taught
+    chat: ChatFormat
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pad_id = self.chat.pad_id
+        check_marker(self.chat.tokenizer, self.steps)
 
     def encode(self, row: StoredRow) -> EncodedRow:
         """Return the sequence of ``row``."""
@@ -229,8 +196,8 @@ class RewardCollator(RewardRows):
         room = self.room_for_response(len(prompt))
         if room < 1:
             raise InputError(
-                f"Expected the prompt of question {row.question.id!r} to leave room for a response within `max_length` "
-                f"{self.max_length}, but got {len(prompt)} prompt tokens."
+                f"The prompt of question {row.question.id!r}, {len(prompt)} tokens, leaves no room for a response "
+                f"within `max_length` {self.max_length}."
             )
         # One token of the response is "asked for": the position that it is asked of is the end of the prompt.
         return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1, len(response) > room)
@@ -261,20 +228,12 @@ class RewardCollator(RewardRows):
         return tuple(self.chat.response_ids(sample.text) if sample.token_ids is None else sample.token_ids)
 
 
+@dataclass(eq=False)
 class WrittenCollator(RewardRows):
     """Rows for a public reward model, whose texts are written as it was trained; read at its places."""
 
-    def __init__(
-        self,
-        writer: RewardWriter,
-        *,
-        pad_id: int,
-        rates: Mapping[tuple[str, str], Rate],
-        taught: Mapping[tuple[str, str], Rate],
-        **layout: Unpack[LayoutOptions],
-    ) -> None:
-        super().__init__(pad_id=pad_id, **layout)
-        self.writer, self.rates, self.taught = writer, rates, taught
+    writer: RewardWriter
+    pad_id: int
 
     def encode(self, row: StoredRow) -> EncodedRow:
         """Return the sequence of ``row``; padding alone of one that cannot be written, which has no places."""
@@ -318,26 +277,21 @@ def _floats(values: list[float] | np.ndarray) -> Tensor:
     return torch.as_tensor(np.asarray(values, dtype=np.float32))
 
 
-class RewardDataModule(SSCDataModule):
+@dataclass(eq=False, repr=False)
+class RewardDataModule(StoredDataModule):
     """Responses with what is learnt at the end of their prompt and of each of their steps, split by question.
 
     All responses to a question in a micro-batch, with all their steps, are one packed row. An epoch, its optimiser
-    steps and how a training resumes are those of ``SSCDataModule``.
+    steps and how a training resumes are those of ``SSCDataModule``. Further arguments are those of
+    ``StoredDataModule``: sources, store, layout of batches.
 
     Args:
         base_model: Folder or hub name of what is trained, the policy or a public reward model; only its tokenizer is
             used here.
+        total_tuples: Responses in an epoch; None is all.
+        max_length: Longest sequence in tokens; steps that do not fit are left out.
         format: Format of the public reward model that rows are written for; None where they are the policy's. Stated by
             the module. The responses in the store are then of any policy.
-        store_dir: Folder of the sample store.
-        train: Where training questions come from. Empty takes every question that the store holds for training.
-        validation: Likewise for validation.
-        test: Likewise for the verb ``test``.
-        predict_split: Split that the verb ``predict`` scores: "train", "validation" or "test".
-        num_samples: Responses to a question; of more, the first ones are used.
-        total_tuples: Responses in an epoch; None is all.
-        batch_size: Responses of a process in a micro-step; on average, where rows are packed.
-        max_length: Longest sequence in tokens; steps that do not fit are left out.
         steps: Where steps end; stated by the module.
         target: What is learnt at every step of a response; stated by the module. "outcome": whether the response is
             right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
@@ -347,127 +301,50 @@ class RewardDataModule(SSCDataModule):
             whether it does (needs no references). "success_prob": of prefixes with their rates (`selfcal
             import-prefixes`), at their ends.
         rollouts: Folder that ``selfcal rollout`` filled, for these; with any target but "consensus" its rates are what
-            validation is held against. Else that is whether the response is right.
-        validation_batch_size: Responses of a validation batch.
-        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch; "auto" falls back to
-            batches of like length for models that cannot, and "off" always makes such batches.
-        group_size: Most responses to a question that are trained side by side.
-        token_budget: Most tokens of a micro-batch; None sets no limit.
-        pad_to_multiple_of: Sequences are padded to a multiple of it.
-        revision: Revision of the policy on the hub.
+            validation is compared with. Else that is whether the response is right.
         query: The confidence query that responses are sampled with.
-        prompt: How questions are put to the policy; None is their tasks' own way.
-        seed: Seed of the draw.
-        num_workers: Worker processes of each loader.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = (
-        "base_model",
-        "revision",
-        "query",
-        "prompt",
-        "format",
-        "steps",
-        "target",
-    )
+        *StoredDataModule.linked_arguments, "format", "steps", "target",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        base_model: str,
-        store_dir: str,
-        *,
-        train: list[QuestionSource] | None = None,
-        validation: list[QuestionSource] | None = None,
-        test: list[QuestionSource] | None = None,
-        predict_split: Split = "validation",
-        num_samples: int = 8,
-        total_tuples: int | None = None,
-        batch_size: int = 8,
-        max_length: int = 1024,
-        format: str | None = None,
-        steps: Steps = "auto",
-        target: RewardTarget = "outcome",
-        rollouts: str | None = None,
-        validation_batch_size: int = 16,
-        packing: Packing = "shared_prefix",
-        group_size: int = 8,
-        token_budget: int | None = None,
-        pad_to_multiple_of: int = 8,
-        revision: str | None = None,
-        query: str = DEFAULT_QUERY,
-        prompt: Prompt | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        check_target(target)
-        check_steps("steps", steps)
-        public = None if format is None else reward_format(format)
-        super().__init__(
-            base_model,
-            store_dir,
-            train=train,
-            validation=validation,
-            test=test,
-            predict_split=predict_split,
-            num_samples=num_samples,
-            total_tuples=total_tuples,
-            batch_size=batch_size,
-            max_length=max_length,
-            validation_batch_size=validation_batch_size,
-            packing=packing,
-            group_size=group_size,
-            token_budget=token_budget,
-            pad_to_multiple_of=pad_to_multiple_of,
-            revision=revision,
-            query=query,
-            prompt=prompt,
-            seed=seed,
-            num_workers=num_workers,
-        )
-        if target in LABEL_FREE and num_samples < 2:
+    _: KW_ONLY
+    total_tuples: int | None = None
+    format: str | None = None
+    steps: Steps = "auto"
+    target: RewardTarget = "outcome"
+    rollouts: str | None = None
+    validation_batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        check_target(self.target)
+        check_steps("steps", self.steps)
+        self._public = None if self.format is None else reward_format(self.format)
+        super().__post_init__()
+        if self.target in LABEL_FREE and self.num_samples < 2:
             raise InputError(
-                f"Expected `num_samples` to be at least 2 with `target={target!r}`, but got {num_samples}: one "
-                "response always agrees with itself. Raise it, or train on `target='outcome'`."
+                f"Expected `num_samples` to be at least 2 with `target={self.target!r}`, but got {self.num_samples}: "
+                "one response always agrees with itself."
             )
-        if target in OF_ROLLOUTS and rollouts is None:
-            raise InputError(
-                f"Expected `rollouts`, a folder that `selfcal rollout` filled, with `target={target!r}`, but got None. "
-                "Name it, or train on `target='outcome'`, which needs none."
-            )
-        self.format, self._public = format, public
-        self.steps: Steps = steps
-        self.rollouts = rollouts
-        self._learnt: RewardTarget = target
+        if self.target in OF_ROLLOUTS and self.rollouts is None:
+            raise InputError(f"`target={self.target!r}` needs `rollouts`, a folder that `selfcal rollout` filled.")
 
     @property
-    def target(self) -> RewardTarget:  # type: ignore[override]
+    def row_target(self) -> RewardTarget:
         """What is learnt."""
-        return self._learnt
+        return self.target
 
-    @property
-    def _is_activated(self) -> bool:
-        """Whether there are no generation samples: a reward model has no use for them."""
-        return True
-
-    def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets are made; there is one, without a teacher."""
-        return (TargetRecipe(self.target),)
-
-    def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
-        stated = {"target": self.target, "steps": self.steps, "rollouts": self.rollouts, "format": self.format}
-        return {**super().training_settings(), **stated}
-
-    def collator(self) -> RewardCollator | WrittenCollator:  # type: ignore[override]
+    def collator(self) -> RewardCollator | WrittenCollator:
         """Return the collator of the policy's chat format, or of the public model's own."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        layout = LayoutOptions(
-            steps=self.steps,
-            target=self.target,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
-        )
+        layout: dict[str, Any] = {
+            "steps": self.steps,
+            "target": self.target,
+            "max_length": self.max_length,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "shared_prefix": shares_prefix(self.packing, self.base_model, revision=self.revision),
+        }
         rates, taught = self._rates()
         if self._public is None:
             chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
@@ -475,7 +352,7 @@ class RewardDataModule(SSCDataModule):
         writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
         texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
-        return WrittenCollator(writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
+        return WrittenCollator(writer=writer, pad_id=pad, rates=texts, taught=taught_texts, **layout)
 
     def _rates(self) -> tuple[dict[str, Rate], dict[str, Rate]]:
         """Return how rollouts ended, and what they teach, by ``prefix_id``."""
@@ -494,16 +371,16 @@ class RewardDataModule(SSCDataModule):
         return {}, read_agreement(self.rollouts, answers, policy=policy)
 
     def _table(
-        self, store: SampleStore, index: SampleIndex, collator: SSCCollator, recipes: Sequence[TargetRecipe]
+        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
         values, reasons = index_targets(index, self.target)
         if self.target in OF_ROLLOUTS:
             self._check_rollouts(store, index, cast("RewardRows", collator))
-        if not isinstance(collator, WrittenCollator):
-            self._check_tokens(store, index, cast("RewardCollator", collator))
+        if isinstance(collator, RewardCollator):
+            self._check_tokens(store, index, collator)
             return make_table(store, index, collator, [(values, reasons)])
-        lengths = np.array([[0, 0] if one is None else one for one in self._measured(store, index, collator)])
-        lengths = lengths.reshape(-1, 2)
+        written = self._measured(store, index, cast("WrittenCollator", collator))
+        lengths = np.array([[0, 0] if one is None else one for one in written]).reshape(-1, 2)
         unwritten = lengths[:, 1] == 0
         values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
         return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
@@ -516,10 +393,9 @@ class RewardDataModule(SSCDataModule):
         written = collator.chat.prompt_ids(row.question.messages)
         if tuple(row.prompt_ids) != written:
             raise InputError(
-                f"Expected the responses in {store.path} to be in the tokens of `base_model`, {self.base_model!r}, but "
-                f"the prompt of question {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and "
-                f"{list(written)[:8]}... by its tokenizer. Train on the policy that sampled them, or start from a "
-                "public model by `format`, which reads texts."
+                f"The responses in {store.path} are not in the tokens of `base_model` {self.base_model!r}: the prompt "
+                f"of {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and {list(written)[:8]}... by its "
+                "tokenizer. Train on the policy that sampled them, or start from a public model by `format`."
             )
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
@@ -529,8 +405,8 @@ class RewardDataModule(SSCDataModule):
         read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))
         if len(rows) and not any(map(collator.is_taught_inside, read)):
             raise InputError(
-                f"Expected `rollouts` that go on from steps of these responses by the rule {self.steps!r}, but got "
-                f"none in {self.rollouts} that does. Roll out with `--steps {quote(self.steps)}` and these responses."
+                f"No rollout in {self.rollouts} goes on from a step of these responses by the rule {self.steps!r}. "
+                f"Roll out with `--steps {quote(self.steps)}` and these responses."
             )
 
     @staticmethod

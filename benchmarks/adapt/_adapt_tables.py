@@ -124,7 +124,6 @@ def _packing_target(packing: Packing | None) -> tuple[str, bool | None]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the tables."""
     sizes = content["sizes"]
     over = "questions and seeds" if sizes["seeds_done"] > 1 else "questions"
     updates = -(-sizes["questions"] * sizes["samples"] // sizes["batch_size"]) * sizes["rounds"]
@@ -202,8 +201,6 @@ WRECKING_RATE, MOST_ROUNDS = 3e-2, 3
 
 @dataclass(frozen=True)
 class Guarded:
-    """How a run ended."""
-
     rounds: int | None
     problems: tuple[str, ...]
     is_restored: bool
@@ -248,8 +245,6 @@ FILE, GROUPS, REPEATS = "packing.json", 5, 3
 
 @dataclass(frozen=True)
 class Packing:
-    """Costs of the same responses, packed and apart."""
-
     packed_tokens: float
     apart_tokens: float
     packed_seconds: float
@@ -257,7 +252,6 @@ class Packing:
 
     @property
     def speed_up(self) -> float:
-        """How many times as many responses a CPU second takes when groups are packed."""
         return self.apart_seconds / self.packed_seconds
 
 
@@ -273,13 +267,11 @@ class Clock(Callback):
         self.seconds = self._started = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start."""
         self.positions += batch.input_ids.numel()
         self.responses += len(batch.target)
         self._started = time.process_time()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop, before the optimiser."""
         self.seconds += time.process_time() - self._started
 
 
@@ -305,7 +297,6 @@ def read_packing(folder: Path) -> Packing | None:
 
 
 def _pass(model: str, store: str, samples: int, packing: Way) -> Clock:
-    """Train for one step on all groups of a store that teach."""
     clock, reward = Clock(), METHODS[PLAIN][0]
     lora = LoraSettings(**{**ADAPTER, "target_modules": tuple(ADAPTER["target_modules"])})
     module = TestTimeTrainingModule(model, lora=lora, reward=reward)

@@ -81,7 +81,6 @@ SIZES = {
 
 
 def main() -> None:
-    """Run what is missing, and write the tables."""
     parser = sizes_parser(__doc__, SIZES)
     parser.add_argument("--name", default=NAME, help="of the results under benchmarks/results")
     parser.add_argument("--folder", type=Path, help="where the runs lie; by default a folder of that name under runs/")
@@ -103,7 +102,6 @@ def main() -> None:
 
 
 def adapted_on(sizes: Study) -> QuestionSlice:
-    """Return the questions that are adapted on."""
     return QuestionSlice("word_problems", split="test_id", limit=sizes.questions)
 
 
@@ -159,12 +157,10 @@ def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Study) -> No
 
 
 def run_folder(folder: Path, method: str, seed: int) -> Path:
-    """Return where an adaptation lies."""
     return folder / f"{method.replace(', ', '-')}-{seed}"
 
 
 def write_tables(folder: Path, sizes: Study) -> None:
-    """Write the results of what is there."""
     done = {
         method: [seed for seed in range(sizes.seeds) if (run_folder(folder, method, seed) / "adaptation.json").exists()]
         for method in METHODS
@@ -254,7 +250,6 @@ def untrained(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict
 
 
 def level(stores: Sequence[SampledSet], greedy: Sequence[SampledSet], size: int) -> dict[str, float]:
-    """Return the numbers of a model, in the mean over seeds."""
     rows = [describe(one, likeliest, k=size, seed=0) for one, likeliest in zip(stores, greedy, strict=True)]
     return {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}
 

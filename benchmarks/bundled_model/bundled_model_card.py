@@ -30,7 +30,6 @@ LABELS = {
 
 
 def format_figure(figure: dict[str, float | None]) -> str:
-    """Return a value with its interval, three decimals each."""
     value, low, high = (figure[key] for key in ("value", "low", "high"))
     return "-" if value is None else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 

@@ -53,7 +53,6 @@ class Schedule:
     short_until: float = 0.45
 
     def lr_factor(self, step: int) -> float:
-        """Linear warm-up, constant, linear decay to zero."""
         progress = (step + 1) / self.steps
         return max(0.0, min(1.0, progress / self.warmup, (1.0 - progress) / (1.0 - self.decay_from)))
 
@@ -91,14 +90,12 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def write_problem_parts(rng: random.Random, difficulty: Difficulty) -> list[Part]:
-    """Write a problem with a pupil's solution, which is learnt."""
     problem = sample_problem(rng, "pretrain", difficulty=difficulty)
     solution = write_pupil_solution(problem, rng, FORGETTING)
     return [(f"<|bos|><|user|>{problem.question}<|end|><|assistant|>", False), (f"{solution}<|end|>", True)]
 
 
 def write_drill_parts(rng: random.Random) -> list[Part]:
-    """Write a row of unrelated equations of which only the results are learnt."""
     parts: list[Part] = [("<|bos|><|user|>How much is that?<|end|><|assistant|>", False)]
     for index in range(8):
         draft = Draft(rng, rng.choices((1, 2, 3), weights=(0.2, 0.4, 0.4))[0], steps=0)

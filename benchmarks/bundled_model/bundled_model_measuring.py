@@ -32,8 +32,6 @@ Figures = dict[str, dict[str, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled response, judged."""
-
     question: int
     text: str
     token_ids: tuple[int, ...]
@@ -128,12 +126,10 @@ def interval_of_mean(per_question: Sequence[float]) -> Estimate:
 
 
 def share_right(group: Sequence[Drawn]) -> float:
-    """Return the share of right responses to a question."""
     return float(np.mean([sample.correct for sample in group]))
 
 
 def mean_p_true(group: Sequence[Drawn]) -> float:
-    """Return the mean P(True) of the responses to a question."""
     return float(np.mean([sample.p_true for sample in group]))
 
 

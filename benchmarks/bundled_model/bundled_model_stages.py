@@ -20,8 +20,6 @@ RECORD = "stage.json"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage."""
-
     name: str
     settings: Schedule | Lesson
     run: Callable[[LlamaForCausalLM], LlamaForCausalLM]
@@ -29,8 +27,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """What a finished stage took."""
-
     name: str
     seed: int
     settings: dict[str, Any]

@@ -18,7 +18,6 @@ class Target:
     high: float = float("inf")
 
     def is_met(self, figures: Figures) -> bool:
-        """Return whether the value lies in the range."""
         value = figures[self.figure]["value"]
         return value is not None and self.low <= value <= self.high
 

@@ -26,8 +26,6 @@ SAMPLES_OF_EACH_KIND = 2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A row."""
-
     token_ids: list[int]
     kinds: list[int]
     marks: list[tuple[int, int]]

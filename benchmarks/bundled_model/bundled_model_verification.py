@@ -37,8 +37,6 @@ MARKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One stage of learning to verify. Shares are of its optimiser steps."""
-
     name: str
     problems: int
     steps: int
@@ -54,7 +52,6 @@ class Lesson:
     batch_tokens: int = 2_500
 
     def lr_factor(self, step: int) -> float:
-        """Linear warm-up, constant, linear decay to zero."""
         progress = (step + 1) / self.steps
         return max(0.0, min(1.0, progress / self.warmup, (1.0 - progress) / (1.0 - self.decay_from)))
 
@@ -87,8 +84,6 @@ def add_upper_layers(model: LlamaForCausalLM, *, seed: int) -> LlamaForCausalLM:
 
 
 class MarkReadOuts(nn.Module):
-    """A linear read-out of the marks after each upper layer."""
-
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(hidden_size, MARKS) for _ in range(UPPER_LAYERS))

@@ -70,7 +70,6 @@ def check_own(folder: Path, report: Path, option: str) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of data, initial weights and sampling")
     parser.add_argument("--steps", type=int, default=5_000, help="optimiser steps of the generator")
@@ -137,7 +136,6 @@ def measure_into(report: dict[str, Any], folder: Path, arguments: argparse.Names
 
 
 def main() -> None:
-    """Make, measure and, where it is good enough, put in place."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
     folder = arguments.build / "model"

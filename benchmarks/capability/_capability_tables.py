@@ -10,6 +10,7 @@ from _capability_measures import LEFT_OUT, READ
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.study import TESTS
+from shared.tables import section
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE
@@ -48,7 +49,6 @@ CONFIDENCES = {PROBE: "label-free probe", "p_true": "P(True) of the base model",
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Return the report that its record gives."""
     measured: Measured = report["measured"]
     parts = {
         "head": head(report),
@@ -64,12 +64,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "asking": asking_table(measured),
         "sizes": size_table(measured),
     }  # fmt: skip
-    return "\n\n".join(f"<!-- --8<-- [start:{name}] -->\n\n{text}\n\n<!-- --8<-- [end:{name}] -->"
-                       for name, text in parts.items()) + "\n"  # fmt: skip
+    return "\n".join(line for name, text in parts.items() for line in section(name, [text])).rstrip("\n") + "\n"
 
 
 def head(report: Mapping[str, Any]) -> str:
-    """Return what was run."""
     sizes, seeds = report["sizes"], ", ".join(map(str, report["seeds"]))
     taught, awake = (", ".join(map(str, report[name])) or "none" for name in ("taught_seeds", "awake_seeds"))
     samples, alone = sizes["samples"], len(report["seeds"]) == 1
@@ -87,7 +85,6 @@ def head(report: Mapping[str, Any]) -> str:
 
 
 def estimate_table(measured: Measured) -> str:
-    """Return what each estimate is worth, in domain and out of it."""
     rows = []
     for name, (words, samples, labels) in ESTIMATES.items():
         if f"id/{name}/mse" not in measured:
@@ -102,7 +99,6 @@ def estimate_table(measured: Measured) -> str:
 
 
 def confidence_table(measured: Measured) -> str:
-    """Return the probe as a confidence in single responses beside P(True)."""
     rows = [
         [words, *(_cell(measured, f"{split}/response/{name}/{measure}") for split in TESTS
                   for measure in (AUROC, ECE, BRIER))]
@@ -114,7 +110,6 @@ def confidence_table(measured: Measured) -> str:
 
 
 def pass_at_k_table(measured: Measured) -> str:
-    """Return the errors of predicted pass@k by the label-free probe."""
     measures = {"curve error": "curve", "pass@half": "question, at half of the responses"}
     rows = [
         [words, *(_cell(measured, f"{split}/{PROBE}/{key}/{way}") for split in TESTS for key in measures)]
@@ -125,7 +120,6 @@ def pass_at_k_table(measured: Measured) -> str:
 
 
 def budget_table(measured: Measured) -> str:
-    """Return what is solved beyond an even share."""
     budgets = [int(row[0]) for row in measured["id/budgets"]]
     ways = [key.removeprefix("id/gain/") for key in measured if key.startswith("id/gain/")]
     tables = []
@@ -152,7 +146,6 @@ def asking_table(measured: Measured) -> str:
 
 
 def size_table(measured: Measured) -> str:
-    """Return the errors of labelled probes by what they were fitted on."""
     kinds = {"all": "all questions, all responses", "one response": "all questions, one response each",
              "few questions": "a tenth of the questions, all responses"}  # fmt: skip
     rows = [[words, *(_cell(measured, f"{split}/size/{kind}") for split in TESTS)] for kind, words in kinds.items()]

@@ -78,7 +78,6 @@ def over_seeds(found: Sequence[Columns]) -> Columns:
 
 
 def _measured(plan: Study, seed: int) -> Columns:
-    """Return all columns of a seed."""
     folder = plan.folder(seed)
     trained = {TAUGHT: plan.taught_seeds, AWAKE: plan.awake_seeds}
     without = [name for name, seeds in trained.items() if seed not in seeds]
@@ -95,7 +94,6 @@ def _timed(plan: Study) -> tuple[float, float]:
 
 
 def _plain(column: Column) -> Any:
-    """Return value and ends of each column."""
     if not isinstance(column, ErrorBounds) and column.ndim > 1:
         return [_plain(row) for row in column]
     return triple(estimated(column), digits=DIGITS)

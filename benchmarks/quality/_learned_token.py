@@ -22,7 +22,6 @@ class LearnedTokenModule(SelfCalibrationModule):
     """An activated adapter whose confidence is read at a learned token; it starts as the mean of those of Yes."""
 
     def configure_model(self) -> None:
-        """Load the model, and put the token beside its output layer."""
         is_new = self.model is None
         super().configure_model()
         if is_new:
@@ -39,5 +38,5 @@ class LearnedTokenModule(SelfCalibrationModule):
 
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         confidence = self.chance(batch, contexts)
-        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
+        calibration = calibration_part(batch, confidence, self.losses)
         return calibration, torch.zeros_like(calibration), confidence

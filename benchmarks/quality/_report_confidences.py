@@ -43,8 +43,6 @@ LIKELIHOOD = f"{MEAN_LOGPROB}_platt"
 
 @dataclass(frozen=True)
 class Contender:
-    """A confidence in the responses of one generator."""
-
     key: str
     label: str
     generator: str
@@ -63,7 +61,6 @@ class Contender:
 
     @property
     def needs_labels(self) -> bool:
-        """Whether it was fitted to verdicts on calibration questions."""
         return bool(self.fuses) or self.scales is not None
 
 
@@ -146,7 +143,6 @@ def fit_on(calibration: Sequence[QuestionSamples], generator: str) -> list[Sampl
 
 
 def with_fitted(pool: RecordedPool, fitted: Sequence[SampleScorer]) -> RecordedPool:
-    """Put the fitted confidences on every response."""
     entries = (
         replace(entry, samples=tuple(add_scores(sample, fitted) for sample in entry.samples)) for entry in pool.entries
     )
@@ -161,8 +157,6 @@ WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_a
 
 @dataclass(frozen=True)
 class Saving:
-    """What a weighing needs for the accuracy of plain votes of the base model."""
-
     target: int
     samples: Estimate
     tokens: float | None
@@ -212,7 +206,6 @@ def savings(
     tokens: Mapping[str, tuple[float, int]],
     seconds: Mapping[str, tuple[float, float]],
 ) -> dict[str, list[Saving]]:
-    """Return what each weighing needs at equal accuracy."""
     model_of = {contender.key: contender.model for contender in WEIGHING}
     model_of |= {key: model for model, key in PLAIN.items()}
     asks = {contender.key for contender in WEIGHING if contender.asks}
@@ -237,7 +230,6 @@ def mean_tokens(pool: RecordedPool) -> tuple[float, int]:
 
 
 def label_of(key: str) -> str:
-    """Return what weighs, in words."""
     labels = {PLAIN[BASE]: "plain votes", PLAIN[JOINT]: "plain votes of the joint model"}
     named: dict[str, Contender] = {contender.key: contender for contender in WEIGHING}
     return labels[key] if key in labels else f"weighted by {named[key].label}"

@@ -30,8 +30,6 @@ ABLATIONS: dict[str, tuple[str, str, Any]] = {
 
 
 class Plan(Study):
-    """Where everything of a seed lies."""
-
     def place(self, seed: int, name: str) -> Path:
         """Return where what belongs to ``name`` lies."""
         return self.folder(seed) / name.replace(" ", "_").replace("(", "").replace(")", "").lower()
@@ -90,7 +88,6 @@ def sample(plan: Plan, seed: int, name: str, *, model: str, splits: tuple[str, .
 
 
 def score_awake(plan: Plan, seed: int) -> None:
-    """Put the activated confidence on the base model's responses."""
     folder, store = plan.place(seed, ACTIVATED), plan.responses(seed, BASE)
     for split in SPLITS:
         run(

@@ -24,8 +24,9 @@ from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.models.activated import adapter_in_use, ask
 from selfcal_lightning.models.lora import FIRST, LoraSettings
 from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.calibrated_model import BesideSettings, adapter_name
+from selfcal_lightning.training.calibrated_model import adapter_name
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.settings import BesideSettings
 
 LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
 TEACHER = "TEACHER"  # the file of the seed's fusion
@@ -65,23 +66,19 @@ def fit_teacher(options: Study, seed: int) -> Fusion:
 
 
 def training_questions(options: Study) -> set[str]:
-    """Return the ids of the training questions."""
     data = SSCDataModule(options.model, "unused", train=training_sources(options))
     return {question.id for question in data.questions("train")}
 
 
 def training_sources(options: Study) -> list[QuestionSource]:
-    """Return where the training questions come from."""
     return [QuestionSource("word_problems", split="train", limit=options.questions)]
 
 
 def train_store(options: Study, seed: int) -> SampleStore:
-    """Return the training samples of a seed."""
     return SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
 
 
 def beside_settings(options: Study, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the settings of the adapters beside the first one, by name."""
     teacher = str(options.folder(seed) / "teacher.json")
     names = adapter_names()
     return {
@@ -131,13 +128,11 @@ def score_variants(options: Study, seed: int) -> Scores:
 
 
 def peft_name(name: str) -> str:
-    """Return what an adapter is called in PEFT."""
     return adapter_name(None if name == FIRST else name)
 
 
 @torch.no_grad()
 def load_adapter(module: SelfCalibrationModule, name: str, folder: Path) -> None:
-    """Overwrite one of the module's adapters by an exported one."""
     written = load_file(folder / "adapter_model.safetensors")
     own = peft_name(name)
     for key, parameter in module.named_parameters():
@@ -177,7 +172,6 @@ def score_rows(
 
 
 def judged_batches(options: Study, seed: int) -> Iterator[TupleRows]:
-    """Yield the judged responses of all splits, question by question."""
     store = SampleStore(options.folder(seed) / "judged")
     for split, limit in options.splits.items():
         index = store.index(split=split)

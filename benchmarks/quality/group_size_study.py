@@ -61,14 +61,12 @@ def main() -> int:
 
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
-    """Fit, export and sample the test questions of one arm with one seed."""
     config = configuration(options, arm, seed)
     config["data"]["init_args"] |= {"packing": "off", "group_size": ARMS[arm]}
     fit_arm(options, FIRST, arm, seed, config)
 
 
 def assemble(options: Study) -> dict[str, Any]:
-    """Compute every figure from the stores."""
     arms = arm_values(options, FIRST, ARMS, "difference")
     del arms[FIRST]["difference"]
     sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds")
@@ -77,7 +75,6 @@ def assemble(options: Study) -> dict[str, Any]:
 
 
 def as_markdown(study: dict[str, Any]) -> str:
-    """Write the study as Markdown."""
     sizes, arms = study["sizes"], study["arms"]
     rows = [[arm, *map(show, entry["values"].values())] for arm, entry in arms.items()]
     less = [[arm, *map(show, entry["difference"].values())] for arm, entry in arms.items() if "difference" in entry]

@@ -37,7 +37,7 @@ from shared.tables import triple
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.evaluation.calibration import powers_of_two
+from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.bootstrap import estimate_of
 
@@ -76,7 +76,6 @@ def main() -> int:
 
 
 def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[str, Any]:
-    """Compute every figure of the report from the stores."""
     pools = {(seed, test): read_fitted(plan, seed, test) for seed in seeds for test in TESTS}
     rows = {
         test: {
@@ -131,12 +130,10 @@ def read_fitted(plan: Plan, seed: int, test: str) -> dict[str, RecordedPool]:
 
 
 def measure(pool: RecordedPool, confidence: str) -> Measured:
-    """Measure one confidence on the responses of one seed."""
     return Measured.of(scored_responses(pool.entries, name=confidence))
 
 
 def saving(row: Saving) -> dict[str, Any]:
-    """Return what a weighing needs at equal accuracy, as plain JSON types."""
     tokens, seconds = (None if one is None else round(one, k) for one, k in ((row.tokens, 1), (row.seconds, 5)))
     return {"target": row.target, "samples": triple(row.samples), "tokens": tokens, "seconds": seconds}
 
@@ -153,7 +150,6 @@ def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:
 
 
 def ablation(plan: Plan, seed: int, name: str) -> dict[str, list[float | None]]:
-    """Return the metrics of one variant of joint training."""
     pool = read_pool(plan, seed, name, "id")
     return {metric: triple(value) for metric, value in summary([measure(pool, "p_true")]).items()}
 

@@ -91,7 +91,6 @@ def publish(
 
 
 def parse_arguments() -> Study:
-    """Read the command line."""
     parser = study_parser(__doc__, "runs/rounds_study", SIZES)
     rules = ["replace", "mix"]
     parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="of the arms with more rounds")
@@ -111,17 +110,14 @@ def parse_arguments() -> Study:
 
 
 def folder_of(options: argparse.Namespace, arm: str, seed: int) -> Path:
-    """Return where a job writes."""
     return options.output / arm.replace(", ", "_").replace(" ", "_") / f"seed-{seed}"
 
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
-    """Fit, export and sample the test questions of one arm with one seed."""
     fit_arm(options, ONE, arm, seed, configuration(options, arm, seed))
 
 
 def fit_arm(options: argparse.Namespace, first: str, arm: str, seed: int, config: dict[str, Any]) -> None:
-    """Fit as a configuration says, export, and sample the test questions."""
     folder = folder_of(options, arm, seed)
     merged = folder / "calibrated"
     settle(folder / "config.yaml", config)
@@ -168,7 +164,6 @@ def configuration(options: argparse.Namespace, arm: str, seed: int) -> dict[str,
 
 
 def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) -> None:
-    """Sample the in-domain test questions from a model."""
     folder = folder_of(options, arm, seed)
     run(
         folder / "log.txt", "generate", "--model", model, "--store_dir", str(folder / "own"),
@@ -178,7 +173,6 @@ def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) ->
 
 
 def assemble(options: Study) -> dict[str, Any]:
-    """Compute every figure from the stores."""
     arms = arm_values(options, ONE, ARMS, "minus_one_round")
     for arm, (rounds, _) in ARMS.items():
         arms[arm] |= {"cost": cost_of(options, arm), "rounds": [drift(options, arm, one) for one in range(rounds)]}
@@ -204,7 +198,6 @@ def arm_values(options: Study, first: str, arms: Mapping[str, Any], difference: 
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide how rows are drawn and computed."""
     data = config["data"]["init_args"]
     return {"precision": config["trainer"]["precision"], **{name: data[name] for name in ("packing", "group_size")}}
 
@@ -248,7 +241,6 @@ def drift(options: argparse.Namespace, arm: str, number: int) -> dict[str, float
 
 
 def as_markdown(study: Mapping[str, Any]) -> str:
-    """Write the study as Markdown."""
     sizes, arms = study["sizes"], study["arms"]
     lines = [
         f"Command: `{study['command']}` ({study['minutes']} minutes for the jobs that were not done before). "
@@ -273,12 +265,10 @@ def as_markdown(study: Mapping[str, Any]) -> str:
 
 
 def describe_training(study: Mapping[str, Any]) -> str:
-    """Return the training settings in words."""
     return ", ".join(f"`{name}: {value}`" for name, value in study["training"].items())
 
 
 def show(entry: Mapping[str, float | None]) -> str:
-    """Return a value with its interval."""
     if entry["value"] is None:
         return "-"
     return f"{entry['value']:.3f} [{entry['low']:.3f}, {entry['high']:.3f}]"

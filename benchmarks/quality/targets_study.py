@@ -78,7 +78,6 @@ def main() -> int:
 
 
 def sample(options: Study, seed: int) -> None:
-    """Sample the training questions and the judged ones from the base model."""
     folder = options.folder(seed)
     jobs = [("samples", "train", options.questions, options.responses, seed)]
     jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
@@ -128,12 +127,10 @@ def read_scores(options: Study, seed: int) -> dict[str, np.ndarray]:
 
 
 def judged(options: Study, seed: int, split: str) -> list[Any]:
-    """Return the judged questions of a split with their samples."""
     return list(SampleStore(options.folder(seed) / "judged").samples(split=split))[: options.splits[split]]
 
 
 def assemble(options: Study) -> dict[str, Any]:
-    """Compute every figure from the stores and the scores."""
     scores = {seed: read_scores(options, seed) for seed in options.seeds}
     draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
     tables = {title: table_of(options, split, scores, draws) for title, split in SPLITS.items()}
@@ -161,7 +158,6 @@ def table_of(options: Study, split: str, scores: Mapping[int, Scores], draws: np
 
 
 def value_of(mine: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray) -> dict[str, float | None]:
-    """Return a metric's mean over the seeds with its interval."""
     if metric == ECE:
         return plain(Estimate.from_bounds(mean_bounds([one[ECE] for one in mine]), least=0.0, most=1.0))
     return estimate(np.stack([one[metric] for one in mine]), draws)
@@ -178,7 +174,6 @@ def change_of(
 
 
 def plain(entry: Estimate) -> dict[str, float | None]:
-    """Return an estimate as plain types."""
     return {"value": entry.value, "low": entry.low, "high": entry.high}
 
 
@@ -212,7 +207,6 @@ def choose(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def as_markdown(study: Mapping[str, Any]) -> str:
-    """Write the study as Markdown."""
     sizes, chosen = study["sizes"], study["chosen"]
     verdicts = [
         f"{show(chosen[name])} from {other}, {'clearly' if chosen['clearly'][name] else 'not clearly'} better"

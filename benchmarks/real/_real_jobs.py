@@ -26,8 +26,6 @@ TEXT_QUESTIONS = 16
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is sampled."""
-
     train: int | None = None
     test: int | None = None
     calibration: int = 50
@@ -35,26 +33,21 @@ class Sizes:
     train_samples: int | None = None
 
     def samples_of(self, split: str) -> int:
-        """Return the number of responses to a question of a split."""
         return self.num_samples if split != "train" or self.train_samples is None else self.train_samples
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of a report."""
-
     folder: Path
     model: Path
     sizes: Sizes
 
     @property
     def samples(self) -> Path:
-        """Store of the base model's responses to training and calibration questions."""
         return self.folder / "samples"
 
     @property
     def test(self) -> Path:
-        """Store of the base model's responses to test questions."""
         return self.folder / "test"
 
     def texts(self, target: str, seed: int) -> Path:
@@ -62,20 +55,16 @@ class Jobs:
         return self.folder / "texts" / f"{target}-{seed}"
 
     def own_test(self, seed: int) -> Path:
-        """Store of a jointly trained model's own responses to test questions."""
         return self.folder / JOINT / f"seed-{seed}" / "test"
 
     def own_samples(self, seed: int) -> Path:
-        """Store of a jointly trained model's own responses to training questions."""
         return self.folder / TUNED / f"seed-{seed}" / "samples"
 
     def convert(self) -> None:
-        """Make the model's folder of the file in the package."""
         if not (self.model / "config.json").is_file():
             self._run("convert-gguf", "--file", GGUF, "--output_dir", str(self.model))
 
     def sample(self, model: Path, store: Path, split: str, *, seed: int = 0) -> None:
-        """Sample the questions of a split."""
         limit = {"train": self.sizes.train, "test": self.sizes.test, "validation": self.sizes.calibration}[split]
         further = () if limit is None else ("--limit", str(limit))
         self._generate(
@@ -97,7 +86,6 @@ class Jobs:
         return self._fit(folder, self._configuration(target, seed, folder, **given))
 
     def score(self, store: Path, adapter: Path, name: str, *, split: str) -> None:
-        """Put the confidence of an activated adapter on stored responses."""
         self._run(
             "score", "--estimator", "p_true", "--store_dir", str(store), "--split", split, "--adapter", str(adapter),
             "--name", name, "--engine.dtype", "bfloat16", "--engine.max_batch", "128",
@@ -125,7 +113,6 @@ class Jobs:
             self._generate(self.model, texts / name, "test", self.sizes.num_samples, 1, *limited)
 
     def tune(self, seed: int) -> Path:
-        """Train jointly, merge, and return the folder of the merged model."""
         folder = self.folder / JOINT / f"seed-{seed}"
         merged = folder / "merged"
         if not (merged / "config.json").is_file():
@@ -137,7 +124,6 @@ class Jobs:
         return merged
 
     def _configuration(self, target: str, seed: int, folder: Path, *, model: Path, samples: Path) -> dict[str, Any]:
-        """Return the example's settings with this target and seed."""
         config = configuration(EXAMPLE / "fit.yaml", seed=seed, folder=folder, adapter=folder / "adapter")
         # The store holds calibration questions too, which would be taken for those of validation.
         config["trainer"]["limit_val_batches"] = 0

@@ -50,7 +50,6 @@ class Columns:
     by_seed: Mapping[str, tuple[float, ...]]
 
     def estimate(self, metric: str) -> Estimate:
-        """Return the value of a metric with its interval over questions."""
         if metric == ECE:
             return Estimate.from_bounds(self.error, least=0.0, most=1.0)
         return estimate_of(self.metrics[metric])
@@ -103,7 +102,6 @@ def vote_columns(pool: Pool, names: Sequence[str | None], budgets: Sequence[int]
 
 
 def mean_tokens(pool: Pool) -> float:
-    """Return the mean length of a response."""
     return float(np.mean([sample.num_tokens or 0 for entry in pool for sample in entry.samples]))
 
 
@@ -199,12 +197,10 @@ def _is_scored(jobs: Jobs, name: str) -> bool:
 
 
 def _is_probed(jobs: Jobs) -> bool:
-    """Return whether the probe of the prompts has judged the test questions."""
     return PROBE in question_annotation_names(jobs.test)
 
 
 def _is_whole(place: Path, split: str, name: str) -> bool:
-    """Return whether all responses of a split have a confidence."""
     if name not in annotation_names(place):
         return False
     return not np.isnan(SampleStore(place).index(split=split, confidences=[name]).confidences[name]).any()
@@ -301,7 +297,6 @@ def _same_texts(folder: Path) -> dict[str, Any] | None:
 
 
 def _held_to(report: Mapping[str, Any], rows: Mapping[str, Columns]) -> dict[str, Any]:
-    """Return what the adapter is held to, on the same resamples of the questions."""
     name = f"activated {LEAVE_ONE_OUT}"
     if name not in rows:
         return {}
@@ -344,7 +339,6 @@ def _row(columns: Columns) -> dict[str, Any]:
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """Write the report as Markdown."""
     sizes = report["sizes"]
     seeds = "; ".join(f"{target}: {found}" for target, found in report["seeds"].items())
     train = f"{sizes['train']} training questions" if sizes["train"] else "all training questions"

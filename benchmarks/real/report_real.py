@@ -82,7 +82,6 @@ def account(jobs: Jobs) -> str:
 
 
 def run(jobs: Jobs, options: argparse.Namespace) -> None:
-    """Run every job of the variants, those first on which the others build."""
     jobs.convert()
     for split in ("train", "validation"):
         jobs.sample(jobs.model, jobs.samples, split)
@@ -106,7 +105,6 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/report-real"), help="samples and adapters go here")
     parser.add_argument("--model", type=Path, default=Path("runs/real/smollm2"), help="folder of the converted model")

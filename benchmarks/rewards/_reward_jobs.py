@@ -53,14 +53,10 @@ SEARCHES: dict[str, tuple[str, ...]] = {
 
 
 class Plan(Study):
-    """Where everything of a seed lies."""
-
     def samples(self, seed: int, *, is_rolled: bool) -> Path:
-        """Return the store of training responses."""
         return self.folder(seed) / ("samples_few" if is_rolled else "samples")
 
     def tests(self, seed: int) -> Path:
-        """Return the store of the responses that all is judged on."""
         return self.folder(seed) / "tests"
 
     def rollouts(self, seed: int, split: str) -> Path:
@@ -68,16 +64,13 @@ class Plan(Study):
         return self.folder(seed) / f"rollouts_{split}"
 
     def model(self, seed: int, name: str) -> Path:
-        """Return the folder of a reward model."""
         return self.folder(seed) / name / "model"
 
     def answers(self, seed: int, search: str) -> Path:
-        """Return the file of what a search answered."""
         return self.folder(seed) / f"{search}.jsonl"
 
 
 def run_seed(plan: Plan, seed: int) -> None:
-    """Sample, train, roll out, score and search, all of one seed."""
     sample_tests(plan, seed)
     for split in TESTS:
         roll_out(plan, seed, plan.tests(seed), split, limit=plan.parts[split], responses=plan.rolled_responses)
@@ -101,7 +94,6 @@ def sample_tests(plan: Plan, seed: int) -> None:
 
 
 def roll_out(plan: Plan, seed: int, samples: Path, split: str, *, limit: int, responses: int) -> None:
-    """Continue the distinct inner prefixes of responses."""
     _run(
         plan, seed, "rollout", "--samples_dir", str(samples), "--store_dir", str(plan.rollouts(seed, split)),
         "--split", split, "--limit", str(limit), "--responses", str(responses), "--steps", "sentence",
@@ -131,7 +123,6 @@ def reward_configuration(plan: Plan, seed: int, name: str, trained: Trained) -> 
 
 
 def awake_configuration(plan: Plan, seed: int) -> dict[str, Any]:
-    """Return that of the activated confidence, on the same training responses."""
     folder = plan.folder(seed) / AWAKE
     config = configuration("demo.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep=KEPT)
     train_on(config, plan.samples(seed, is_rolled=False), limit=plan.training)["num_samples"] = 8
@@ -155,7 +146,6 @@ def score(plan: Plan, seed: int) -> None:
 
 
 def score_name(name: str) -> str:
-    """Return under which name the store has the score of a model's last step."""
     return "prm" if name == OUTCOME else f"prm_{name}"
 
 

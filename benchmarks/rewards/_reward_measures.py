@@ -132,7 +132,6 @@ def _scores(plan: Plan, seed: int, name: str, entries: Sequence[QuestionSamples]
 
 
 def estimates(rows: Sequence[Places], position: str = OVERALL) -> dict[str, Estimate]:
-    """Return each metric over seeds, with its interval over questions and seeds."""
     sums = [one.sums(position) for one in rows]
     found = {metric: estimate_of(column) for metric, column in _columns(sums).items()}
     return found | {ECE: estimated(errors_over_seeds(_errors(sums)))}
@@ -197,8 +196,6 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Spent:
-    """A way to choose answers at one setting, over seeds."""
-
     correct: Floats
     samples: Floats
     tokens: Floats
@@ -226,7 +223,6 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
 
 
 def spend(pools: Sequence[RecordedPool], priors: Sequence[Floats]) -> dict[str, dict[str, Spent]]:
-    """Return accuracy and cost by way, then by setting."""
     found: dict[str, dict[str, Spent]] = {}
     per_seed = [_outcomes(pool, prior) for pool, prior in zip(pools, priors, strict=True)]
     for way, settings in per_seed[0].items():
@@ -243,7 +239,6 @@ def searches(plan: Plan, seeds: Sequence[int]) -> dict[str, Spent]:
 
 
 def first_questions(pool: RecordedPool, number: int) -> RecordedPool:
-    """Return the pool of the first questions, which were searched."""
     return replace(pool, entries=pool.entries[:number])
 
 

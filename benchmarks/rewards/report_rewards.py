@@ -84,7 +84,6 @@ def main() -> int:
 
 
 def parse_arguments() -> Plan:
-    """Read the command line."""
     parser = study_parser(__doc__, "runs/report-rewards", SIZES)
     parser.add_argument("--small", action="store_true", help=f"sizes of a few CPU minutes a seed: {SMALL}")
     parser.add_argument(COLLECT, action="store_true", help="run nothing, only collect what is there")
@@ -98,7 +97,6 @@ def parse_arguments() -> Plan:
 
 
 def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
-    """Compute every figure of the report from the stores."""
     each = {(seed, test): read_places(plan, seed, test, list(MODELS)) for seed in seeds for test in TESTS}
     places = {test: {name: [each[seed, test][name] for seed in seeds] for name in MODELS} for test in TESTS}
     pools = {test: [read_pool(plan, seed, test) for seed in seeds] for test in TESTS}

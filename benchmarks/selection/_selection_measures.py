@@ -96,8 +96,6 @@ CUT = "length"
 
 @dataclass(frozen=True)
 class HandedOn:
-    """What was counted."""
-
     kept: int
     with_steps: int
     steps: int

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _selection_measures import HandedOn, Score, hand_on, over_seeds, score_tells, selection_worth
 from shared.study import RESULTS, ROOT, Study, sizes_parser
-from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, table, triple
+from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.adaptation.picking import (
     FUSED,
@@ -66,7 +66,6 @@ SIZES = {
 
 
 def main() -> None:
-    """Run what is missing, and write the tables."""
     parser = sizes_parser(__doc__, SIZES)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-selection")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -94,7 +93,6 @@ def sample(store: Path, seed: int, sizes: Study) -> None:
 
 
 def read_pool(store: Path) -> list[QuestionSamples]:
-    """Return the questions of a store with their responses and scores, by id."""
     entries = SampleStore(str(store)).samples(confidences=list(CRITERIA))
     return sorted(entries, key=lambda entry: entry.question.id)
 
@@ -102,7 +100,6 @@ def read_pool(store: Path) -> list[QuestionSamples]:
 def assemble(
     pools: Sequence[Sequence[QuestionSamples]], passed_on: Sequence[HandedOn], sizes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the figures of the report."""
     names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
     criteria = {name: _criterion(pools, name, sizes["kept"]) for name in names}
     selections = {
@@ -132,32 +129,25 @@ def _selection(pools: Sequence[Sequence[QuestionSamples]], settings: SelectionSe
 
 
 def _score(pool: Sequence[QuestionSamples], name: str) -> Score:
-    """Return what reads a score of a response."""
     fusion = fit_votes([without_references(entry) for entry in pool], None) if name == FUSED else None
     return lambda entry, sample: score_of(entry, sample, name, fusion)
 
 
 def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequence[HandedOn]) -> list[Criterion]:
-    """Return what the figures are held to."""
     gains = {name: selections[f"{name}, {SHARE}"]["gain"] for name in (FUSED, MEAN_LOGPROB)}
     of_votes = {pair: selections[", ".join(pair)] for pair in ((FUSED, SHARE), (SHARE, SHARE), (SSC, SSC))}
     found = [
-        Criterion(f"`{name}`, best of all minus one sample: lower end above .03", gain, above(gain.low, 0.03))
+        held(f"`{name}`, best of all minus one sample: lower end above .03", gain, "low", ">", 0.03)
         for name, gain in gains.items()
     ]
     for (pick, keep), row in of_votes.items():
         what = f"picked by `{pick}`, kept by `{keep}`"
-        found += [
-            Criterion(
-                f"{what}, accuracy of the kept: lower end at least .85", row["kept"], at_least(row["kept"].low, 0.85)
-            ),
-            Criterion(f"{what}, AUROC of the picked: at least .87", row["picked"], at_least(row["picked"].value, 0.87)),
-        ]
+        found.append(held(f"{what}, accuracy of the kept: lower end at least .85", row["kept"], "low", ">=", 0.85))
+        found.append(held(f"{what}, AUROC of the picked: at least .87", row["picked"], "value", ">=", 0.87))
     return [*found, *_of_files(passed_on)]
 
 
 def _of_files(passed_on: Sequence[HandedOn]) -> list[Criterion]:
-    """Return what the files are held to that were written for others."""
     kept, with_steps = (sum(getattr(one, name) for one in passed_on) for name in ("kept", "with_steps"))
     ungrounded, judged, apart = (
         sum(getattr(one, name) for one in passed_on) for name in ("ungrounded_forms", "judged", "judged_otherwise")
@@ -175,7 +165,6 @@ def _as_json(row: Mapping[str, Estimate]) -> dict[str, list[float | None]]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the report as Markdown."""
     sizes = content["sizes"]
     heads = {
         "best": "best of all", "gain": "minus one sample", "responses": "AUROC of responses",

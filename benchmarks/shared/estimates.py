@@ -63,7 +63,6 @@ def estimated(column: Column) -> Estimate:
 
 
 def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
-    """Return each metric, by its short name, over the seeds."""
     found = {short: estimate_of(_column(rows, metric)) for metric, short in SHORT_NAMES.items()}
     found[SHORT_NAMES[ECE]] = estimated(errors_over_seeds([row.errors for row in rows]))
     return found

@@ -86,6 +86,5 @@ def _selfcal(arguments: Sequence[str], log: Path, output: Path) -> None:
 
 
 def children_seconds() -> float:
-    """Return the CPU seconds that all commands have used so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

@@ -36,15 +36,12 @@ class Study(argparse.Namespace):
 
     @property
     def parts(self) -> dict[str, int]:
-        """The number of questions of each part."""
         return {name: getattr(self, name) for name in SPLITS}
 
     def folder(self, seed: int) -> Path:
-        """Return where all of a seed lies."""
         return self.output / f"seed-{seed}"
 
     def sizes(self, *names: str) -> dict[str, Any]:
-        """Return options by name."""
         return {name: getattr(self, name) for name in names}
 
     def changed(self, usual: Sizes) -> list[str]:
@@ -54,12 +51,10 @@ class Study(argparse.Namespace):
     def publish(
         self, name: str, report: Mapping[str, Any], text: str, *, picture: Figure | None = None, **settings: Any
     ) -> None:
-        """Print the report and write it into the folder of results."""
         write_report(self.results, name, report, text, picture=picture, **settings)
 
 
 def study_parser(doc: str | None, output: str, sizes: Sizes) -> argparse.ArgumentParser:
-    """Return the parser of a study's options."""
     parser = sizes_parser(doc, sizes)
     parser.add_argument("--output", type=Path, default=Path(output), help="where samples, models and logs go")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
@@ -68,7 +63,6 @@ def study_parser(doc: str | None, output: str, sizes: Sizes) -> argparse.Argumen
 
 
 def sizes_parser(doc: str | None, sizes: Sizes) -> argparse.ArgumentParser:
-    """Return a parser of sizes."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, text) in sizes.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
@@ -108,7 +102,6 @@ def train_on(config: dict[str, Any], store: Path, *, limit: int, task: str = TAS
 
 
 def write_configuration(path: Path, config: Mapping[str, Any]) -> Path:
-    """Write a job's configuration."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
     return path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
@@ -33,7 +34,6 @@ def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
 
 
 def section(name: str, lines: Sequence[str]) -> list[str]:
-    """Put lines between marks, by which the documentation takes this part alone."""
     return [f"<!-- --8<-- [start:{name}] -->", "", *lines, "", f"<!-- --8<-- [end:{name}] -->", ""]
 
 
@@ -49,7 +49,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the times of a report were taken on."""
     return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
 
 
@@ -74,40 +73,30 @@ def write_report(
 
 @dataclass(frozen=True)
 class Criterion:
-    """One demand."""
-
     text: str
     measured: Estimate
     met: bool | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
         return {"text": self.text, "measured": triple(self.measured), "met": self.met}
 
 
 def exactly(value: float) -> Estimate:
-    """Return a number that was counted."""
     return Estimate(float(value), None, None)
 
 
-def at_most(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and at most ``bound``."""
-    return value is not None and value <= bound
+SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+End = Literal["value", "low", "high"]
 
 
-def at_least(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and at least ``bound``."""
-    return value is not None and value >= bound
+def holds(found: Estimate, end: End, sign: str, bound: float) -> bool:
+    """Return whether a value, or an end of its interval, is known and within a bound."""
+    value = getattr(found, end)
+    return value is not None and SIGNS[sign](value, bound)
 
 
-def below(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and below ``bound``."""
-    return value is not None and value < bound
-
-
-def above(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and above ``bound``."""
-    return value is not None and value > bound
+def held(text: str, found: Estimate, end: End, sign: str, bound: float) -> Criterion:
+    return Criterion(text, found, holds(found, end, sign, bound))
 
 
 def criteria_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

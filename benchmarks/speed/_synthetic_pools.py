@@ -33,8 +33,6 @@ TASK, SPLIT, REFERENCE = "local_number", "test", "7"
 
 @dataclass(frozen=True)
 class Size:
-    """Questions, responses to each, and their mean length in tokens."""
-
     num_questions: int
     num_samples: int
     num_tokens: int
@@ -42,8 +40,6 @@ class Size:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some questions with their responses, q * N of them, question by question."""
-
     numbers: range
     body: np.ndarray
     answer: np.ndarray
@@ -54,7 +50,6 @@ class Chunk:
 
 
 def draw_chunks(size: Size, draw: np.random.Generator) -> Iterator[Chunk]:
-    """Yield the pool, some questions at a time."""
     for start in range(0, size.num_questions, QUESTIONS_AT_ONCE):
         numbers = range(start, min(start + QUESTIONS_AT_ONCE, size.num_questions))
         shape = len(numbers), size.num_samples
@@ -71,7 +66,6 @@ def draw_chunks(size: Size, draw: np.random.Generator) -> Iterator[Chunk]:
 
 
 def write_lines(path: Path, size: Size, *, seed: int = 0) -> None:
-    """Write a pool as JSON lines, whose answers have to be read out of the texts."""
     draw = np.random.default_rng(seed)
     bodies = _bodies(size, draw)
     with open(path, "w") as file:
@@ -90,7 +84,6 @@ def write_lines(path: Path, size: Size, *, seed: int = 0) -> None:
 
 
 def write_store(folder: Path, size: Size, *, seed: int = 0) -> None:
-    """Write a joined store of such a pool, many questions a row group."""
     draw = np.random.default_rng(seed)
     bodies = _bodies(size, draw)
     prompt = PromptIdentity.from_json({"source_sha256": "synthetic"})

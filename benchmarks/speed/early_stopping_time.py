@@ -61,7 +61,6 @@ class Run(NamedTuple):
 
 
 def strategies(budget: int, threshold: float) -> dict[str, tuple[Strategy, int]]:
-    """Return the strategies by label, each with its lookahead."""
     return {
         BASELINE: (SelfConsistency(max_samples=budget), 0),
         f"early stopping, P(True) >= {threshold:g}": (EarlyStopping(threshold=threshold, max_samples=budget), 0),
@@ -73,7 +72,6 @@ def strategies(budget: int, threshold: float) -> dict[str, tuple[Strategy, int]]
 
 @contextmanager
 def opened(name: str, options: argparse.Namespace, chat: ChatFormat) -> Iterator[Engine]:
-    """Give an engine and close it in the end."""
     engine: Engine
     if name == "vllm":
         engine = VLLMEngine(
@@ -115,7 +113,6 @@ def cpu_seconds(engine: Engine) -> float:
 
 
 def run_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> list[dict[str, Any]]:
-    """Measure every strategy on one engine and return a row for each."""
     questions = WordProblems().load("test_id", limit=options.questions)
     sampling = SamplingSettings(max_new_tokens=options.max_new_tokens)
     jobs = strategies(options.budget, options.threshold)
@@ -152,7 +149,6 @@ def summary(engine: str, label: str, runs: Sequence[Run], baseline: Sequence[Run
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table in Markdown."""
     lines = [
         "| engine | strategy | wall s | times as fast | CPU s | samples used | generated | tokens | accuracy |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -172,7 +168,6 @@ def is_own(path: Path) -> bool:
 
 
 def main() -> None:
-    """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bundled")
     parser.add_argument("--engines", nargs="+", default=["transformers", "vllm"], choices=["transformers", "vllm"])

@@ -47,12 +47,10 @@ def build_requests(chat: ChatFormat, options: argparse.Namespace, sampling: Samp
 
 
 def count_tokens(responses: list[Response]) -> int:
-    """Return the number of sampled tokens, end-of-turn included."""
     return sum(len(response.token_ids) + (response.finish == "stop") for response in responses)
 
 
 def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
-    """Return (seconds, sampled tokens) of one pass."""
     start = time.perf_counter()
     responses = generate(engine, requests)
     return time.perf_counter() - start, count_tokens(responses)
@@ -100,7 +98,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Engine:
-    """Return one of the two engines."""
     if name == "transformers":
         return TransformersEngine(
             options.model, dtype="float32", max_batch=options.max_batch, max_context=options.max_context, chat=chat
@@ -115,7 +112,6 @@ def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Eng
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:
-    """Return the table and the ratios."""
     rates = {(row["engine"], row["sampling"]): row["tokens_per_second"] for row in rows}
     base = "transformers" if ("transformers", EDT) in rates else rows[0]["engine"]
     cells = []
@@ -136,7 +132,6 @@ def as_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Parse the options, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = BUNDLED if (BUNDLED / "model.safetensors").exists() else TRIAL
     parser.add_argument("--model", default=str(default))

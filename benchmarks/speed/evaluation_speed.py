@@ -84,7 +84,6 @@ def loop_ratio(rows: list[Row], threshold: float, *, weighted: bool) -> tuple[st
 
 
 def loop_vote(rows: list[Row], size: int, *, weighted: bool) -> str | None:
-    """Vote over the first responses."""
     votes: dict[str, float] = {}
     for answer, confidence, _ in rows[:size]:
         if answer is not None:
@@ -93,7 +92,6 @@ def loop_vote(rows: list[Row], size: int, *, weighted: bool) -> str | None:
 
 
 def loop_best(rows: list[Row], size: int) -> str | None:
-    """Take the most confident of the first responses."""
     readable = [row for row in rows[:size] if row[0] is not None]
     return max(readable, key=lambda row: row[1])[0] if readable else None
 
@@ -111,7 +109,6 @@ def loop_window(rows: list[Row], window: int) -> tuple[str | None, int]:
 
 
 def loop_pass(rows: list[Row], size: int) -> str | None:
-    """Take a right answer if there is one."""
     answers = [(answer, right) for answer, _, right in rows[:size] if answer is not None]
     return next((answer for answer, right in answers if right), answers[0][0] if answers else None)
 
@@ -134,7 +131,6 @@ def loop_curves(questions: list[list[Row]], jobs: list[Job]) -> list[np.ndarray]
 
 
 def loop_of(job: Job) -> Callable[[list[Row], float], tuple[str | None, int]]:
-    """Return the loop that does what a job does."""
     weighted = job.strategy.confidence is not None
     return {
         "early_stopping": loop_stop,
@@ -147,7 +143,6 @@ def loop_of(job: Job) -> Callable[[list[Row], float], tuple[str | None, int]]:
 
 
 def as_rows(pool: RecordedPool) -> list[list[Row]]:
-    """Return the pool as the loops see it."""
     return [[(s.answer, s.confidences["c"], bool(s.correct)) for s in entry.samples] for entry in pool.entries]
 
 
@@ -160,7 +155,6 @@ def check_equal(curves: list[StrategyCurve], loops: list[np.ndarray]) -> int:
 
 
 def main() -> None:
-    """Run both ways and print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=64)

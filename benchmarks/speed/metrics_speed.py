@@ -32,7 +32,6 @@ CHUNK = 4096
 
 
 def least(function: Callable[[], float], repeats: int = 3) -> tuple[float, float]:
-    """Return the least wall-clock time in seconds and the value."""
     runs = [timed(function) for _ in range(repeats)]
     return min(wall for wall, _, _ in runs), float(runs[-1][2])
 
@@ -50,7 +49,6 @@ def report(name: str, ours: tuple[float, float], others: dict[str, tuple[float, 
 
 
 def naive_calibration_error(confidence: np.ndarray, correct: np.ndarray, num_bins: int = 10) -> float:
-    """One pass over all responses for every bin."""
     edges, error = np.linspace(0.0, 1.0, num_bins + 1), 0.0
     for b in range(num_bins):
         inside = (confidence >= edges[b]) & ((confidence < edges[b + 1]) | (b == num_bins - 1))
@@ -60,7 +58,6 @@ def naive_calibration_error(confidence: np.ndarray, correct: np.ndarray, num_bin
 
 
 def scalar_calibration_error(confidence: np.ndarray, correct: np.ndarray, num_bins: int = 10) -> float:
-    """One Python step for every response."""
     sums = [[0.0, 0.0] for _ in range(num_bins)]
     edges = np.linspace(0.0, 1.0, num_bins + 1)
     for c, y, b in zip(confidence, correct, np.digitize(confidence, edges) - 1, strict=True):
@@ -81,7 +78,6 @@ def naive_within_question(confidence: np.ndarray, correct: np.ndarray, question:
 
 
 def streamed(metric: torch.nn.Module, confidence: torch.Tensor, correct: torch.Tensor) -> float:
-    """Update in chunks, then compute."""
     metric.reset()
     for c, y in zip(confidence.split(CHUNK), correct.split(CHUNK), strict=True):
         metric.update(c, y)
@@ -119,7 +115,6 @@ def bench_bootstrap(confidence: np.ndarray, correct: np.ndarray, num_questions: 
 
 
 def main() -> None:
-    """Run all comparisons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--responses", type=int, default=1_000_000)
     size = parser.parse_args().responses // SAMPLES * SAMPLES

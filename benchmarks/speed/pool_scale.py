@@ -34,8 +34,6 @@ NUM_RESHUFFLES = 100
 
 @dataclass(frozen=True)
 class Cost:
-    """What one command cost."""
-
     command: str
     num_questions: int
     seconds: float
@@ -93,7 +91,6 @@ def counting_commands(folder: Path, *, num_reshuffles: int) -> list[list[str]]:
 
 
 def report(costs: Sequence[Cost], *, size: Size, command: str) -> str:
-    """Return the table of what the commands cost."""
     lines = [
         f"Synthetic pools of {size.num_samples} responses of {size.num_tokens} tokens a question; {os.cpu_count()} "
         f"cores, which other work may have shared; by `{command}`.",
@@ -139,7 +136,6 @@ def run(folder: Path, size: Size, *, num_imported: int, num_reshuffles: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run everything in a folder that is removed, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=100_000)
     parser.add_argument("--imported", type=int, default=None, help="questions of the import; all by default")

@@ -48,8 +48,6 @@ Scores = list[float]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way to score costs."""
-
     way: str
     passes: int
     tokens: int
@@ -57,8 +55,6 @@ class Cost:
 
 
 class Ways:
-    """The ways to score the steps of a pool."""
-
     def __init__(self, folder: Path, pool: Sequence[QuestionSamples]) -> None:
         stated = read_reward_file(folder)
         if stated is None:
@@ -90,7 +86,6 @@ class Ways:
 
 @contextmanager
 def tokens_read() -> Iterator[list[int]]:
-    """Note the tokens of every forward pass, padding included."""
     passes: list[int] = []
 
     def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -120,7 +115,6 @@ def prepare(folder: Path, *, num_questions: int, num_samples: int) -> Ways:
 
 
 def measure(ways: Ways, *, turns: int) -> tuple[list[Cost], int]:
-    """Return what each way costs, and how many steps it scored."""
     counted: dict[str, tuple[int, int]] = {}
     scores: dict[str, Scores] = {}
     for way, score in ways.by_name.items():
@@ -138,7 +132,6 @@ def measure(ways: Ways, *, turns: int) -> tuple[list[Cost], int]:
 
 
 def report(costs: Sequence[Cost], *, num_steps: int, size: str, command: str) -> str:
-    """Return the table of what the ways cost."""
     first = costs[0]
     lines = [
         f"Command: `{command}`. {size}, {num_steps:,} steps; the bundled trunk in float32 on one thread, CPU seconds "
@@ -155,7 +148,6 @@ def report(costs: Sequence[Cost], *, num_steps: int, size: str, command: str) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run everything in a folder that is removed, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=50)
     parser.add_argument("--samples", type=int, default=8)

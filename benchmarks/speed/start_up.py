@@ -72,7 +72,6 @@ def first_character(arguments: list[str]) -> float:
 
 
 def as_markdown(command: str, found: dict[str, dict[str, float]]) -> str:
-    """Return the table."""
     rows = [[f"`{name}`", f"{row['seconds']:.2f}", str(row["target"])] for name, row in found.items()]
     return "\n".join([f"Command: `{command}` (two CPU cores).", "", *table(["", "s", "target"], rows)]) + "\n"
 

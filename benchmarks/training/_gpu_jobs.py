@@ -38,8 +38,6 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of the whole set."""
-
     size: str
     lengths: Lengths
     rows: int
@@ -55,8 +53,6 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One process of the set."""
-
     name: str
     way: str = ""
     attention: str = SEGMENTS
@@ -90,7 +86,6 @@ JOBS = (
 
 
 def do(job: Job, setting: Setting, *, device: str, seconds: float) -> dict[str, Any]:
-    """Do what a job is for."""
     if device == "cpu":
         torch.set_num_threads(1)
     if job.name == "matrix rate":

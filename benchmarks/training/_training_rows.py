@@ -49,8 +49,6 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class Lengths(NamedTuple):
-    """Mean tokens of a prompt and of a response."""
-
     prompt: int
     response: int
 
@@ -89,7 +87,6 @@ class TrainingRows:
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Sums of both weights, by which the losses are divided."""
         return float(self.calibration_weight.sum()), float(self.generation_weight.sum())
 
     def first(self, count: int) -> TrainingRows:
@@ -99,7 +96,6 @@ class TrainingRows:
         return TrainingRows(self.stored[part], self.question[part], *weights)
 
     def tuples(self, places: np.ndarray, real: np.ndarray | None = None) -> TupleRows:
-        """Return some of the rows as a micro-batch of the step that all of them make."""
         real = np.ones(len(places), dtype=bool) if real is None else real
         weights = self.calibration_weight[places] * real, self.generation_weight[places] * real
         return TupleRows(
@@ -169,7 +165,6 @@ class PresetDraw:
     micro_batches: int
 
     def dealer(self) -> DealByPrompt:
-        """Return what deals the rows of a step."""
         return DealByPrompt(self.question, self.prompt, self.lengths)
 
     def statistics(self, count: int | None = None) -> dict[str, float]:
@@ -188,7 +183,6 @@ class PresetDraw:
         }
 
     def rows(self, step: int, *, vocab_size: int) -> TrainingRows:
-        """Return the rows of a step, with tokens."""
         rows, calibration, generation = self.steps[step]
         suffix = self.lengths[rows] - self.prompt[rows]
         prompt_by_question = np.zeros(int(self.question.max()) + 1, dtype=int)
@@ -238,7 +232,6 @@ def draw_preset(
 
 
 def bundled_chat() -> ChatFormat:
-    """Return the bundled model's format, whose confidence query the rows carry."""
     return ChatFormat(load_tokenizer("bundled"))
 
 
@@ -280,7 +273,6 @@ def random_module(
 
 
 def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> SSCCollator:
-    """Return the project's collator."""
     return SSCCollator(chat, max_length=MAX_LENGTH, shared_prefix=shared_prefix, pad_to_multiple_of=multiple)
 
 
@@ -348,7 +340,6 @@ def _causal() -> dict[str, Any]:
 
 
 def register_varlen_attention() -> None:
-    """Put it in the place of attention by segments, in this process."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(SEGMENTS, varlen_attention)
@@ -368,7 +359,6 @@ class Shape:
 
     @classmethod
     def of(cls, size: Mapping[str, Any], rank: int) -> Shape:
-        """Return the shape of a Llama configuration."""
         head = size["hidden_size"] // size["num_attention_heads"]
         return cls(
             hidden=size["hidden_size"],
@@ -382,20 +372,16 @@ class Shape:
 
     @property
     def frozen_weights(self) -> int:
-        """Weights of the linear layers within all blocks, L F."""
         attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.key_width
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def adapter_weights(self) -> int:
-        """Weights of the adapters, L A."""
         return self.layers * self.rank * (2 * self.hidden + self.query_width + self.key_width)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a batch asks for, padding left out."""
-
     tokens: int
     pairs: int
     logits: int
@@ -405,7 +391,6 @@ class Load:
 
 
 def training_flops(shape: Shape, load: Load) -> int:
-    """Return the operations of a forward and a backward pass."""
     frozen = 4 * shape.frozen_weights * load.tokens
     head = 4 * shape.hidden * shape.vocab * load.logits
     adapters = 6 * shape.adapter_weights * load.tokens
@@ -414,12 +399,10 @@ def training_flops(shape: Shape, load: Load) -> int:
 
 
 def causal_pairs(tokens: int) -> int:
-    """Return the pairs of a sequence of its own."""
     return tokens * (tokens + 1) // 2
 
 
 def batch_load(batch: SSCBatch) -> Load:
-    """Return the load of the project's batch, packed or apart."""
     logits = batch.batch_size + len(batch.label_position)
     if not batch.trees:
         lengths = batch.attention_mask.sum(dim=1).tolist()

@@ -17,7 +17,6 @@ TARGETS = {"reference": 8.0, "bucketing": 1.6}
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report as text."""
     cells = report["cells"]
     by_section = {name: [cell for cell in cells if cell["section"] == name] for name in ("kept", "preset")}
     lines = [
@@ -175,7 +174,6 @@ class Measurements:
 
 
 def digest_of(paths: Iterable[Path]) -> str:
-    """Return a short digest of some files."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(path.read_bytes())

@@ -29,8 +29,6 @@ TARGET = 0.5  # of every row; see TrainingRows.tuples
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of one way, with what it costs in tokens."""
-
     loss: Callable[[SelfCalibrationModule], Tensor]
     slots: int
     load: Load
@@ -49,7 +47,6 @@ def reference(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str
 
 
 def reference_unpadded(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    """Do the same without padding."""
     return _one_by_one(rows, chat, None, device)
 
 
@@ -101,7 +98,6 @@ WAYS: dict[str, Way] = {
 
 
 def collator_name() -> str:
-    """Return whose collator stands for TRL or plain PEFT here, with its version."""
     try:
         return f"TRL {version('trl')}, DataCollatorForLanguageModeling"
     except PackageNotFoundError:
@@ -145,7 +141,7 @@ def _calibrate(ids: Tensor, last: int, weight: float) -> Callable[[SelfCalibrati
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(input_ids=ids, use_cache=False).logits
         confidence = confidence_from_logits(logits[:, last], module.chat.query).p_true
-        return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.beta).sum()
+        return weight * calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta).sum()
 
     return loss
 
@@ -241,7 +237,7 @@ def _both_losses(
     def loss(module: SelfCalibrationModule) -> Tensor:
         logits = module.model(**inputs, use_cache=False).logits.flatten(0, 1)
         confidence = confidence_from_logits(logits[ends], module.chat.query).p_true
-        per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.beta)
+        per_row = calibration_loss(confidence, torch.full_like(confidence, TARGET), beta=module.losses.beta)
         nll = F.cross_entropy(logits[:-1].float(), labels[1:], ignore_index=-100, reduction="none")
         asked = labels[1:] != -100
         sums = torch.zeros_like(confidence).index_add(0, row_of[1:], torch.where(asked, nll, 0.0))

@@ -62,8 +62,6 @@ QUICK = Plan("tiny", (Lengths(20, 10),), 8, 2)
 
 
 class Bench:
-    """Builds the two modules and the batches, and measures."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.chat = bundled_chat()
@@ -74,7 +72,6 @@ class Bench:
         return random_module(self.plan.size, self.chat, lora=replace(LORA, activated=activated))
 
     def rows(self, lengths: Lengths, way: str) -> TrainingRows:
-        """Return the responses of a step with the weights that a way gives them."""
         vocab = SIZES[self.plan.size]["vocab_size"]
         rows = random_rows(lengths, questions=self.plan.rows // SAMPLES, samples=SAMPLES, vocab_size=vocab)
         if way in (ALONE, ACTIVATED):
@@ -82,7 +79,6 @@ class Bench:
         return rows.first(REFERENCE_ROWS) if way == REFERENCE else rows
 
     def work(self, lengths: Lengths, way: str) -> list[Work]:
-        """Return the batches of a way, one question in each where they are packed."""
         make = reference if way == REFERENCE else shared_prefix
         return make(self.rows(lengths, way), self.chat, SAMPLES, "cpu")
 
@@ -107,7 +103,6 @@ class Bench:
         return statistics.median(peak_memory_of(lambda: largest.loss(module).backward()) / MIB for _ in range(3))
 
     def seconds(self, lengths: Lengths, way: str) -> float:
-        """Return the CPU seconds of a response in one optimiser step."""
         rows = self.rows(lengths, way)
         # The reference makes a forward pass for each loss: those of the few rows stand for those of all.
         whole = self.rows(lengths, JOINT)
@@ -116,7 +111,6 @@ class Bench:
 
 
 def result(measured: Measurements, plan: Plan, lengths: Lengths) -> dict[str, Any]:
-    """Return the medians of one length mix."""
     ways = {}
     for way in plan.ways(lengths):
         passes = [measured[f"{lengths}/{way}/{number}"] for number in range(plan.passes)]
@@ -125,7 +119,6 @@ def result(measured: Measurements, plan: Plan, lengths: Lengths) -> dict[str, An
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report as text."""
     lines = [
         "# Cost of training an activated adapter",
         "",
@@ -153,7 +146,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what is missing, then print and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
     parser.add_argument("--fresh", action="store_true", help="forget earlier measurements")

@@ -54,7 +54,6 @@ class Folders:
 
 
 def write_models(size: str, chat: ChatFormat, folder: Path) -> Folders:
-    """Write a random model with its adapters."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -80,15 +79,12 @@ def write_models(size: str, chat: ChatFormat, folder: Path) -> Folders:
 
 
 class Bench:
-    """Opens an engine for each way, and has it sample and read."""
-
     def __init__(self, options: argparse.Namespace, folders: Folders, chat: ChatFormat) -> None:
         self.options, self.folders, self.chat = options, folders, chat
         self.token_ids = [*chat.query.yes_ids, *chat.query.no_ids]
         self.version = ""
 
     def open(self, way: str) -> VLLMEngine:
-        """Return the engine of a way, warm."""
         model, adapter = {
             BASE: (self.folders.base, None),
             ACTIVATED: (self.folders.base, self.folders.activated),
@@ -103,7 +99,6 @@ class Bench:
         return engine
 
     def sample(self, engine: VLLMEngine, number: int, *, questions: int, samples: int) -> Rows:
-        """Return prompt, response and query of new responses."""
         rng = np.random.default_rng([number, 1])
         sampling = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=RESPONSE)
         vocabulary = SIZES[self.options.size]["vocab_size"]
@@ -131,7 +126,6 @@ class Bench:
         }
 
     def run_pass(self, number: int) -> dict[str, dict[str, float]]:
-        """Return what every way took."""
         cells: dict[str, dict[str, float]] = {}
         texts: Rows = []
         for way in (BASE, ACTIVATED, AWAKE, MERGED):
@@ -163,13 +157,11 @@ class Bench:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process so far (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return the report as text."""
     base = report["ways"][BASE]["query"]
     lines = [
         "# P(True) of an activated adapter in vLLM",
@@ -197,7 +189,6 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="30M")
     parser.add_argument("--questions", type=int, default=32)

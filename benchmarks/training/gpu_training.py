@@ -58,7 +58,6 @@ def run_job(job: Job, options: argparse.Namespace, left: float) -> dict[str, Any
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as Markdown."""
     rate = results["jobs"].get("matrix rate", {}).get("flops_per_second")
     lines = [
         f"# Training on {results['device']}",
@@ -97,7 +96,6 @@ def _teraflops(rate: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Run the set, or one job of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows, to check the script itself")

@@ -47,8 +47,6 @@ PRESET_BATCH = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting in which several ways are compared."""
-
     section: str
     size: str
     mix: str
@@ -61,11 +59,9 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What the measurements are kept under."""
         return "/".join(map(str, (self.section, self.size, *self.lengths, self.samples, self.rows)))
 
     def passes(self, way: str) -> int:
-        """Return how often a way is measured."""
         return self.repeats if way in CORE else self.other_repeats
 
 
@@ -101,8 +97,6 @@ def quick_plan() -> list[Cell]:
 
 
 class Bench:
-    """Builds models and rows when they are needed, and measures cells."""
-
     def __init__(self, measured: Measurements) -> None:
         self.measured = measured
         self.chat = bundled_chat()
@@ -110,14 +104,12 @@ class Bench:
         self.draw: Callable[[Lengths], PresetDraw] = cache(draw_preset)
 
     def rows(self, cell: Cell) -> TrainingRows:
-        """Return the responses of a cell."""
         vocab_size = SIZES[cell.size]["vocab_size"]
         if cell.section == "preset":
             return self.draw(cell.lengths).rows(0, vocab_size=vocab_size)
         return make_rows(cell.lengths, questions=cell.rows // cell.samples, samples=cell.samples, vocab_size=vocab_size)
 
     def work(self, cell: Cell, way: str) -> tuple[list[Work], TrainingRows]:
-        """Return the batches of a way, and the rows that they hold."""
         rows = self.rows(cell)
         if way == "reference":
             rows = rows.first(REFERENCE_ROWS)
@@ -149,7 +141,6 @@ class Bench:
         return statistics.median(peak_memory_of(lambda: largest.loss(module).backward()) / MIB for _ in range(3))
 
     def is_measured(self, cell: Cell) -> bool:
-        """Return whether a cell lacks nothing."""
         wanted = [f"{cell.key}/{way}/{repeat}" for way in cell.ways for repeat in range(cell.passes(way))]
         return all(key in self.measured for key in wanted)
 
@@ -173,7 +164,6 @@ class Bench:
                     print(f"{key:<80} {seconds:8.2f} s", flush=True)
 
     def result(self, cell: Cell) -> dict[str, Any]:
-        """Return the medians of a cell, as CPU seconds per response, with tokens."""
         ways = {}
         for way in cell.ways:
             counts = self.measured[f"{cell.key}/{way}/counts"]
@@ -189,7 +179,6 @@ class Bench:
 
 
 def made_with() -> dict[str, Any]:
-    """Return what the measurements depend on."""
     here = Path(__file__).resolve()
     sources = [*here.parent.glob("_training_*.py"), here]
     for module in ("metrics", "models", "training", "datamodules"):
@@ -229,7 +218,6 @@ def _loss_and_norm(module: SelfCalibrationModule, work: list[Work]) -> tuple[flo
 
 
 def main() -> None:
-    """Measure what is missing, then print and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="go through everything once at a tiny size")
     parser.add_argument("--measured", action="store_true", help="report what is measured so far, and measure no more")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,8 @@ from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import PrefixTree, check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.training.batches import SSCBatch
 
+Tokens = TypeVar("Tokens", int, IntArray)
+
 
 @dataclass(frozen=True)
 class EncodedRow:
@@ -31,18 +34,28 @@ class EncodedRow:
     was_cut: bool
 
 
-class RowLayout:
-    """Lays rows side by side."""
+@dataclass(eq=False, kw_only=True)
+class RowLayout(ABC):
+    """Encodes rows and lays them side by side."""
 
-    def __init__(
-        self, *, pad_id: int, max_length: int, pad_to_multiple_of: int = 8, shared_prefix: bool = False
-    ) -> None:
-        if pad_to_multiple_of < 1:
-            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {pad_to_multiple_of}.")
-        self.pad_id = pad_id
-        self.max_length = max_length
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.shared_prefix = shared_prefix
+    chat: ChatFormat | None = field(default=None, init=False)  # None where rows are written for another model
+    pad_id: int = field(init=False)
+    empty: bool = field(default=False, init=False)  # whether responses are left out: the question is asked about
+    max_length: int
+    pad_to_multiple_of: int = 8
+    shared_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of < 1:
+            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {self.pad_to_multiple_of}.")
+
+    @abstractmethod
+    def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
+        """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
+
+    @abstractmethod
+    def __call__(self, rows: TupleRows) -> Any:
+        """Return the batch of ``rows``; a batch of no rows is allowed."""
 
     def lay(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
         """Return the fields of a batch; without rows too."""
@@ -112,9 +125,6 @@ def _longs(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-Tokens = TypeVar("Tokens", int, IntArray)
-
-
 @dataclass(frozen=True)
 class TupleRows:
     """What the data set hands to the collator: the rows of a micro-batch with their numbers.
@@ -136,31 +146,21 @@ class TupleRows:
     beside_target: np.ndarray | None = None
 
 
+@dataclass(eq=False)
 class SSCCollator(RowLayout):
     """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt."""
 
-    def __init__(
-        self,
-        chat: ChatFormat,
-        *,
-        max_length: int,
-        pad_to_multiple_of: int = 8,
-        shared_prefix: bool = False,
-        empty: bool = False,
-    ) -> None:
-        super().__init__(
-            pad_id=chat.pad_id,
-            max_length=max_length,
-            pad_to_multiple_of=pad_to_multiple_of,
-            shared_prefix=shared_prefix,
-        )
-        if max_length <= len(chat.query.suffix_ids) + 1:
+    chat: ChatFormat
+    empty: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pad_id = self.chat.pad_id
+        if self.max_length <= len(self.chat.query.suffix_ids) + 1:
             raise InputError(
-                f"Expected `max_length` to leave room for the confidence query of {len(chat.query.suffix_ids)} tokens, "
-                f"but got {max_length}."
+                f"Expected `max_length` to leave room for the confidence query of {len(self.chat.query.suffix_ids)} "
+                f"tokens, but got {self.max_length}."
             )
-        self.chat = chat
-        self.empty = empty
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
@@ -174,8 +174,8 @@ class SSCCollator(RowLayout):
         room = self.room_for_response(len(prompt))
         if room < 1:
             raise InputError(
-                f"Expected the prompt of question {row.question.id!r} and the confidence query to leave room for a "
-                f"response within `max_length` {self.max_length}, but got {len(prompt)} prompt tokens."
+                f"The prompt of question {row.question.id!r}, {len(prompt)} tokens, and the confidence query leave no "
+                f"room for a response within `max_length` {self.max_length}."
             )
         if self.empty:
             return EncodedRow((*prompt, *self.chat.query.suffix_ids), len(prompt), len(prompt), was_cut=False)

@@ -134,8 +134,7 @@ class Mixture:
         """Rows that an epoch plans for, known without the store."""
         if self.fill:
             return self.total_tuples
-        counts = (self._reference_count(share) for share in self.shares.values())
-        return sum(self.num_buckets * per_bucket + generation for per_bucket, generation in counts)
+        return sum(generation + sum(buckets) for generation, buckets in self._reference_counts().values())
 
     def draw(self, pools: Mapping[str, TaskPools], confident: BoolArray, *, seed: int, epoch: int) -> EpochDraw:
         """Draw the rows of an epoch; equal arguments give equal rows, in equal order."""
@@ -163,11 +162,13 @@ class Mixture:
         return self._merge(np.concatenate(calibration), np.concatenate(generation), confident, counts, rng)
 
     def _reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
-        counts = {name: self._reference_count(share) for name, share in self.shares.items()}
-        return {name: (generation, [bucket] * self.num_buckets) for name, (bucket, generation) in counts.items()}
-
-    def _reference_count(self, share: float) -> tuple[int, int]:
-        return reference_counts(self.total_tuples, self.generation_ratio, share, num_buckets=self.num_buckets)
+        wanted: dict[str, tuple[int, Sequence[int]]] = {}
+        for name, share in self.shares.items():
+            bucket, generation = reference_counts(
+                self.total_tuples, self.generation_ratio, share, num_buckets=self.num_buckets
+            )
+            wanted[name] = generation, [bucket] * self.num_buckets
+        return wanted
 
     def _fill_counts(
         self, pools: Mapping[str, TaskPools], rng: np.random.Generator

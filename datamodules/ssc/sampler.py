@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -32,13 +32,6 @@ class Dealt(NamedTuple):
 
     places: IntArray
     real: np.ndarray
-
-
-class Dealer(Protocol):
-    """Deals the rows of a step to ``num_bins`` micro-batches, heaviest first, each with at least one row."""
-
-    def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +121,9 @@ class DealByPrompt:
             count += 1
 
 
+Dealer = DealByLength | DealByPrompt  # deals rows to ``num_bins`` micro-batches, heaviest first, none of them empty
+
+
 def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, token_budget: int | None) -> Dealer:
     """Return what deals the rows of ``table``."""
     if shared_prefix:
@@ -189,21 +185,17 @@ def count_packed(
 
 
 def packed_summary(epoch: PackedTokens) -> str:
-    """Return in words what sharing prompts saves in an epoch."""
-    return (
-        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
-        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
-    )
-
-
-def warn_of_little_sharing(epoch: PackedTokens) -> None:
-    """Warn where packing saves next to nothing though responses to one prompt could stand together."""
+    """Return in words what sharing prompts saves in an epoch; warn where that is next to nothing."""
     if epoch.rows and epoch.saved < WORTH_PACKING and epoch.to_a_prompt < 2.0:
         rank_zero_warn(
             f"Packing saves next to nothing, {100 * epoch.saved:.0f} % of the tokens, since a micro-batch holds "
             f"{epoch.to_a_prompt:.1f} responses to a prompt. Raise `batch_size` to a `group_size` above 1, or more, "
             "and divide `trainer.accumulate_grad_batches` by as much (the same optimiser steps)."
         )
+    return (
+        f"responses share their prompt: {epoch.to_a_prompt:.1f} to a prompt, {epoch.saved:.0%} fewer tokens than in "
+        f"sequences of their own; the largest micro-batch has {epoch.largest:,} tokens"
+    )
 
 
 def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
@@ -212,8 +204,8 @@ def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> No
         return
     if longest > token_budget:
         raise InputError(
-            f"Expected every row to fit the `token_budget`, but got {token_budget:,} for one of {longest:,}. Raise "
-            "`token_budget`, or lower `max_length`."
+            f"A row of {longest:,} tokens exceeds the `token_budget` of {token_budget:,}. Raise `token_budget`, or "
+            "lower `max_length`."
         )
     factor = -(-largest // token_budget)
     raise InputError(
@@ -307,38 +299,28 @@ class OneByOne:
         return iter(self.loader)
 
 
+@dataclass(eq=False)
 class OptimizerStepSampler:
     """Batch sampler over whole optimiser steps."""
 
-    def __init__(
-        self,
-        draw: Callable[[int], EpochDraw],
-        deal: Dealer,
-        *,
-        num_steps: int,
-        accumulate: int,
-        world_size: int,
-        rank: int,
-        limit: int,
-        position: Callable[[], tuple[int, int]],
-    ) -> None:
-        self.draw = draw
-        self.deal = deal
-        self._num_steps = num_steps
-        self._accumulate = accumulate
-        self._world_size = world_size
-        self._rank = rank
-        self._limit = limit
-        self.position = position
+    draw: Callable[[int], EpochDraw]
+    deal: Dealer
+    _: KW_ONLY
+    num_steps: int
+    accumulate: int
+    world_size: int
+    rank: int
+    limit: int  # micro-batches of an epoch that the trainer runs
+    position: Callable[[], tuple[int, int]]  # epoch, and micro-batches of it that have been consumed
 
     def __len__(self) -> int:
         """Micro-batches of this process in a whole epoch, wherever iteration starts."""
-        return self._num_steps * self._accumulate
+        return self.num_steps * self.accumulate
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield the rest of the current epoch; the position is read when the first batch is asked for."""
         epoch, start = self.position()
-        if start < self._limit:
+        if start < self.limit:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
@@ -346,34 +328,34 @@ class OptimizerStepSampler:
         draw = self.draw(epoch)
         edges = self._edges(draw)
         _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
-        for step in range(start // self._accumulate, self._num_steps):
-            first = start - step * self._accumulate if step == start // self._accumulate else 0
+        for step in range(start // self.accumulate, self.num_steps):
+            first = start - step * self.accumulate if step == start // self.accumulate else 0
             yield from self._plan(draw, slice(edges[step], edges[step + 1]), dealt[step], step)[first:]
 
     def steps(self, draw: EpochDraw) -> tuple[list[IntArray], list[list[Dealt]]]:
         """Return the rows of every step, and how they are dealt to the micro-batches of all processes."""
         edges = self._edges(draw)
         rows = [draw.rows[start:stop] for start, stop in pairwise(edges)]
-        return rows, [self.deal(step, self._accumulate * self._world_size) for step in rows]
+        return rows, [self.deal(step, self.accumulate * self.world_size) for step in rows]
 
     def _edges(self, draw: EpochDraw) -> IntArray:
-        if len(draw.rows) < self._num_steps:
+        if len(draw.rows) < self.num_steps:
             raise InputError(
-                f"Expected at least one row for each of the {self._num_steps} optimiser steps, but got "
-                f"{len(draw.rows)} rows. Lower `total_tuples`, generate more samples, or set `fill=True`."
+                f"Expected at least one row for each of the {self.num_steps} optimiser steps, but got "
+                f"{len(draw.rows)}. Lower `total_tuples`, generate more samples, or set `fill=True`."
             )
-        return np.arange(self._num_steps + 1) * len(draw.rows) // self._num_steps
+        return np.arange(self.num_steps + 1) * len(draw.rows) // self.num_steps
 
     def _plan(self, draw: EpochDraw, places: slice, dealt: list[Dealt], step: int) -> list[MicroBatch]:
         rows = draw.rows[places]
         calibration, generation = draw.calibration_weight[places], draw.generation_weight[places]
-        world = self._world_size
+        world = self.world_size
         # A run that is cut short by limit_train_batches steps on what it has: the totals count just that.
-        run = dealt[: max(self._limit - step * self._accumulate, 0) * world]
+        run = dealt[: max(self.limit - step * self.accumulate, 0) * world]
         totals = [sum(float((weight[at] * real).sum()) for at, real in run) for weight in (calibration, generation)]
         return [
             MicroBatch(rows[at], real, calibration[at] * real, generation[at] * real, *totals)
-            for at, real in dealt[self._rank :: world]
+            for at, real in dealt[self.rank :: world]
         ]
 
 

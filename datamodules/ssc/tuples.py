@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -20,28 +20,21 @@ from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
+from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
 from selfcal_lightning.datamodules.ssc.mixture import (
     BoolArray,
     EpochDraw,
     FloatArray,
     IntArray,
-    Mixture,
     TaskDraw,
     TaskPools,
 )
 from selfcal_lightning.datamodules.ssc.sampler import (
     DealByPrompt,
-    Dealer,
     MicroBatch,
     OptimizerStepSampler,
     count_packed,
-    epoch_position,
-    group_by_question,
-    limited_batches,
     packed_summary,
-    steps_per_epoch,
-    warn_of_little_sharing,
 )
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
@@ -197,7 +190,7 @@ def question_slices(index: SampleIndex) -> Iterator[slice]:
 
 
 def compute_targets(
-    index: SampleIndex, *, target: TargetName, p_true: PTrueName, drop_none: bool
+    index: SampleIndex, *, target: str, p_true: PTrueName, drop_none: bool
 ) -> tuple[FloatArray, np.ndarray]:
     """Return (target of every row or nan, the reason where there is none), both [R]."""
     masses = index.yes_mass if p_true == "raw" else index.p_true
@@ -233,7 +226,7 @@ def compute_targets(
     return values, reasons
 
 
-def _of_question(target: TargetName, answers: Sequence[str | None], labels: FloatArray) -> float:
+def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray) -> float:
     """Return what the responses say about their question; nan where they do not."""
     if target == "expected_accuracy":
         return float(labels.mean())
@@ -241,7 +234,7 @@ def _of_question(target: TargetName, answers: Sequence[str | None], labels: Floa
     return np.nan if value is None else value
 
 
-def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
+def _reasons(target: str, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
     """Return why each response to a question has no target, if it has none, [n]."""
     if target in BEFORE_ANSWERING:
         first = "no label" if target == "expected_accuracy" else NO_OTHER
@@ -257,22 +250,21 @@ def _reasons(target: TargetName, readable: np.ndarray, made_of: FloatArray) -> n
 def build_table(
     store: SampleStore,
     index: SampleIndex,
-    collator: SSCCollator,
+    collator: RowLayout,
+    recipes: Sequence[TargetRecipe],
     *,
-    recipe: TargetRecipe,
     p_true: PTrueName,
     drop_none: bool,
-    beside: Sequence[TargetRecipe] = (),
 ) -> tuple[TupleTable, np.ndarray]:
     """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
-    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in (recipe, *beside)]
+    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in recipes]
     return make_table(store, index, collator, made)
 
 
 def make_table(
     store: SampleStore,
     index: SampleIndex,
-    collator: SSCCollator,
+    collator: RowLayout,
     made: Sequence[tuple[FloatArray, np.ndarray]],
     lengths: tuple[IntArray, IntArray] | None = None,
 ) -> tuple[TupleTable, np.ndarray]:
@@ -304,7 +296,7 @@ def _follow(
     return mixed, np.where(np.isnan(mixed) & ~np.isnan(values), UNTAUGHT, reasons)
 
 
-def known_lengths(store: SampleStore, index: SampleIndex, collator: SSCCollator) -> tuple[IntArray, IntArray]:
+def known_lengths(store: SampleStore, index: SampleIndex, collator: RowLayout) -> tuple[IntArray, IntArray]:
     """Return the tokens of every row's prompt and response, [R] each."""
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
@@ -361,127 +353,6 @@ def _floats(values: list[float | None]) -> FloatArray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-class TrainingOrder:
-    """What the order of rows depends on, compared with that of a checkpoint where training goes on inside an epoch.
-
-    The position itself is counted by the trainer.
-    """
-
-    def __init__(self) -> None:
-        self._now: dict[str, Any] = {}
-        self._saved: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on; empty before a sampler was made."""
-        return dict(self._now)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Remember the order of a checkpoint."""
-        self._saved = dict(state_dict)
-
-    def sampler(
-        self,
-        mixture: Mixture,
-        pools: Mapping[str, TaskPools],
-        table: TupleTable,
-        deal: Dealer,
-        *,
-        group_size: int,
-        confident: BoolArray,
-        eta: float,
-        seed: int,
-        batch_size: int,
-        check_epoch: Callable[[int], None],
-        trainer: Trainer | None,
-    ) -> OptimizerStepSampler:
-        """Return the sampler of this process."""
-
-        def rows(epoch: int) -> EpochDraw:
-            return mixture.draw(pools, confident, seed=seed, epoch=epoch)
-
-        return self.sampler_of(
-            rows,
-            table,
-            deal,
-            rows_per_epoch=mixture.rows_per_epoch,
-            settings={**asdict(mixture), "eta": eta},
-            group_size=group_size,
-            seed=seed,
-            batch_size=batch_size,
-            check_epoch=check_epoch,
-            trainer=trainer,
-        )
-
-    def sampler_of(
-        self,
-        rows: Callable[[int], EpochDraw],
-        table: TupleTable,
-        deal: Dealer,
-        *,
-        rows_per_epoch: int,
-        settings: Mapping[str, Any],
-        group_size: int,
-        seed: int,
-        batch_size: int,
-        check_epoch: Callable[[int], None],
-        trainer: Trainer | None,
-    ) -> OptimizerStepSampler:
-        """Return the sampler of this process over any draw."""
-        accumulate = trainer.accumulate_grad_batches if trainer else 1
-        per_step = rows_per_step(batch_size, trainer)
-        num_steps = steps_per_epoch(rows_per_epoch, per_step)
-        batches = num_steps * accumulate
-        limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
-        self._now = {
-            "seed": seed,
-            "rows_per_step": per_step,
-            "accumulate_grad_batches": accumulate,
-            "rows_per_epoch": rows_per_epoch,
-            **settings,
-            "group_size": group_size,
-            "dealer": type(deal).__name__,
-            "rows": table.digest(),
-        }
-
-        def position() -> tuple[int, int]:
-            if trainer is None:
-                return 0, 0
-            epoch, start = epoch_position(trainer, limit)
-            if start:
-                self._check()
-            return epoch, start
-
-        def draw(epoch: int) -> EpochDraw:
-            check_epoch(epoch)
-            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
-            question = table.index.question_index
-            return group_by_question(rows(epoch), question, group_size=group_size, seed=seed, epoch=epoch)
-
-        return OptimizerStepSampler(
-            draw,
-            deal,
-            num_steps=num_steps,
-            accumulate=accumulate,
-            world_size=trainer.world_size if trainer else 1,
-            rank=trainer.global_rank if trainer else 0,
-            limit=limit,
-            position=position,
-        )
-
-    def _check(self) -> None:
-        """Hold the order against the one of the checkpoint that training goes on from."""
-        changed = [
-            f"`{name}` was {old!r} and is {self._now[name]!r}"
-            for name, old in self._saved.items()
-            if name in self._now and old != self._now[name]
-        ]
-        if changed:
-            raise InputError(
-                "Expected the settings and rows of the checkpoint that stopped in the middle of an epoch, but got "
-                f"others: {'; '.join(changed)}. Resume with the old ones, or from a checkpoint of an epoch's end."
-            )
-
-
 def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
     """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
     return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
@@ -493,9 +364,7 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
     text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
     if isinstance(sampler.deal, DealByPrompt):
         rows, dealt = sampler.steps(draw)
-        packed = count_packed(dealt, rows, sampler.deal)
-        warn_of_little_sharing(packed)
-        text += "\n" + packed_summary(packed)
+        text += "\n" + packed_summary(count_packed(dealt, rows, sampler.deal))
     return text
 
 

@@ -69,12 +69,6 @@ def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] |
     return rewards
 
 
-def equation_share(texts: Sequence[str]) -> list[float | None]:
-    """Return the share of equations that hold in each response; None without any that can be checked."""
-    found = [find_equations(text) for text in texts]
-    return [sum(e.holds for e in equations) / len(equations) if equations else None for equations in found]
-
-
 def arithmetic_value(expression: str) -> Fraction | None:
     """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs."""
     tokens = _TOKEN.findall(expression)
@@ -207,7 +201,7 @@ _SIGNS = {
 _EQUALS, _OPERATORS = {"="}, frozenset("+*-/()")
 _LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
 _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
-_LONGEST_NUMBER = 40
+
 _DIGITS = frozenset("0123456789")
 
 
@@ -268,7 +262,6 @@ def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool 
 
 
 def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...], list[int]]) -> list[int]:
-    """Return where a form stands in a response, as numbers of tokens."""
     wanted = canonical_step(form)
     if not wanted:
         return []
@@ -278,7 +271,6 @@ def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...
 
 
 def _longest_run(places: Sequence[Sequence[int]]) -> int:
-    """Return how many steps can be found one behind the other."""
     ends: list[int] = []  # the earliest place at which a run of each length can end
     for found in places:
         for length in range(len(ends), -1, -1):

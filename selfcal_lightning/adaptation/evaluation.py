@@ -28,22 +28,17 @@ from selfcal_lightning.records import Question, QuestionSamples
 
 @dataclass(frozen=True)
 class SampledSet:
-    """Q questions with their responses, in the order of their ids."""
-
     entries: tuple[QuestionSamples, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Ids of the questions."""
         return tuple(entry.question.id for entry in self.entries)
 
     @property
     def num_samples(self) -> int:
-        """Fewest responses to a question."""
         return min(len(entry.samples) for entry in self.entries)
 
     def first(self, k: int) -> SampledSet:
-        """Return the questions with their first k responses."""
         return SampledSet(tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
 
     def accuracy(self) -> Floats:
@@ -86,23 +81,20 @@ class SampledSet:
 
 
 def read_set(store_dir: str | Path) -> SampledSet:
-    """Read the questions of a store."""
     store = SampleStore(store_dir)
     entries = tuple(sorted(counted_samples(store, store.index()), key=lambda entry: entry.question.id))
     if not entries:
         raise InputError(f"Expected {store_dir} to hold responses, but got none.")
-    without = [entry.question.id for entry in entries if all(sample.correct is None for sample in entry.samples)]
-    unlabelled = [name for name in without if _readable(entries, name)]
+    unlabelled = [
+        entry.question.id
+        for entry in entries
+        if all(sample.correct is None for sample in entry.samples) and any(sample.answer for sample in entry.samples)
+    ]
     if unlabelled:
         raise InputError(
-            f"Expected questions with gold answers to evaluate on, but got {len(unlabelled):,} without in {store_dir}, "
-            f"such as {unlabelled[0]!r}."
+            f"{len(unlabelled):,} questions in {store_dir} have no gold answer, such as {unlabelled[0]!r}."
         )
     return SampledSet(entries)
-
-
-def _readable(entries: Sequence[QuestionSamples], name: str) -> bool:
-    return any(sample.answer for entry in entries if entry.question.id == name for sample in entry.samples)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -129,7 +121,6 @@ class Change:
     difference: Estimate
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain types."""
         found = self.difference
         return {
             "before": self.before, "after": self.after, "change": found.value, "low": found.low, "high": found.high,
@@ -138,8 +129,6 @@ class Change:
 
 @dataclass(frozen=True)
 class SetComparison:
-    """One set of questions."""
-
     name: str
     num_questions: int
     rows: Mapping[str, Mapping[str, float | None]]
@@ -147,7 +136,6 @@ class SetComparison:
     verdict: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain types."""
         return {
             "num_questions": self.num_questions,
             "rows": {name: dict(row) for name, row in self.rows.items()},
@@ -167,7 +155,6 @@ def compare_set(
     equal_tokens: SampledSet | None = None,
     seed: int = 0,
 ) -> SetComparison:
-    """Compare an adapted model with its base."""
     for other in (adapted, base_greedy, adapted_greedy, *others.values()):
         if other.names != base.names:
             raise InputError(f"Expected the same questions in all samples of the set {name!r}, but got others.")
@@ -286,7 +273,6 @@ def cost_in_samples(
 
 
 def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) -> SampleIndex:
-    """Return the columns of a round that belong to some questions."""
     index, names = store.index(split="train", round=round), {question.id for question in questions}
     return index.select(np.array([name in names for name in index.question_id], dtype=bool))
 
@@ -323,27 +309,17 @@ WHOLE = {"samples"}
 
 def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
     """Return the tables of all sets: what each way of sampling gives, then what changed, with 95 % intervals."""
-    return "\n".join([*levels(sets), "", *changes(sets), ""])
-
-
-def levels(sets: Sequence[SetComparison]) -> list[str]:
-    """Return one row for every set and way of sampling."""
     lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for one in sets:
         for name, row in one.rows.items():
             cells = [_level(column, row.get(column)) for column in COLUMNS]
             lines.append(f"| {one.name} ({one.num_questions}) | {name} | {' | '.join(cells)} |")
-    return lines
-
-
-def changes(sets: Sequence[SetComparison]) -> list[str]:
-    """Return one row for every set: adapted less base."""
     names = list(sets[0].changes) if sets else []
-    lines = [f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
+    lines += ["", f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
     for one in sets:
         cells = [change_cell(one.changes[name]) for name in names]
         lines.append(f"| {one.name} ({one.num_questions}) | {' | '.join(cells)} | {one.verdict} |")
-    return lines
+    return "\n".join([*lines, ""])
 
 
 def change_cell(change: Change) -> str:

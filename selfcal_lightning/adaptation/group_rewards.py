@@ -22,7 +22,6 @@ FUSED_FROM = ("mean_logprob", "logit:p_true")
 
 
 def check_reward(name: str) -> None:
-    """Raise InputError unless there is such a reward."""
     if name not in get_args(GroupReward):
         raise unknown_name("reward", name, list(get_args(GroupReward)))
 
@@ -37,10 +36,7 @@ def group_rewards(
         check_confidence(seen, ANNOTATIONS[name])
     rewards = [_of_group(name, entry.samples, fusion) for entry in seen]
     if not any(reward is not None for group in rewards for reward in group):
-        raise InputError(
-            f"Expected responses with a reward {name!r}, but got none of {len(rewards):,} questions with one: "
-            f"{_absent(name)}."
-        )
+        raise InputError(f"None of {len(rewards):,} questions has a reward {name!r}: {_absent(name)}.")
     return rewards
 
 
@@ -80,7 +76,8 @@ def _references(samples: Sequence[Sample]) -> Rewards:
 
 
 def _absent(name: str) -> str:
-    return {
+    reasons: dict[str, str] = {
         "equations": "no response has an equation that can be checked. Take another reward, such as `majority`",
         REFERENCE: "no response was judged. Sample questions with references, or take a reward that needs none",
-    }.get(name, "no response can be read. Look at the texts, and whether `max_new_tokens` cuts the answers off")
+    }
+    return reasons.get(name, "no response can be read. Does `max_new_tokens` cut the answers off?")

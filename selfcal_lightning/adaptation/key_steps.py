@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
 from selfcal_lightning.adaptation.selection_files import Example, Selection, digest_of
@@ -30,22 +30,17 @@ MOST_STEPS, MOST_FORMS, LONGEST_FORM = 32, 8, 200
 
 @dataclass(frozen=True, slots=True)
 class KeyStep:
-    """One step that leads to the answer."""
-
     forms: tuple[str, ...]
     span: tuple[int, int] | None
     checked: bool | None
 
     @property
     def text(self) -> str:
-        """The first form."""
         return self.forms[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """What was found in one response."""
-
     question_id: str
     round: int
     index: int
@@ -57,25 +52,13 @@ class Extracted:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What names the response."""
         return self.question_id, self.round, self.index
-
-
-class StepExtractor(Protocol):
-    """Finds the key steps of responses."""
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the outcome depends on, JSON-able."""
-
-    def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield what was found in each response, in any order, as it is there."""
 
 
 _COMPUTING = frozenset("+-*/^")
 
 
 def checked_steps(example: Example, found: Sequence[Sequence[str]], *, repaired: bool = False) -> Extracted:
-    """Return the key steps that are left of what was found in a response."""
     text, answer = example.sample.text, example.row.answer or ""
     numbers, leak = step_numbers(text), _forms_of_answer(answer)
     steps: list[KeyStep] = []
@@ -97,11 +80,10 @@ def checked_steps(example: Example, found: Sequence[Sequence[str]], *, repaired:
         if kept and not keys & seen:
             seen |= keys
             steps.append(_step(tuple(kept.values()), text))
-    row = example.row
-    index = example.sample.index
-    if not steps:
-        return Extracted(row.question_id, row.round, index, None, NOTHING_LEFT, repaired, ungrounded, leaking)
-    return Extracted(row.question_id, row.round, index, tuple(steps), None, repaired, ungrounded, leaking)
+    row, reason = example.row, None if steps else NOTHING_LEFT
+    return Extracted(
+        row.question_id, row.round, example.sample.index, tuple(steps) or None, reason, repaired, ungrounded, leaking
+    )
 
 
 def _step(forms: tuple[str, ...], text: str) -> KeyStep:
@@ -139,7 +121,6 @@ def _is_article(form: str, answer: str) -> bool:
 
 
 def _without(tokens: tuple[str, ...], run: tuple[str, ...]) -> tuple[str, ...]:
-    """Return tokens less a run of them, wherever it stands."""
     left, size, at = [], len(run), 0
     while at < len(tokens):
         is_run = bool(run) and tokens[at : at + size] == run
@@ -201,11 +182,9 @@ class RuleExtractor:
     """
 
     def describe(self) -> dict[str, Any]:
-        """Return what the outcome depends on."""
         return {"backend": "rules", "version": 1}
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield the key steps of each response."""
         for example in chosen:
             yield checked_steps(example, _equations(example.sample.text))
 
@@ -235,8 +214,6 @@ _WAY_OUT = "What was extracted is kept; see to the service and start the same co
 
 @dataclass(slots=True)
 class _Job:
-    """A response whose steps are asked for, and the reply that has to be mended."""
-
     example: Example
     bad: str | None = None
 
@@ -265,7 +242,6 @@ class EngineExtractor:
         }
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        """Yield what was found in each response as its reply is there."""
         jobs = {f"steps/{number}": _Job(example) for number, example in enumerate(chosen)}
         room = self._room()
         too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
@@ -346,15 +322,12 @@ FILE = "key_steps.json"
 
 @dataclass(frozen=True)
 class KeySteps:
-    """The key steps of a selection."""
-
     extractor: Mapping[str, Any]
     selection_sha256: str
     found: tuple[Extracted, ...]
 
     @property
     def by_response(self) -> dict[tuple[str, int, int], Extracted]:
-        """What was found, by question, round and response."""
         return {one.key: one for one in self.found}
 
     @property
@@ -390,30 +363,27 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
         raise InputError(
-            f"Expected {file} to belong to the selection beside it, but got steps of an earlier one. Run "
-            "`selfcal extract-steps --overwrite true`."
+            f"Expected steps of this selection in {file}, but got steps of an earlier one. Set `overwrite`."
         )
     return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
 
 
 def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overwrite: bool) -> list[Extracted]:
-    """Return what the same extractor found before."""
     if overwrite:
         return []
     known = read_key_steps(selection)
     if known is None:
         return []
     if digest_of(dict(known.extractor)) != digest_of(dict(extractor)):
+        other = "backend" if known.extractor["backend"] != extractor["backend"] else "model or prompt"
         raise InputError(
-            f"Expected the steps in {selection.path / FILE} to have been extracted in the same way, but got another "
-            f"{'backend' if known.extractor['backend'] != extractor['backend'] else 'model or prompt'}. Set "
-            "`overwrite` to replace them."
+            f"Expected steps of the same extractor in {selection.path / FILE}, but got another {other}. Set "
+            f"`overwrite`."
         )
     return list(known.found)
 
 
 def write_key_steps(selection: Selection, extractor: Mapping[str, Any], found: Iterable[Extracted]) -> KeySteps:
-    """Write what was found, in the order of questions, with its rates."""
     steps = KeySteps(extractor, selection.sha256, tuple(sorted(found, key=lambda one: one.key)))
     content = {
         "extractor": dict(extractor),
@@ -426,13 +396,8 @@ def write_key_steps(selection: Selection, extractor: Mapping[str, Any], found: I
 
 
 def _from_json(content: Mapping[str, Any]) -> Extracted:
-    steps = content["steps"]
-    made = (
-        None
-        if steps is None
-        else tuple(
-            KeyStep(tuple(step["forms"]), None if step["span"] is None else tuple(step["span"]), step["checked"])
-            for step in steps
-        )
+    steps = content["steps"] and tuple(
+        KeyStep(tuple(step["forms"]), step["span"] and tuple(step["span"]), step["checked"])
+        for step in content["steps"]
     )
-    return Extracted(**{**content, "steps": made})
+    return Extracted(**{**content, "steps": steps})

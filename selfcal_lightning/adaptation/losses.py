@@ -46,9 +46,6 @@ def policy_gradient_loss(
     Returns:
         One loss per response [B]; 0 for a response without tokens.
 
-    Raises:
-        ValueError: If the shapes do not fit or an option is out of its range.
-
     Example:
         >>> logprob, row = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 0, 1])
         >>> policy_gradient_loss(logprob, torch.tensor([1.0, -1.0]), row)
@@ -67,8 +64,7 @@ def policy_gradient_loss(
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
     if logprob.dim() != 1 or advantage.dim() != 1:
         raise InputError(
-            "Expected `logprob` to have shape [n] and `advantage` shape [B], "
-            f"but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
+            f"Expected `logprob` [n] and `advantage` [B], but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
         )
     logprob = at_least_float32(logprob)
     weight = torch.exp(logprob - logprob.detach())
@@ -88,9 +84,6 @@ def token_ratio(new: Tensor, old: Tensor) -> Tensor:
         new: log p of the tokens under the model that is trained [n].
         old: Likewise under the model that sampled, at temperature 1 [n].
 
-    Raises:
-        ValueError: If the shapes differ.
-
     Example:
         >>> token_ratio(torch.tensor([-1.0]), torch.tensor([-1.0]))
         tensor([1.])
@@ -108,9 +101,6 @@ def sequence_ratio(new: Tensor, old: Tensor, length: Tensor) -> Tensor:
         new: Sum of log p of the response's tokens under the model that is trained [B].
         old: Likewise under the model that sampled, at temperature 1 [B].
         length: Tokens of the response [B]; 0 gives a ratio of 1 where the sums are 0.
-
-    Raises:
-        ValueError: If the shapes differ.
 
     Example:
         >>> sequence_ratio(torch.tensor([-2.0]), torch.tensor([-4.0]), torch.tensor([2]))  # e
@@ -135,9 +125,6 @@ def kl_estimate(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
     Returns:
         One estimate per token [...].
 
-    Raises:
-        ValueError: If the shapes differ.
-
     Example:
         >>> kl_estimate(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 0.0]))  # e - 2
         tensor([0.0000, 0.7183])
@@ -160,9 +147,6 @@ def entropy_bonus(logits: Tensor, row: Tensor, *, num_rows: int) -> Tensor:
 
     Returns:
         One mean per response [B]; 0 for a response without tokens.
-
-    Raises:
-        ValueError: If the shapes do not fit.
 
     Example:
         >>> entropy_bonus(torch.zeros(2, 4), torch.tensor([0, 0]), num_rows=1)  # log 4

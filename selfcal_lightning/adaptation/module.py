@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -27,21 +27,24 @@ from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapter_state
 from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.calibrated_model import ExportedModel
-from selfcal_lightning.training.checkpoints import check_loss_settings, check_optimizer_settings
+from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.contracts import check_stated, needed_data
 from selfcal_lightning.training.losses import row_means, share_of_step
-from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.modules import plain_settings
 from selfcal_lightning.training.resume import dropout_stream
-from selfcal_lightning.training.schedule import with_cosine
-from selfcal_lightning.training.scored import ScoredModel
 from selfcal_lightning.training.self_calibration import calibration_part, generation_part
+from selfcal_lightning.training.settings import (
+    AdapterSettings,
+    LossSettings,
+    OptimizerSettings,
+    check_literals,
+    check_not_negative,
+)
 from selfcal_lightning.training.support import Support, Way, check_features
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
 
@@ -99,12 +102,25 @@ def policy_parts(
     return PolicyParts(*(share_of_step(part, weight, total) for part in (per_row, divergence, entropy, clipped)))
 
 
-def check_ratio(ratio: str, clip: tuple[float, float]) -> None:
-    """Raise InputError where one of them is out of range."""
-    if ratio not in get_args(Ratio):
-        raise InputError(f"Expected `ratio` to be one of {get_args(Ratio)}, but got {ratio!r}.")
-    if not 0.0 <= clip[0] <= 1.0 or clip[1] < 0.0:
-        raise InputError(f"Expected `clip_low` to lie in [0, 1] and `clip_high` to be at least 0, but got {clip}.")
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy learns from, and what restrains it; ``TestTimeTrainingModule`` documents the fields."""
+
+    reward: GroupReward = "majority"
+    target: PoolTarget | None = None
+    calibration: float = 1.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    ratio: Ratio = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_not_negative(calibration=self.calibration, kl=self.kl, entropy=self.entropy)
+        if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
+            got = (self.clip_low, self.clip_high)
+            raise InputError(f"Expected `clip_low` to lie in [0, 1] and `clip_high` to be at least 0, but got {got}.")
 
 
 def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
@@ -167,7 +183,7 @@ REASONS: dict[tuple[str, Way], str] = {
 }
 
 
-class TestTimeTrainingModule(ScoredModel, ExportedModel):
+class TestTimeTrainingModule(ConfidenceModel):
     """A causal language model that learns from its own responses, by a policy gradient, a selection, or both losses.
 
     Over one optimiser step, for responses with advantages A, weights w of what is learnt of their tokens and v of what
@@ -244,34 +260,23 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         prompt: Prompt | None = None,
         seed: int = 0,
     ) -> None:
-        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
-        super().__init__()
-        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
-            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
-        _check_adapter(lora)
-        plain["lora"] = {**asdict(lora), "target_modules": list(lora.target_modules)}
-        if isinstance(prompt, Mapping):
-            prompt = Prompt.from_json(prompt)
-        plain["prompt"] = None if prompt is None else prompt.as_json()
-        _check_learnt(reward, target)
-        _check_weights(calibration=calibration, kl=kl, entropy=entropy)
-        check_ratio(ratio, (clip_low, clip_high))
-        check_loss_settings(
-            omega=1.0, beta=beta, loss="smooth_l1", ranking=0.0, p_true=p_true, warmup_steps=warmup_steps
+        adapter = AdapterSettings(
+            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
+            query=query, prompt=prompt, seed=seed,
+        )  # fmt: skip
+        if adapter.lora is None or adapter.activated:
+            got = "None" if adapter.lora is None else "an activated one"
+            raise InputError(
+                f"Expected `lora` to be an adapter of the generator, but got {got}: every round is kept as the adapter "
+                "that sampled it. Set `lora.activated: false`."
+            )
+        super().__init__(
+            adapter, OptimizerSettings(lr, weight_decay, warmup_steps), LossSettings(beta=beta, p_true=p_true)
         )
-        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
-        self.base_model, self.revision, self.lora = base_model, revision, lora
-        self.reward, self.target = reward, target
-        self.calibration, self.kl, self.entropy = calibration, kl, entropy
-        self.ratio, self.clip, self.beta, self.p_true = ratio, (clip_low, clip_high), beta, p_true
-        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
-        self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
-        self.query, self.prompt, self.seed = query, prompt, seed
-        self.loss, self.ranking = "smooth_l1", 0.0
-        self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
-        self.activated, self.beside = False, {}
-        self.save_hyperparameters(plain)
-        self.val_metrics, self.test_metrics = CalibrationMetrics(beta=beta), CalibrationMetrics(beta=beta)
+        self.policy = PolicySettings(reward, target, calibration, kl, entropy, ratio, clip_low, clip_high)
+        self.save_hyperparameters(
+            plain_settings(self.adapter, self.optimization, self.policy) | {"beta": beta, "p_true": p_true}
+        )
         self._round_state: dict[str, Tensor] | None = None
         self._is_sampled_from = False
         self._epoch_taken_up: int | None = None
@@ -280,18 +285,17 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work."""
         super().check_support(trainer)
-        trainer = trainer or trainer_of(self)
-        if trainer is not None:
+        if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
 
     def on_fit_start(self) -> None:
         """Refuse data that are not what is stated here, and a model that packed rows would train on wrong logits."""
         data = self._data()
-        check_stated({"reward": (self.reward, data.reward), "target": (self.target, data.learnt_target)})
+        check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.target)})
         self._check_packing()
 
     def _data(self) -> Any:
-        return needed_data(self.trainer.datamodule, who=type(self).__name__, remedy="use RolloutDataModule")
+        return needed_data(self.data_module, who=type(self).__name__, remedy="use RolloutDataModule")
 
     # ---- training
 
@@ -307,7 +311,7 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
 
     def _end_without_rewards(self, epoch: int) -> None:
         data = self._data()
-        if self.trainer.should_stop or self.reward == "none":
+        if self.trainer.should_stop or self.policy.reward == "none":
             return
         if self.trainer.strategy.broadcast(data.teaches(epoch)):
             return
@@ -315,7 +319,7 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         if self.trainer.is_global_zero:
             say(
                 f"{type(self).__name__}: stopped before epoch {epoch}: the responses to nearly every question of its "
-                f"round have one reward {self.reward!r}, and nothing is left to learn. The adapter stays as it is."
+                f"round have one reward {self.policy.reward!r}, and nothing is left to learn. The adapter stays."
             )
 
     def _take_up_round(self) -> None:
@@ -329,7 +333,9 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         self._round_state = data.round_adapter(self.current_epoch)
         # One step a round, taken without dropout, is taken from the very model that sampled it: every ratio is 1.
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
-        self._is_sampled_from = steps == 1 and self.lora.dropout == 0.0 and data.is_fresh(self.current_epoch)
+        self._is_sampled_from = (
+            steps == 1 and self.hparams["lora"]["dropout"] == 0.0 and data.is_fresh(self.current_epoch)
+        )
         self._epoch_taken_up = self.current_epoch
 
     def training_step(self, batch: PolicyBatch, batch_idx: int) -> Tensor:
@@ -337,33 +343,34 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
-        if self.reward != "none":
+        policy = self.policy
+        if policy.reward != "none":
             self._take_up_round()
         behaviour, reference = self._earlier(batch)
         at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.seed, *at, device=self.device):
+        with dropout_stream(self.adapter.seed, *at, device=self.device):
             outputs = self._outputs(batch, batch.label_position)
-        p_true = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
-        calibration = calibration_part(batch, p_true, loss="smooth_l1", beta=self.beta)
+        p_true = outputs.p_true(self.chat.query, normalised=self._is_normalised)
+        calibration = calibration_part(batch, p_true, self.losses)
         losses = outputs.token_losses(batch.label_id)
         likelihood, parts = torch.zeros_like(calibration), PolicyParts(*[torch.zeros_like(calibration)] * 4)
-        if self.reward == "none":
+        if policy.reward == "none":
             likelihood = generation_part(batch, losses)
         else:
-            logits = outputs.token_logits() if self.entropy > 0.0 else None
+            logits = outputs.token_logits() if policy.entropy > 0.0 else None
             parts = policy_parts(
                 batch,
                 -losses,
                 behaviour=behaviour,
                 reference=reference,
                 logits=logits,
-                ratio=self.ratio,
-                clip=self.clip,
+                ratio=policy.ratio,
+                clip=(policy.clip_low, policy.clip_high),
             )
         self._step_log.add(batch, parts, likelihood=likelihood, calibration=calibration, p_true=p_true)
         total = (
-            parts.gradient + self.kl * parts.divergence - self.entropy * parts.entropy + likelihood
-            + self.calibration * calibration
+            parts.gradient + policy.kl * parts.divergence - policy.entropy * parts.entropy + likelihood
+            + policy.calibration * calibration
         )  # fmt: skip
         return total * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
@@ -372,9 +379,9 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
 
         None where it is not needed: under the model itself, and without KL.
         """
-        if self.reward == "none":
+        if self.policy.reward == "none":
             return None, None
-        wants_behaviour, wants_reference = not self._is_sampled_from, self.kl > 0.0
+        wants_behaviour, wants_reference = not self._is_sampled_from, self.policy.kl > 0.0
         reference = None
         if wants_reference or (wants_behaviour and self._round_state is None):
             with adapter_asleep(self.model):
@@ -402,43 +409,13 @@ class TestTimeTrainingModule(ScoredModel, ExportedModel):
         finally:
             set_adapter_state(self.model, own)
 
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW over the adapter, and a cosine over *optimiser* steps."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
-        return with_cosine(optimizer, self.trainer, warmup_steps=self.warmup_steps)
-
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the losses of the step."""
         weights = {
-            "PolicyGradient": 1.0, "KL": self.kl, "Entropy": -self.entropy, "Likelihood": 1.0,
-            "Calibration": self.calibration,
+            "PolicyGradient": 1.0, "KL": self.policy.kl, "Entropy": -self.policy.entropy, "Likelihood": 1.0,
+            "Calibration": self.policy.calibration,
         }  # fmt: skip
         logged = self._step_log.finish(self.trainer.strategy, weights=weights, lr=optimizer.param_groups[0]["lr"])
         if logged:
             self.log_dict(logged)
             self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
-
-
-def _check_adapter(lora: LoraSettings | None) -> None:
-    if lora is None or lora.activated:
-        got = "None" if lora is None else "an activated one"
-        raise InputError(
-            f"Expected `lora` to be an adapter of the generator, but got {got}: every round is kept as the adapter "
-            "that sampled it, and one that wakes at the query alone changes no response. Set `lora.activated: false`."
-        )
-
-
-def _check_learnt(reward: str, target: str | None) -> None:
-    for name, value, known in (
-        ("reward", reward, get_args(GroupReward)),
-        ("target", target, (None, *get_args(PoolTarget))),
-    ):
-        if value not in known:
-            raise InputError(f"Expected `{name}` to be one of {', '.join(map(str, known))}, but got {value!r}.")
-
-
-def _check_weights(**weights: float) -> None:
-    for name, value in weights.items():
-        if not 0.0 <= value < math.inf:
-            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")

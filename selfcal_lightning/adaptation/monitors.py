@@ -26,7 +26,6 @@ class RoundMonitors:
     logprob_fall: float | None = None
 
     def as_json(self) -> dict[str, float | None]:
-        """Return plain types."""
         return asdict(self)
 
 

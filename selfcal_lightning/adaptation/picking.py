@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from selfcal_lightning.adaptation import picking as records
 from selfcal_lightning.confidence.base import P_TRUE, STORED, check_confidence, confidence_of
 from selfcal_lightning.confidence.features import feature_value
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import QuestionSamples, Sample
 
@@ -43,13 +41,6 @@ def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | 
         if is_readable and score is not None and not math.isnan(score)
     ]
     return max(known, key=lambda at: (scores[at], -at), default=None)
-
-
-def threshold_for_count(scores: Sequence[float | None], count: int) -> float | None:
-    """Return the highest threshold that keeps at least ``count`` of the known scores: more where some are equal."""
-    check_positive(count, "count")
-    known = sorted((score for score in scores if score is not None), reverse=True)
-    return known[count - 1] if count <= len(known) else None
 
 
 def kept(scores: Sequence[float | None], threshold: float) -> list[bool]:
@@ -85,10 +76,6 @@ class SelectionSettings:
         features: What the fusion reads; None takes those of ``FUSED_FEATURES`` that the responses have.
         scores: Further confidences that are written with the selection.
         references: Whether gold answers may be read. Without it nothing sees them.
-
-    Raises:
-        InputError: A setting is out of its range, two ways of keeping are named, or a gold answer is asked for in a
-            run that may read none.
     """
 
     pick: str = FUSED
@@ -103,10 +90,9 @@ class SelectionSettings:
     references: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("order", get_args(Order)), ("label", get_args(LabelKind))):
-            value = {"order": self.order, "label": self.label}[name]
-            if value not in known:
-                raise unknown_name(name, value, known)
+        for name, value, known in (("order", self.order, Order), ("label", self.label, LabelKind)):
+            if value not in get_args(known):
+                raise unknown_name(name, value, get_args(known))
         ways = {"threshold": self.threshold, "keep_top": self.top, "keep_count": self.count}
         given = {name: value for name, value in ways.items() if value is not None}
         if len(given) > 1:
@@ -117,22 +103,13 @@ class SelectionSettings:
             raise InputError(f"Expected `keep_count` to be at least 1, but got {self.count}.")
         if self.features is not None and self.pick != FUSED:
             raise InputError(f"Expected `features` with `pick` {FUSED!r}, but got it with {self.pick!r}.")
-        check_label_free(self.label, references=self.references)
+        if self.label == "reference" and not self.references:
+            raise InputError("Got `label` 'reference' without `references`. Set it if gold answers may be read.")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The confidences of responses that are named, besides those of the fusion."""
         named = [name for name in (self.pick, self.keep) if name not in (FUSED, SHARE, SSC, PICK)]
         return tuple(dict.fromkeys([*named, *self.scores]))
-
-
-def check_label_free(label: LabelKind, *, references: bool) -> None:
-    """Raise InputError where gold answers are asked for in a run that may read none."""
-    if label == "reference" and not references:
-        raise InputError(
-            "Expected `label` to be something else than 'reference' in a run without references, but got it. Set "
-            "`references` if gold answers may be read; the manifest then says so."
-        )
 
 
 # Why a question is not kept.
@@ -176,7 +153,6 @@ class SelectedRow:
 
 
 def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> Label:
-    """Return the label of a question."""
     answers = [sample.answer for sample in entry.samples]
     text = {
         "majority": majority_answer(answers),
@@ -188,7 +164,8 @@ def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> 
     if text is None:
         return Label(kind, None, None, None, None)
     votes = Counter(answer for answer in answers if answer)
-    agreeing = _votes_for_reference(entry.samples) if kind == "reference" else votes[text]
+    # A gold answer may be written in another way than theirs.
+    agreeing = sum(bool(sample.correct) for sample in entry.samples) if kind == "reference" else votes[text]
     others = [count for answer, count in votes.items() if answer != text]
     size = len(answers)
     margin = None if kind == "reference" else (agreeing - max(others, default=0)) / size
@@ -211,7 +188,6 @@ def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
 
 
 def _most_confident(samples: Sequence[Sample]) -> str | None:
-    """Return the answer with the most P(True) on it, the first seen on ties."""
     masses = _masses(samples)
     return max(masses, key=masses.__getitem__) if masses and max(masses.values()) > 0.0 else None
 
@@ -223,11 +199,6 @@ def _masses(samples: Sequence[Sample]) -> dict[str, float]:
         if sample.answer and confidence is not None:
             masses[sample.answer] += confidence
     return masses
-
-
-def _votes_for_reference(samples: Sequence[Sample]) -> int:
-    """Return how many responses were judged right: the gold answer may be written in another way than theirs."""
-    return sum(bool(sample.correct) for sample in samples)
 
 
 @dataclass(frozen=True)
@@ -278,9 +249,7 @@ def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None
     chosen = features or [n for n in FUSED_FEATURES if any(feature_value(sample, n) is not None for sample in readable)]
     if not (readable and chosen):
         raise InputError(
-            f"Expected readable responses with one of {', '.join(FUSED_FEATURES)} to pick by, but got none. Run "
-            "`selfcal score --estimator '[mean_logprob, min_logprob, self_certainty, token_entropy]'`, or name another "
-            "`pick`."
+            f"No readable response has one of {', '.join(FUSED_FEATURES)}. Run `selfcal score`, or name another `pick`."
         )
     scored = [
         entry
@@ -300,10 +269,10 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
     pick = None if at is None else scores[at]
     keep, reason = pick, None
     if sample is None:
-        reason = records.UNSCORED if any(answers) else records.UNREADABLE
+        reason = UNSCORED if any(answers) else UNREADABLE
     elif settings.keep != PICK:
         keep = score_of(entry, sample, settings.keep, fusion)
-        reason = records.UNKNOWN if keep is None else None
+        reason = UNKNOWN if keep is None else None
     return SelectedRow(
         question_id=entry.question.id,
         round=samples[0].round,
@@ -349,10 +318,9 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
         first = [at for at, reaches in zip(first, reached, strict=True) if reaches]
     if not first:
         raise InputError(
-            f"Expected the selection to hold at least one of {len(rows):,} questions, but got none: "
-            f"{_what_is_there(rows)}. Choose another `threshold`, or score what has no score."
+            f"Expected to keep at least one of {len(rows):,} questions, but got none: {_what_is_there(rows)}."
         )
-    why = records.NOT_FIRST if settings.threshold is None else records.BEYOND
+    why = NOT_FIRST if settings.threshold is None else BEYOND
     is_kept = set(first)
     marked = [
         replace(row, kept=at in is_kept, reason=None if at in is_kept else row.reason or why)
@@ -362,7 +330,6 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
 
 
 def _urgency(score: float, order: str) -> float:
-    """Return what is larger for questions that come first."""
     if order == "informative":
         return -abs(score - 0.5)
     return score if order == "easiest" else -score

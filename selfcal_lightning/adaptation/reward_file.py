@@ -80,5 +80,4 @@ class TaskRewards:
 
 
 def reward_source(tasks: Iterable[Task]) -> str:
-    """Return the source of the reward file for rows of these tasks."""
     return _FILE.replace("{names}", ", ".join(f'"{name}"' for name in sorted(task.name for task in tasks)))

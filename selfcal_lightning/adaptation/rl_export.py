@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,6 @@ from selfcal_lightning.core.files import (
     write_atomically,
 )
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.records import Message
 
 ExportLabel = Literal["picked", "none"]
 _ABILITIES = {"number": "math", "expression": "math", "option letter": "choice", "short text": "qa"}
@@ -42,45 +41,40 @@ class TrainingRow:
     """A kept question, ready to be written."""
 
     number: int
-    question: str
-    messages: tuple[Message, ...]
-    ability: str
+    example: Example
     label: Label
-    response: str
-    key_steps: tuple[tuple[str, ...], ...]
-    row: SelectedRow
+    key_steps: list[list[str]]
 
     @property
-    def source(self) -> str:
-        """Name of the question's kind, by which the reward file reads answers."""
-        return f"selfcal/{self.row.task}"
+    def row(self) -> SelectedRow:
+        return self.example.row
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": message.role, "content": message.content} for message in self.example.question.messages]
+
+    @property
+    def turn(self) -> dict[str, str]:
+        return {"role": "assistant", "content": self.example.sample.text}
+
+    @property
+    def reward_fields(self) -> dict[str, Any]:
+        """What the reward file reads, and what is known of the label."""
+        label = {"answer": self.label.text, "label_kind": self.label.kind, "label_share": self.label.share}
+        return {"data_source": f"selfcal/{self.row.task}", **label, "key_steps": self.key_steps}
 
 
 def training_rows(
     chosen: Iterable[Example], steps: KeySteps | None, *, label: ExportLabel | None = None
 ) -> list[TrainingRow]:
-    """Return the rows of kept questions."""
     known = {} if steps is None else steps.by_response
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
-        if not one.question.messages:
-            raise InputError(
-                f"Expected question {one.question.id!r} to be known as a chat, but got a rendered prompt: a trainer "
-                "would put it into a template once more."
-            )
+        if not one.question.messages:  # a trainer would put it into a template once more
+            raise InputError(f"Expected a chat for question {one.question.id!r}, but got a rendered prompt.")
         found = known.get((one.row.question_id, one.row.round, one.sample.index))
-        rows.append(
-            TrainingRow(
-                number=number,
-                question=one.question.text,
-                messages=one.question.messages,
-                ability=_ABILITIES[get_task(one.row.task).answer_type],
-                label=_label(one.row, label),
-                response=one.sample.text,
-                key_steps=tuple(step.forms for step in (found.steps if found else None) or ()),
-                row=one.row,
-            )
-        )
+        forms = [list(step.forms) for step in (found.steps if found else None) or ()]
+        rows.append(TrainingRow(number, one, _label(one.row, label), forms))
     return rows
 
 
@@ -93,19 +87,8 @@ def check_label(selection: Selection, label: str | None) -> None:
         return
     own, also = selection.manifest["settings"]["label"], " --references true" if label == "reference" else ""
     raise InputError(
-        f"Expected `label` to be picked, none or {own!r}, that of the selection, but got {label!r}. Run "
-        f"`selfcal select --label {label}{also}` for it."
+        f"Selection has no `label` {label!r}, but {own!r}. Run `selfcal select --label {label}{also}` for it."
     )
-
-
-def counts_of_rows(rows: Iterable[TrainingRow]) -> Mapping[str, int]:
-    """Return how many rows there are, and how many lack a label or key steps."""
-    listed = list(rows)
-    return {
-        "rows": len(listed),
-        "without_label": sum(row.label.text is None for row in listed),
-        "without_key_steps": sum(not row.key_steps for row in listed),
-    }
 
 
 def _label(row: SelectedRow, label: ExportLabel | None) -> Label:
@@ -118,100 +101,49 @@ def _label(row: SelectedRow, label: ExportLabel | None) -> Label:
 
 
 Format = Literal["verl", "trl", "openrlhf", "reference"]
-_CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-_STEPS = pa.list_(pa.list_(pa.string()))
+_TEXT, _REAL, _INT = pa.string(), pa.float64(), pa.int64()
+_CHAT = pa.list_(pa.struct({"role": _TEXT, "content": _TEXT}))
+_STEPS = pa.list_(pa.list_(_TEXT))
+_LABEL = {"label_kind": _TEXT, "label_share": _REAL}
 
 
 def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Table:
     """Return the table of ``data.train_files``: a row a question."""
-    names = _score_names(rows)
-    scores = pa.struct([(name, pa.float64()) for name in names] or [("none", pa.float64())])
-    schema = pa.schema(
-        [
-            ("data_source", pa.string()),
-            ("prompt", _CHAT),
-            ("ability", pa.string()),
-            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-            (
-                "extra_info",
-                pa.struct(
-                    [
-                        ("index", pa.int64()),
-                        ("split", pa.string()),
-                        ("question_id", pa.string()),
-                        ("label_kind", pa.string()),
-                        ("label_share", pa.float64()),
-                        ("label_confidence", pa.float64()),
-                        ("label_margin", pa.float64()),
-                        ("num_samples", pa.int64()),
-                        ("num_unreadable", pa.int64()),
-                        ("response", pa.string()),
-                        ("key_steps", _STEPS),
-                        ("scores", scores),
-                        ("round", pa.int64()),
-                        ("selection_sha256", pa.string()),
-                    ]
-                ),
-            ),
-        ]
-    )
+    names = sorted({name for row in rows for name in row.row.scores})
+    info = {
+        "index": _INT, "split": _TEXT, "question_id": _TEXT, **_LABEL, "label_confidence": _REAL, "label_margin": _REAL,
+        "num_samples": _INT, "num_unreadable": _INT, "response": _TEXT, "key_steps": _STEPS,
+        "scores": pa.struct({name: _REAL for name in names or ["none"]}), "round": _INT, "selection_sha256": _TEXT,
+    }  # fmt: skip
+    reward = pa.struct({"style": _TEXT, "ground_truth": _TEXT})
+    columns = {"data_source": _TEXT, "prompt": _CHAT, "ability": _TEXT, "reward_model": reward}
+    schema = pa.schema({**columns, "extra_info": pa.struct(info)})
     return pa.Table.from_pylist([_verl_row(row, names, selection_sha256) for row in rows], schema=schema)
 
 
 def verl_sft_table(rows: Sequence[TrainingRow]) -> pa.Table:
     """Return the table of verl's supervised trainer: the chat with the chosen response."""
-    schema = pa.schema([("messages", _CHAT)])
-    return pa.Table.from_pylist([{"messages": [*_chat(row), _turn(row)]} for row in rows], schema=schema)
+    return pa.Table.from_pylist([{"messages": [*row.chat, row.turn]} for row in rows], pa.schema({"messages": _CHAT}))
 
 
 def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
     """Return the table of TRL: ``GRPOTrainer`` hands all columns to the reward; ``SFTTrainer`` reads two."""
-    schema = pa.schema(
-        [
-            ("prompt", _CHAT),
-            ("completion", _CHAT),
-            ("data_source", pa.string()),
-            ("answer", pa.string()),
-            ("label_kind", pa.string()),
-            ("label_share", pa.float64()),
-            ("key_steps", _STEPS),
-            ("question_id", pa.string()),
-        ]
-    )
-    return pa.Table.from_pylist(
-        [
-            {
-                "prompt": _chat(row),
-                "completion": [_turn(row)],
-                "data_source": row.source,
-                "answer": row.label.text,
-                "label_kind": row.label.kind,
-                "label_share": row.label.share,
-                "key_steps": [list(forms) for forms in row.key_steps],
-                "question_id": row.row.question_id,
-            }
-            for row in rows
-        ],
-        schema=schema,
-    )
+    columns = {"prompt": _CHAT, "completion": _CHAT, "data_source": _TEXT, "answer": _TEXT, **_LABEL}
+    schema = pa.schema({**columns, "key_steps": _STEPS, "question_id": _TEXT})
+    content = [
+        {"prompt": row.chat, "completion": [row.turn], **row.reward_fields, "question_id": row.row.question_id}
+        for row in rows
+    ]
+    return pa.Table.from_pylist(content, schema=schema)
 
 
 def openrlhf_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
     """Return the lines of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
     return [
         {
-            "input": _chat(row),
-            "label": json.dumps(
-                {
-                    "data_source": row.source,
-                    "answer": row.label.text,
-                    "label_kind": row.label.kind,
-                    "label_share": row.label.share,
-                    "key_steps": [list(forms) for forms in row.key_steps],
-                },
-                ensure_ascii=False,
-            ),
-            "datasource": row.source,
+            "input": row.chat,
+            "label": json.dumps(row.reward_fields, ensure_ascii=False),
+            "datasource": row.reward_fields["data_source"],
         }
         for row in rows
     ]
@@ -221,35 +153,31 @@ def reference_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
     """Return the rows of the reference system; with key steps these stand for the response, as JSON."""
     return [
         {
-            "question": row.question,
+            "question": row.example.question.text,
             "answer": row.label.text,
             "gpt_response": json.dumps({"key_steps": row.key_steps}, ensure_ascii=False)
             if row.key_steps
-            else row.response,
+            else row.example.sample.text,
         }
         for row in rows
     ]
 
 
 def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
+    fields = row.reward_fields
     return {
-        "data_source": row.source,
-        "prompt": _chat(row),
-        "ability": row.ability,
+        "data_source": fields["data_source"],
+        "prompt": row.chat,
+        "ability": _ABILITIES[get_task(row.row.task).answer_type],
         # Without a label it is empty and never null: verl reads the field of every row.
         "reward_model": {"style": "rule", "ground_truth": row.label.text or ""},
         "extra_info": {
+            **{name: fields[name] for name in ("label_kind", "label_share", "key_steps")},
+            **{name: getattr(row.row, name) for name in ("split", "question_id", "num_samples", "num_unreadable")},
             "index": row.number,
-            "split": row.row.split,
-            "question_id": row.row.question_id,
-            "label_kind": row.label.kind,
-            "label_share": row.label.share,
             "label_confidence": row.label.confidence,
             "label_margin": row.label.margin,
-            "num_samples": row.row.num_samples,
-            "num_unreadable": row.row.num_unreadable,
-            "response": row.response,
-            "key_steps": [list(forms) for forms in row.key_steps],
+            "response": row.example.sample.text,
             "scores": {name: row.row.scores.get(name) for name in names} or {"none": None},
             "round": row.row.round,
             "selection_sha256": selection_sha256,
@@ -257,25 +185,11 @@ def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> 
     }
 
 
-def _score_names(rows: Sequence[TrainingRow]) -> list[str]:
-    return sorted({name for row in rows for name in row.row.scores})
-
-
-def _chat(row: TrainingRow) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in row.messages]
-
-
-def _turn(row: TrainingRow) -> dict[str, str]:
-    return {"role": "assistant", "content": row.response}
-
-
 MANIFEST_FILE, KIND, REWARD_FILE = "export.json", "rl_export", "reward.py"
 
 
 @dataclass(frozen=True)
 class RLExport:
-    """What an export wrote."""
-
     path: Path
     manifest: dict[str, Any]
 
@@ -286,10 +200,7 @@ def check_export_target(output: str | Path, selection: Selection) -> None:
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
     own = json_object_or_none(place / MANIFEST_FILE) if (place / MANIFEST_FILE).is_file() else None
     if place.exists() and not (place.is_dir() and (is_empty_folder(place) or (own or {}).get("kind") == KIND)):
-        raise InputError(
-            f"Expected `output` to be a new folder or an earlier export, but got {output}, which is something else and "
-            "is left as it is. Choose another name."
-        )
+        raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
 def export_rl(
@@ -301,7 +212,6 @@ def export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    """Write the kept questions of a selection for a trainer."""
     check_export_target(output, selection)
     rows = training_rows(examples(selection, store_dir=store_dir), read_key_steps(selection), label=label)
     files = _rows_files(rows, format, selection)
@@ -321,7 +231,11 @@ def export_rl(
         "format": format,
         "label_kind": settings["label"] if label is None else label,
         "reads_reference": selection.reads_reference,
-        "counts": dict(counts_of_rows(rows)),
+        "counts": {
+            "rows": len(rows),
+            "without_label": sum(row.label.text is None for row in rows),
+            "without_key_steps": sum(not row.key_steps for row in rows),
+        },
         "selection_sha256": selection.sha256,
         "store": dict(selection.manifest["store"]),
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
@@ -338,7 +252,6 @@ def _earlier_files(folder: Path) -> list[str]:
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
-    """Return the files of rows by name."""
     if format == "verl":
         table = verl_table(rows, selection_sha256=selection.sha256)
         return {"train.parquet": _parquet(table), "sft.parquet": _parquet(verl_sft_table(rows))}

@@ -31,8 +31,6 @@ TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_do
 
 @dataclass(frozen=True)
 class QuestionSlice:
-    """Questions of one task."""
-
     task: str
     split: str = "test"
     path: str | None = None
@@ -46,14 +44,13 @@ class QuestionSlice:
 
 
 def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
-    """Return the questions of all sets."""
     found = {name: load_source(place, place.task) for name, place in slices.items()}
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
         if shared := sorted(contents[one].keys() & contents[other].keys()):
             raise InputError(
-                f"Expected `{one}` and `{other}` to share no question, but got {len(shared)} in both, for example "
-                f"{contents[one][shared[0]]!r}. Take other splits, or slices (`offset`, `limit`) that do not overlap."
+                f"`{one}` and `{other}` share {len(shared)} questions, such as {contents[one][shared[0]]!r}. Take "
+                f"other splits or slices."
             )
     return found
 
@@ -91,23 +88,16 @@ class Adaptation:
         if self.rounds < 1:
             raise InputError(f"Expected `rounds` to be at least 1, but got {self.rounds}.")
         if self.selection is not None and self.store_dir is None:
-            raise InputError(
-                "Expected `store_dir` with a `selection`, the store that it was made of, but got None. Name it."
-            )
+            raise InputError("Expected `store_dir` with a `selection`, but got None.")
         if self.selection is None and self.store_dir is not None:
             raise InputError(
-                f"Expected `store_dir` with a `selection` alone, but got {self.store_dir!r}: rounds are sampled into "
-                "`output_dir`. Leave it out, or name a selection of it with `reward: none`."
+                f"Expected `store_dir` with a `selection` alone, but got {self.store_dir!r}: rounds go to `output_dir`."
             )
         if self.selection is None and self.reward == "none":
-            raise InputError(
-                "Expected a `selection` with `reward: none`, which samples nothing, but got None. Name both it and "
-                "`store_dir`, or a reward."
-            )
+            raise InputError("Expected a `selection` with `reward: none`, which samples nothing, but got None.")
         if self.is_one_round and self.reward != "none" and self.rounds > 1:
             raise InputError(
-                f"Expected `rounds: 1` with `reward: {self.reward}`, whose statistics are computed for the first round "
-                f"alone, but got {self.rounds}. Set it, or take `fused`, which every round has."
+                f"Expected `rounds: 1` with `reward: {self.reward}`, known in round 0 alone, but got {self.rounds}."
             )
 
     @property
@@ -140,7 +130,7 @@ def fit_settings(
         },
         {"class_path": EXPORT, "init_args": {"output_dir": str(folder / ADAPTER)}},
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "seed_everything": one.seed,
         "trainer": {
             "devices": 1, "max_epochs": one.rounds, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0,
@@ -152,24 +142,18 @@ def fit_settings(
         "model": {"class_path": MODULE, "init_args": model},
         "data": {"class_path": DATA, "init_args": data},
     }  # fmt: skip
-    stated = {f"model.{name}": model[name] for name in OWN_OF_MODEL} | {
-        f"data.{name}": data[name] for name in OWN_OF_DATA
-    }
+    stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
+    stated += [("data", name, data[name]) for name in OWN_OF_DATA]
     override(settings, options)
-    for name, value in stated.items():
-        section, _, key = name.partition(".")
-        if (found := settings[section]["init_args"][key]) != value:
-            raise InputError(
-                f"Expected `fit_options` without `{name}`, which has an option of its own ({value!r}), but got "
-                f"{found!r}. Set `{key}` itself."
-            )
+    for section, name, value in stated:
+        if (found := settings[section]["init_args"][name]) != value:
+            raise InputError(f"Expected `fit_options` without `{section}.{name}`, but got {found!r}; it is {value!r}.")
     return settings
 
 
 def check_learnt(
     selection: str, store_dir: str, sets: Mapping[str, Sequence[Question]], *, learns_confidence: bool
 ) -> None:
-    """Hold a selection against its store and against the sets of an adaptation."""
     chosen = read_selection(selection)
     kept = [example.question for example in examples(chosen, store_dir=store_dir)]
     _check_among(kept, sets, what=f"the {len(kept):,} questions that {selection} keeps")
@@ -188,8 +172,7 @@ def _check_among(learnt: Sequence[Question], sets: Mapping[str, Sequence[Questio
         num_own, num_held = len(sets[TRANSDUCTIVE]), sum(not held.isdisjoint(_keys(question)) for question in outside)
         raise InputError(
             f"Expected {what} to be among the {num_own:,} of `questions`, but got {len(outside):,} that are not, "
-            f"{num_held:,} of them in `inductive` or `out_of_domain`, for example {outside[0].id!r}: they would be "
-            "learnt. Name them in `questions`, or run `selfcal select` on a store that was sampled for `questions`."
+            f"{num_held:,} of them in `inductive` or `out_of_domain`, such as {outside[0].id!r}."
         )
 
 
@@ -204,26 +187,7 @@ GREEDY = SamplingSettings(temperature=0.0, edt_scale=None)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How models are sampled and compared.
-
-    Attributes:
-        base_model: Folder or hub name of the base model.
-        revision: Its revision on the hub.
-        adapter: Folder of the adapter.
-        slices: The questions, by the name of their set.
-        sampling: How both models are sampled.
-        temperatures: Further temperatures of the base model, above 0.
-        num_samples: Responses to a question; the option is ``evaluation_samples``.
-        engine: What samples.
-        seed: Of sampling.
-        query: The confidence query.
-        prompt: How questions are put to the model; None is their tasks' own way.
-        base_dir: Where the responses of the base model lie.
-        adapted_dir: Where those of the adapted one lie.
-
-    Raises:
-        InputError: ``num_samples`` or one of the temperatures is out of its range.
-    """
+    """How models are sampled and compared; ``num_samples`` is the option ``evaluation_samples``."""
 
     base_model: str
     revision: str | None
@@ -244,29 +208,21 @@ class Evaluation:
             raise InputError(f"Expected `evaluation_samples` to be at least 1, but got {self.num_samples}.")
         for temperature in self.temperatures:
             if not 0.0 < temperature <= 2.0:
-                raise InputError(
-                    f"Expected `temperatures` to lie in (0, 2], but got {temperature}. The greedy response is there "
-                    "without it."
-                )
+                raise InputError(f"Expected `temperatures` to lie in (0, 2], but got {temperature}.")
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
-        """Sample what is missing, and compare the models on all sets.
-
-        Args:
-            cost_in_samples: Responses to a question that as many tokens give as the adaptation took.
-        """
+        """Sample what is missing, and compare the models; the argument is the adaptation's cost in responses."""
         return [self._compare(name, cost_in_samples) for name in self.slices]
 
     def _compare(self, name: str, cost_in_samples: int) -> SetComparison:
         further = cost_in_samples if name == TRANSDUCTIVE else 0
         say(f"Evaluation: {name}")
         whole = self._sample(name, "base", self.sampling, num_samples=self.num_samples + further)
-        others = {
-            f"temperature {temperature:g}": self._sample(
-                name, f"base-{temperature:g}", self._at(temperature), num_samples=self.num_samples
-            )
-            for temperature in self.temperatures
-        }
+        others = {}
+        for temperature in self.temperatures:
+            hot = replace(self.sampling, temperature=temperature, edt_scale=None)
+            label = f"base-{temperature:g}"
+            others[f"temperature {temperature:g}"] = self._sample(name, label, hot, num_samples=self.num_samples)
         greedy = replace(GREEDY, max_new_tokens=self.sampling.max_new_tokens)
         return compare_set(
             name,
@@ -278,9 +234,6 @@ class Evaluation:
             equal_tokens=whole if further else None,
             seed=self.seed,
         )
-
-    def _at(self, temperature: float) -> SamplingSettings:
-        return replace(self.sampling, temperature=temperature, edt_scale=None)
 
     def _sample(
         self, name: str, label: str, sampling: SamplingSettings, *, num_samples: int, adapted: bool = False

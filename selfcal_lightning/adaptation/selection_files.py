@@ -65,7 +65,6 @@ class Source:
 def read_source(
     store_dir: str, settings: SelectionSettings, *, split: str | None, task: str | None, round: int
 ) -> Source:
-    """Read what a selection needs of a store."""
     store = SampleStore(store_dir)
     record = store.round_manifest(round)
     names = _annotations(store_dir, settings)
@@ -73,8 +72,8 @@ def read_source(
     index = index if task is None else index.select(index.task == task)
     if not len(index):
         raise InputError(
-            f"Expected {store_dir} to hold joined samples of split {split!r}, round {round} and task {task!r}, but got "
-            "none. Check the names, or finish `selfcal generate` first."
+            f"Expected {store_dir} to hold split {split!r}, round {round} and task {task!r}, but got none. Check the "
+            f"names."
         )
     with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:
         entries = tuple(counted_samples(store, index, round=round, on_rows=progress.update))
@@ -103,13 +102,13 @@ def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
     across = settings.pick if settings.keep == PICK else settings.keep
     if estimators.get(across) in {weight.name for weight in WEIGHTS}:
         raise InputError(
-            f"Expected `keep` to compare questions, but got {across!r}, whose values compare the responses to one "
-            "question: nobody is sure or unsure by them. Name it as `pick`, and keep by another score, such as share."
+            f"Expected `keep` to compare questions, but got {across!r}, which compares responses to one. Name it as "
+            f"`pick`."
         )
     known = recorded_confidences(estimators)
     if of_votes := pool_dependent(required, known):
         raise InputError(
-            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes themselves."
+            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes."
         )
     return wanted
 
@@ -133,26 +132,15 @@ def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
 
 ROWS_FILE, MANIFEST_FILE, KIND = "selection.parquet", "manifest.json", "selection"
 _SCORE = "score."
-_FIELDS = (
-    ("question_id", pa.string()),
-    ("round", pa.int32()),
-    ("index", pa.int32()),
-    ("task", pa.string()),
-    ("split", pa.string()),
-    ("answer", pa.string()),
-    ("label", pa.string()),
-    ("label_kind", pa.string()),
-    ("label_share", pa.float64()),
-    ("ssc", pa.float64()),
-    ("label_margin", pa.float64()),
-    ("pick_score", pa.float64()),
-    ("keep_score", pa.float64()),
-    ("num_samples", pa.int32()),
-    ("num_unreadable", pa.int32()),
-    ("kept", pa.bool_()),
-    ("reason", pa.string()),
-    ("shard", pa.string()),
-)
+_TEXT, _REAL, _INT = pa.string(), pa.float64(), pa.int32()
+_FIELDS = {
+    "question_id": _TEXT, "round": _INT, "index": _INT, "task": _TEXT, "split": _TEXT, "answer": _TEXT, "label": _TEXT,
+    "label_kind": _TEXT, "label_share": _REAL, "ssc": _REAL, "label_margin": _REAL, "pick_score": _REAL,
+    "keep_score": _REAL, "num_samples": _INT, "num_unreadable": _INT, "kept": pa.bool_(), "reason": _TEXT,
+    "shard": _TEXT,
+}  # fmt: skip
+# Columns of a row's label, by its fields.
+_LABEL = {"kind": "label_kind", "text": "label", "share": "label_share", "confidence": "ssc", "margin": "label_margin"}
 
 
 @dataclass(frozen=True)
@@ -170,12 +158,10 @@ class Selection:
 
     @property
     def sha256(self) -> str:
-        """Digest of the rows."""
         return str(self.manifest["rows_sha256"])
 
     @property
     def reads_reference(self) -> bool:
-        """Whether a gold answer was read."""
         return bool(self.manifest["reads_reference"])
 
 
@@ -184,16 +170,12 @@ def check_selection_target(output: str | Path, *, store_dir: str) -> None:
     place = Path(output)
     check_apart(place, {"store": store_dir}, option="output")
     if place.is_dir() and not is_empty_folder(place) and not is_selection(place):
-        raise InputError(
-            f"Expected `output` to be a new folder or an earlier selection, but got {output}, which is something else "
-            "and is left as it is. Choose another name."
-        )
+        raise InputError(f"`output` {output} is no earlier selection and is left as it is. Choose another name.")
     if place.exists() and not place.is_dir():
         raise InputError(f"Expected `output` to be the name of a folder, but got the file {output}.")
 
 
 def is_selection(folder: Path) -> bool:
-    """Return whether a folder holds a selection."""
     file = folder / MANIFEST_FILE
     return file.is_file() and (json_object_or_none(file) or {}).get("kind") == KIND
 
@@ -202,8 +184,8 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
     """Write a selection and return what :func:`read_selection` gives of it."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    data = _parquet([_with_shard(row, source) for row in selected.rows])
-    chosen = asdict(settings)
+    data = _parquet(selected.rows, source.shards)
+    chosen, rows = asdict(settings), selected.rows
     manifest = {
         "kind": KIND,
         "version": __version__,
@@ -218,28 +200,23 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
             "value": selected.threshold,
             "chosen_on": {
                 "split": source.store["split"],
-                "questions_sha256": split_hash(row.question_id for row in selected.rows),
+                "questions_sha256": split_hash(row.question_id for row in rows),
             },
         },
-        "counts": counts_of(selected.rows),
+        "counts": {
+            "questions": len(rows),
+            "kept": sum(row.kept for row in rows),
+            "dropped": dict(sorted(Counter(row.reason for row in rows if row.reason is not None).items())),
+            "responses": sum(row.num_samples for row in rows),
+            "unreadable": sum(row.num_unreadable for row in rows),
+            "without_label": sum(row.kept and row.label.text is None for row in rows),
+        },
     }
     # A manifest over other rows would be believed: the old one goes first, and a kill leaves no selection.
     (folder / MANIFEST_FILE).unlink(missing_ok=True)
     write_atomically(folder / ROWS_FILE, data)
     write_record(folder / MANIFEST_FILE, manifest)
     return read_selection(folder)
-
-
-def counts_of(rows: Sequence[SelectedRow]) -> dict[str, Any]:
-    """Return how many questions and responses there are, and what became of them."""
-    return {
-        "questions": len(rows),
-        "kept": sum(row.kept for row in rows),
-        "dropped": dict(sorted(Counter(row.reason for row in rows if row.reason is not None).items())),
-        "responses": sum(row.num_samples for row in rows),
-        "unreadable": sum(row.num_unreadable for row in rows),
-        "without_label": sum(row.kept and row.label.text is None for row in rows),
-    }
 
 
 def read_selection(path: str | Path) -> Selection:
@@ -250,10 +227,7 @@ def read_selection(path: str | Path) -> Selection:
     try:
         manifest = read_record(folder / MANIFEST_FILE, dict)
     except StoreCorruptError as error:
-        raise InputError(
-            f"Expected {folder / MANIFEST_FILE} to be as it was written, but it was changed or is damaged. Run "
-            "`selfcal select` again."
-        ) from error
+        raise InputError(f"{folder / MANIFEST_FILE} was changed or is damaged. Run `selfcal select` again.") from error
     file = folder / ROWS_FILE
     data = file.read_bytes() if file.is_file() else b""
     if hashlib.sha256(data).hexdigest() != manifest["rows_sha256"]:
@@ -263,32 +237,21 @@ def read_selection(path: str | Path) -> Selection:
     return Selection(folder, tuple(map(_from_json, read_parquet(data).to_pylist())), manifest)
 
 
-def _with_shard(row: SelectedRow, source: Source) -> dict[str, Any]:
-    label = row.label
-    plain = asdict(row)
-    scores = plain.pop("scores")
-    return {
-        **plain,
-        "label": label.text,
-        "label_kind": label.kind,
-        "label_share": label.share,
-        "ssc": label.confidence,
-        "label_margin": label.margin,
-        "shard": source.shards[row.question_id],
-        **{f"{_SCORE}{name}": value for name, value in scores.items()},
-    }
-
-
-def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    scores = [(name, pa.float64()) for name in rows[0] if name.startswith(_SCORE)]
+def _parquet(rows: Sequence[SelectedRow], shards: Mapping[str, str]) -> bytes:
+    plain = []
+    for row in rows:
+        label = {column: getattr(row.label, name) for name, column in _LABEL.items()}
+        scores = {f"{_SCORE}{name}": value for name, value in row.scores.items()}
+        plain.append({**asdict(row), **label, "shard": shards[row.question_id], **scores})
+    schema = pa.schema({**_FIELDS, **{name: _REAL for name in plain[0] if name.startswith(_SCORE)}})
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=pa.schema([*_FIELDS, *scores])), sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(plain, schema=schema), sink, compression="zstd")
     return sink.getvalue().to_pybytes()
 
 
 def _from_json(row: Mapping[str, Any]) -> SelectedRow:
-    label = Label(row["label_kind"], row["label"], row["label_share"], row["ssc"], row["label_margin"])
     own = {field.name for field in fields(SelectedRow)} - {"label", "scores"}
+    label = Label(**{name: row[column] for name, column in _LABEL.items()})
     scores = {name.removeprefix(_SCORE): value for name, value in row.items() if name.startswith(_SCORE)}
     return SelectedRow(**{name: value for name, value in row.items() if name in own}, label=label, scores=scores)
 
@@ -314,8 +277,8 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
     digest = store.round_manifest(facts["round"]).digest
     if digest != facts["fingerprint"]:
         raise InputError(
-            f"Expected {place} to be the store that {selection.path} was made of (fingerprint "
-            f"{facts['fingerprint'][:12]}), but got another one ({digest[:12]}). Name its folder by `store_dir`."
+            f"Expected {place} to be the store that {selection.path} was made of, but got another one. Name it by "
+            f"`store_dir`."
         )
     index = store.index(round=facts["round"])
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
@@ -338,13 +301,13 @@ def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: M
     """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
     if at is None or origins[index.files[index.shard[at]]] != row.shard:
         raise InputError(
-            f"Expected {place} to hold the response {row.index} to question {row.question_id!r} that was selected, "
-            "but got none or one that was sampled anew. Run `selfcal select` again."
+            f"{place} lacks response {row.index} to {row.question_id!r}, or it was sampled anew. Run `selfcal select` "
+            f"again."
         )
     if index.answer[at] != row.answer:
         raise InputError(
-            f"Expected the answer {row.answer!r} of response {row.index} to question {row.question_id!r}, but got "
-            f"{index.answer[at]!r}: answers were read anew since. Run `selfcal select` again."
+            f"Response {row.index} to {row.question_id!r} read {row.answer!r}, now {index.answer[at]!r}. Run `selfcal "
+            f"select` again."
         )
 
 
@@ -352,17 +315,13 @@ SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
 
 
 def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
-    """Write both files to a folder that is there."""
-    rows = [{"question": one.question.text, "answer": _answer(one), "gpt_response": one.sample.text} for one in chosen]
-    results = [
-        {
-            "question": one.question.text,
-            "answer": _answer(one),
-            "max_confidence": one.row.pick_score,
-            "correct": one.sample.correct,
-        }
-        for one in chosen
-    ]
+    """Write selected.json and results.json, whose answers are the gold ones where they may be read, else the labels."""
+    rows, results = [], []
+    for one in chosen:
+        answer = one.row.label.text if one.question.reference is None else one.question.reference
+        asked = {"question": one.question.text, "answer": answer}
+        rows.append({**asked, "gpt_response": one.sample.text})
+        results.append({**asked, "max_confidence": one.row.pick_score, "correct": one.sample.correct})
     judged = [one.sample.correct for one in chosen if one.sample.correct is not None]
     accuracy = sum(judged) / len(judged) if judged else None
     for name, content in ((SELECTED_FILE, rows), (RESULTS_FILE, {"results": results, "accuracy": accuracy})):
@@ -373,8 +332,3 @@ def remove_reference_files(folder: Path) -> None:
     """Remove what an earlier selection in this folder left of these: they would be taken for its own."""
     for name in (SELECTED_FILE, RESULTS_FILE):
         (folder / name).unlink(missing_ok=True)
-
-
-def _answer(one: Example) -> str | None:
-    """Return the gold answer where it may be read, else the label."""
-    return one.row.label.text if one.question.reference is None else one.question.reference

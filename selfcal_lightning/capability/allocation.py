@@ -83,9 +83,7 @@ def round_to_total(values: Array, total: int) -> Integers:
     whole = np.floor(shares + 1e-9)
     short = total - int(whole.sum())
     if (shares < 0.0).any() or not 0 <= short <= np.count_nonzero(shares - whole > 1e-9):
-        raise InputError(
-            f"Expected `values` to be at least 0 and to add up to {total}, but got a sum of {shares.sum():g}."
-        )
+        raise InputError(f"Expected `values` of at least 0 that add up to {total}, but got {shares.sum():g}.")
     whole[np.argsort(whole - shares, kind="stable")[:short]] += 1.0
     return whole.astype(np.int64)
 
@@ -98,10 +96,9 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
     """
     drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
     if (drawn > recorded).any():
+        at = np.flatnonzero((drawn > recorded).ravel())[0]
         raise InputError(
-            "Expected `allocation` to give a question at most its recorded samples, "
-            f"but got {int(drawn[drawn > recorded][0])} of {int(recorded[drawn > recorded][0])}. "
-            "Allocate with `maximum` at most the number of recorded samples."
+            f"Expected `allocation` of at most the recorded samples, but got {drawn.flat[at]} of {recorded.flat[at]}."
         )
     return pass_at_k(recorded, num_correct, drawn)
 
@@ -137,9 +134,7 @@ def _shared(gain: Callable[[int, int], float], size: int, total: int, minimum: i
     if not 0 <= minimum <= maximum:
         raise InputError(f"Expected `minimum` to lie between 0 and `maximum` = {maximum}, but got {minimum}.")
     if spent > _checked_total(total):
-        raise InputError(
-            f"Expected `total` to be at least {spent}, {minimum} for each of {size} questions, but got {total}."
-        )
+        raise InputError(f"Expected `total` to be at least {minimum} for each of {size} questions, but got {total}.")
     given = np.full(size, minimum, dtype=np.int64)
     queue = [(-gain(i, minimum), i) for i in range(size)] if minimum < maximum else []
     heapq.heapify(queue)

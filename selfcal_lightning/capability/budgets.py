@@ -52,12 +52,7 @@ class PassAtKCurve:
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 ... up to ``most``.
-
-    Example:
-        >>> powers_of_two(9)
-        (1, 2, 4, 8)
-    """
+    """Return 1, 2, 4 ... up to ``most``."""
     return tuple(2**power for power in range(most.bit_length()))
 
 
@@ -81,7 +76,7 @@ def pass_at_k_curves(
     if not chosen or chosen[0] < 1 or chosen[-1] > most:
         raise InputError(
             f"Expected `ks` to lie between 1 and {most}, the fewest responses that a question is judged by, but got "
-            f"{list(chosen)}. Sample more responses."
+            f"{list(chosen)}."
         )
     actual = np.stack([pass_at_k(test.truth.num_samples, test.truth.num_correct, k) for k in chosen])
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)

@@ -104,9 +104,9 @@ def _counts(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[F
     samples, correct = checked_counts(num_samples, num_correct)
     p, correct, samples = np.broadcast_arrays(as_rates(predicted, "predicted"), correct, samples)
     if p.ndim != 1 or not (samples > 1).any():
+        most = int(samples.max(initial=0))
         raise InputError(
-            "Expected `predicted` to be one-dimensional and a question to have at least 2 samples, "
-            f"but got shape {p.shape} and at most {int(samples.max(initial=0))} samples."
+            f"Expected `predicted` [Q] and at least 2 samples of a question, but got {p.shape} and {most}."
         )
     return p.clip(_LEAST_P, 1.0 - _LEAST_P), correct.astype(np.float64), samples.astype(np.float64)
 
@@ -169,8 +169,6 @@ def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tu
 
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:
     """Fit an isotonic map of a score to the unbiased pass@k of calibration questions, for each k."""
-    if not len(ks):
-        raise InputError("Expected `ks` to hold at least one number of samples, but got none.")
     ordered = tuple(sorted(set(ks)))
     knots = [isotonic_knots(scores, pass_at_k(num_samples, num_correct, k)) for k in ordered]
     return PassAtKMaps(ordered, tuple(x for x, _ in knots), tuple(y for _, y in knots))
@@ -182,8 +180,6 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
     ``quantile(distribution, (rank - 1) / (N - 1))`` with ranks from 1 to N; a lone score gets the median.
     """
     values, wanted = as_scores(scores, "scores"), as_scores(distribution, "distribution")
-    if ties not in ("mean", "first"):
-        raise InputError(f'Expected `ties` to be "mean" or "first", but got {ties!r}.')
     if not len(wanted):
         raise InputError("Expected `distribution` to hold at least one value, but got none.")
     if not len(values):

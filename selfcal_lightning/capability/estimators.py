@@ -131,8 +131,7 @@ def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int)
     means = np.array([_mean([_value(sample, name) for sample in entry.samples[:stop]]) for entry in entries])
     if np.isnan(means).all():
         raise InputError(
-            f"Expected responses with the confidence {name!r}, but got none in {len(entries):,} questions. `selfcal "
-            "score` puts it on them."
+            f"No response to {len(entries):,} questions has the confidence {name!r}: `selfcal score` adds it."
         )
     return means
 

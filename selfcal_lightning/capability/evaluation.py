@@ -63,9 +63,9 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     truth.check_judged("pool", str(read.path))
     if few := int((truth.num_samples < LEAST_JUDGES).sum()):
         raise InputError(
-            f"Expected at least {LEAST_JUDGES} responses to every question beyond those that estimates read, but got 1 "
-            f"for {few:,} of {len(truth):,} with `estimate_samples` {estimate_samples}: the noise of a single one "
-            "cannot be told from error. Sample more responses, or let estimates read fewer."
+            f"Expected at least {LEAST_JUDGES} responses beyond those that estimates read, but got 1 for {few:,} of "
+            f"{len(truth):,} questions with `estimate_samples` {estimate_samples}. Sample more, or let estimates read "
+            "fewer."
         )
     estimates: dict[str, Floats] = {}
     for name in names:
@@ -80,8 +80,8 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     if not known.any():
         absent = [name for name, values in estimates.items() if np.isnan(values).all()] or list(estimates)
         raise InputError(
-            f"Expected values of {', '.join(absent)} for the questions of {read.path}, but got none for any of "
-            f"{len(truth):,}. Score this split first: `selfcal score-questions --store_dir {read.path}`."
+            f"None of {len(truth):,} questions of {read.path} has a value of {', '.join(absent)}. Score this split "
+            f"first: `selfcal score-questions --store_dir {read.path}`."
         )
     return TestQuestions(
         truth.select(known),
@@ -100,20 +100,18 @@ def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples:
     means = _means(read, names)
     for name in names:
         if name in means and estimate_samples < 1:
-            raise InputError(f"Expected `estimate_samples` to be at least 1 for {name}, but got {estimate_samples}.")
+            raise InputError(f"{name} needs `estimate_samples` of at least 1, but got {estimate_samples}.")
         if name in RESPONSE_ESTIMATORS:
             least = RESPONSE_ESTIMATORS[name].least_samples
             if estimate_samples < least:
-                raise InputError(
-                    f"Expected `estimate_samples` to be at least {least} for {name}, but got {estimate_samples}."
-                )
+                raise InputError(f"{name} needs `estimate_samples` of at least {least}, but got {estimate_samples}.")
             if RESPONSE_ESTIMATORS[name].needs_labels:
                 question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
         elif name not in kept and name not in means:
             known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
             raise InputError(
-                f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. Values of "
-                "questions are put on a store by `selfcal score-questions`, those of responses by `selfcal score`."
+                f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. `selfcal "
+                "score-questions` puts values of questions on a store, `selfcal score` those of responses."
             )
 
 
@@ -240,7 +238,7 @@ def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_b
     return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
 
 
-def cost_figure(comparison: CapabilityComparison, *, title: str = "") -> Figure:
+def cost_figure(comparison: CapabilityComparison) -> Figure:
     """Draw the squared error of each estimate over the responses that it reads of a question, with intervals.
 
     Lines show what costs nothing, the best constant, and what one judged response gives.
@@ -264,8 +262,6 @@ def cost_figure(comparison: CapabilityComparison, *, title: str = "") -> Figure:
     axes.set(xlabel="responses read of a question", ylabel="squared error of capability")
     axes.set_xlim(-0.3, max(seen, default=0) + 1.5)
     frame(axes)
-    if title:
-        axes.set_title(title, fontsize=11)
     return figure
 
 
@@ -331,9 +327,7 @@ def definition_gap(test: TestQuestions, *, seed: int = 0) -> DefinitionGap:
     )
 
 
-def decomposition_figure(
-    rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0, title: str = ""
-) -> Figure:
+def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0) -> Figure:
     """Draw the parts of each estimate's error, and the verdict on one response over the capability of its question."""
     figure = Figure(figsize=(9.6, 1.6 + 0.5 * max(len(rows), 4)), layout="constrained")
     bars, dots = figure.subplots(1, 2)
@@ -348,8 +342,6 @@ def decomposition_figure(
     _draw_verdicts(dots, test.truth.expected_accuracy, seed=seed)
     for axes in (bars, dots):
         frame(axes)
-    if title:
-        figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -412,14 +404,7 @@ def compare_asking(
 
 
 def asked_questions(values: Floats, left_out: float) -> np.ndarray:
-    """Return which questions are asked where a share of them, those of least value, is not [Q].
-
-    Of equal values the first questions are left out.
-
-    Example:
-        >>> asked_questions(np.array([0.5, 0.1, 0.9, 0.2]), 0.5).tolist()
-        [True, False, True, False]
-    """
+    """Return which questions are asked where a share of them, those of least value (first ones first), is not [Q]."""
     asked = np.ones(len(values), dtype=bool)
     asked[np.argsort(values, kind="stable")[: int(left_out * len(values) + 1e-9)]] = False
     return asked

@@ -58,10 +58,7 @@ class FeatureFolder:
         if record is None and not any(self.path.iterdir()):
             return None
         if record is None or record.get("format") != FORMAT or record.get("version") != VERSION:
-            raise InputError(
-                f"Expected {self.path} to be a folder of features of version {VERSION}, or new, but got "
-                f"{'another version' if record and record.get('format') == FORMAT else 'something else'}. Name another."
-            )
+            raise InputError(f"{self.path} is no folder of features of version {VERSION}. Name another.")
         return dict(record["origin"])
 
     def open(self, origin: Mapping[str, Any]) -> None:
@@ -73,8 +70,8 @@ class FeatureFolder:
             write_atomically(self.path / RECORD, to_json(record), exclusive=True)
         elif differences := origin_differences(found, origin):
             raise InputError(
-                f"Expected the features in {self.path} to have been read in the same way, but got "
-                f"{'; '.join(differences)}. Name another folder, or delete that one: they are read anew."
+                f"The features in {self.path} were read in another way: {'; '.join(differences)}. Name another folder, "
+                "or delete that one."
             )
         remove_abandoned(self.path)
 
@@ -105,9 +102,7 @@ class FeatureFolder:
             found[mine] = True
         if not found.all():
             absent = [keys[row][0] for row in np.flatnonzero(~found)[:3]]
-            raise RunError(
-                f"Expected {self.path} to hold features of all questions, but got none of {absent} and more."
-            )
+            raise RunError(f"{self.path} lacks the features of questions such as {', '.join(absent)}.")
         return PromptStates(kept["last_token"], kept["token_mean"])
 
     def _files(self) -> Iterator[tuple[Path, list[Key]]]:
@@ -148,10 +143,7 @@ def _digest(keys: Sequence[Key], arrays: Mapping[str, NDArray[np.float32]]) -> s
 
 
 def _damaged(file: Path, reason: str) -> RunError:
-    return RunError(
-        f"Expected {file} to hold features as they were written, but got {reason}. Delete it; what is missing is read "
-        "anew by the same command."
-    )
+    return RunError(f"{file} is damaged: {reason}. Delete it; the same command reads what is missing.")
 
 
 _HASHES = ("weights_sha256", "adapter_sha256")
@@ -189,8 +181,8 @@ class PromptModel:
         found = self.prompt_identity["template_sha256"]
         if sampled.template_sha256 not in (None, found):
             raise InputError(
-                f"Expected the chat template that the responses were sampled with, sha256 {sampled.template_sha256}, "
-                f"but got {found} in {self.source}: its prompts are others. Put the template back, or sample anew."
+                f"The responses were sampled with another chat template, sha256 {sampled.template_sha256}, than "
+                f"{self.source} has, {found}. Put the template back, or sample anew."
             )
 
     @cached_property

@@ -65,15 +65,15 @@ def calibration_questions(
     known = np.array([value is not None for value in values])
     if not known.any():
         raise InputError(
-            f"Expected questions of split {split!r} in {store_dir} to have values of {name!r}, but got none. Score "
-            f"them first: `selfcal score-questions --store_dir {store_dir} --split {split}`."
+            f"No question of split {split!r} in {store_dir} has a value of {name!r}. Score them first: `selfcal "
+            f"score-questions --store_dir {store_dir} --split {split}`."
         )
     table = question_table(read.pool.entries).select(known)
     table.check_judged("calibration_split", str(split))
     if shared := {one.id for one in asked}.intersection(table.question_id.tolist()):
         raise InputError(
-            f"Expected calibration questions that are not predicted, but got {len(shared):,} of them, such as "
-            f"{min(shared)!r}. Name another `calibration_split`."
+            f"{len(shared):,} calibration questions, such as {min(shared)!r}, are among those that are predicted. Name "
+            "another `calibration_split`."
         )
     return CalibrationQuestions(
         np.array([value for value in values if value is not None]),
@@ -89,8 +89,8 @@ def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore
     digest = origin_digest({} if record is None else record.origin)
     if {one.scored_by for one in asked} - {None, digest}:
         raise InputError(
-            f"Expected `scores` to have been computed as the values {name!r} in {store_dir}, but got those of another "
-            "probe, model or query. Score both with the same one."
+            f"`scores` are of another probe, model or query than the values {name!r} in {store_dir}. Score both with "
+            "the same one."
         )
     return digest
 
@@ -132,13 +132,9 @@ class CapabilityMaps:
             MAPS: np.stack([known.get(k, np.full(len(p), np.nan)) for k in ks]),
         }
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the maps as plain JSON types."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CapabilityMaps:
-        """Read what :meth:`as_json` wrote."""
+        """Read what ``asdict`` gave."""
         per_k = content["per_k"]
         plain = {name: tuple(content[name]) for name in ("knots", "heights", "distribution")}
         maps = PassAtKMaps(tuple(per_k["k"]), *(tuple(map(tuple, per_k[side])) for side in ("x", "y")))
@@ -165,9 +161,8 @@ class KeptMaps:
         """Raise InputError where values were computed otherwise, or questions are those of the fit."""
         if self.scored_by is not None and set(scored_by) - {None, self.scored_by}:
             raise InputError(
-                f"Expected capabilities that were computed as the values {self.estimator!r} which the maps were fitted "
-                "to, but got those of another probe, model or query. Fit maps to values of the same one: `selfcal "
-                "fit-capability-maps`."
+                f"Capabilities are of another probe, model or query than the values {self.estimator!r} that the maps "
+                "were fitted to. `selfcal fit-capability-maps` fits maps to values of the same one."
             )
         check_not_fitted_on(question_ids, self)
 
@@ -177,7 +172,7 @@ class KeptMaps:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         record = {
             "format": FORMAT, "version": VERSION, "estimator": self.estimator, "scored_by": self.scored_by,
-            "fitted_on": self.fitted_on.as_json(), **self.maps.as_json(),
+            "fitted_on": self.fitted_on.as_json(), **asdict(self.maps),
         }  # fmt: skip
         write_atomically(Path(path), sealed(record))
 
@@ -185,16 +180,11 @@ class KeptMaps:
 def load_maps(path: str | Path) -> KeptMaps:
     """Read what :meth:`KeptMaps.save` wrote."""
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"Expected `maps` to be a file of maps, but there is none at {path}. `selfcal fit-capability-maps` "
-            "writes one."
-        )
+        raise FileNotFoundError(f"`maps`: there is no file {path}. `selfcal fit-capability-maps` writes one.")
     record = json_object_or_none(Path(path)) or {}
     if record.get("format") != FORMAT or record.get("version") != VERSION:
-        raise InputError(
-            f"Expected {path} to hold maps of version {VERSION}, but got {record.get('format')!r} of version "
-            f"{record.get('version')!r}. Fit them again: `selfcal fit-capability-maps`."
-        )
+        found = f"{record.get('format')!r} of version {record.get('version')!r}"
+        raise InputError(f"Expected {path} to hold maps of version {VERSION}, but got {found}. Fit them again.")
     check_seal(record, Path(path), way_out="Fit them again.")
     try:
         fitted_on = FittedOn.from_json(record["fitted_on"])

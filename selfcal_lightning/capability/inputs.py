@@ -56,10 +56,7 @@ def feature_folder(
         return FeatureFolder(given)
     place = store / "features" if store is not None else beside
     if place is None:
-        raise InputError(
-            "Expected `features_dir` to be given where questions come from a file, but got null. Hidden states are "
-            "kept there, and are not read twice."
-        )
+        raise InputError("Questions of a file need a `features_dir`, where their hidden states are kept, but got null.")
     origin = json.dumps(feature_origin(model, settings), sort_keys=True)
     return FeatureFolder(place / hashlib.sha256(origin.encode()).hexdigest()[:12])
 

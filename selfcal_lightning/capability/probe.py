@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
-from selfcal_lightning.capability.ridge import fit_ridge_leaving_one_out
 from selfcal_lightning.confidence.splits import FittedOn, check_disjoint
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically
@@ -132,19 +131,16 @@ class CapabilityProbe(ProbeBasis):
         """Return the predicted capability of the prompts [N], in [0, 1]."""
         x = design(states, self.pooling)
         if x.shape[1] != self.head.num_features:
-            raise InputError(
-                f"Expected states of {self.head.num_features} features, on which the probe was fitted, but got "
-                f"{x.shape[1]}."
-            )
+            raise InputError(f"The probe reads {self.head.num_features} features, but got {x.shape[1]}.")
         return self.head.predict((x - self.centre) / self.scale)
 
     def check_reads(self, origin: Mapping[str, Any]) -> None:
         """Raise InputError unless features of ``origin`` are of the kind on which the probe was fitted."""
         if differences := origin_differences(self.origin, origin):
+            found = "; ".join(differences).replace("in the store", "in the probe")
             raise InputError(
-                f"Expected the model, adapter and template that the probe was fitted on, but got "
-                f"{'; '.join(differences).replace('in the store', 'in the probe')}. Fit a probe on this model's own "
-                "responses: `selfcal fit-probe`."
+                f"The probe was fitted on another model, adapter or template: {found}. `selfcal fit-probe` fits one on "
+                "this model's own responses."
             )
 
     def check_sampling(self, sampling: Mapping[str, Any] | None) -> None:
@@ -154,9 +150,8 @@ class CapabilityProbe(ProbeBasis):
         if differences := origin_differences(self.sampling, sampling):
             found = "; ".join(differences).replace("in the store", "in the fit")
             raise InputError(
-                "Expected responses that were sampled as those which the probe was fitted on, since a capability "
-                f"belongs to one way of sampling, but got {found}. "
-                "Fit a probe on responses that were sampled in this way."
+                f"The responses were sampled otherwise than those of the probe's fit: {found}. Fit a probe on "
+                "responses that were sampled in this way."
             )
 
     def save(self, folder: str | Path) -> None:
@@ -183,15 +178,11 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
     """Read a probe that :meth:`CapabilityProbe.save` wrote."""
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / WEIGHTS).is_file():
-        raise FileNotFoundError(
-            f"Expected a probe in {path}, {RECORD} and {WEIGHTS}, but got none. `selfcal fit-probe` writes one."
-        )
+        raise FileNotFoundError(f"No probe in {path}, {RECORD} and {WEIGHTS}: `selfcal fit-probe` writes one.")
     record = json_object_or_none(path / RECORD) or {}
     if record.get("format") != FORMAT or record.get("version") != VERSION:
-        raise InputError(
-            f"Expected {path / RECORD} to be a probe of version {VERSION}, but got {record.get('format')!r} of version "
-            f"{record.get('version')!r}. Fit it again."
-        )
+        found = f"{record.get('format')!r} of version {record.get('version')!r}"
+        raise InputError(f"Expected {path / RECORD} to be a probe of version {VERSION}, but got {found}. Fit it again.")
     check_seal(record, path / RECORD, way_out="Fit the probe again.")
     weights = (path / WEIGHTS).read_bytes()
     if hashlib.sha256(weights).hexdigest() != record["weights_sha256"]:
@@ -230,10 +221,7 @@ def check_probe_target(folder: str | Path, *, option: str = "output") -> None:
     record = (json_object_or_none(path / RECORD) or {}) if (path / RECORD).is_file() else {}
     others = sorted(entry.name for entry in path.iterdir() if entry.name != "features")
     if others and record.get("format") != FORMAT:
-        raise InputError(
-            f"Expected `{option}` to be a new folder or one of an earlier probe, but got {path}, which holds "
-            f"{', '.join(others[:3])}. Choose another folder."
-        )
+        raise InputError(f"`{option}` {path} holds {', '.join(others[:3])}, which is no probe. Choose another folder.")
 
 
 def design(states: PromptStates, pooling: Pooling) -> Floats:
@@ -246,6 +234,29 @@ def design(states: PromptStates, pooling: Pooling) -> Floats:
 
 
 LEAST_QUESTIONS = 10
+PENALTIES = tuple(float(value) for value in np.geomspace(1e-4, 1e4, 33))
+
+
+class RidgeFit(NamedTuple):
+    """A linear function, with the penalty a question under which it predicts questions best that it was not fitted on.
+
+    ``error`` is the mean squared error of predicting each question from all others.
+    """
+
+    weights: Floats
+    intercept: float
+    penalty: float
+    error: float
+
+
+def fit_ridge_leaving_one_out(features: Floats, targets: Floats, *, penalties: Sequence[float] = PENALTIES) -> RidgeFit:
+    """Fit a ridge regression of [N] targets on [N, D] features under the penalty of least leave-one-out error."""
+    from sklearn.linear_model import RidgeCV
+
+    # Of equally good penalties scikit-learn takes the first one: the largest.
+    alphas = {penalty * len(targets): penalty for penalty in sorted(penalties, reverse=True)}
+    found = RidgeCV(alphas=list(alphas)).fit(features, targets)
+    return RidgeFit(found.coef_, float(found.intercept_), alphas[float(found.alpha_)], -float(found.best_score_))
 
 
 def fit_probe(
@@ -293,8 +304,8 @@ def checked_targets(table: QuestionTable, target: Target, *, draws: int | None =
     wanted = table.targets(target, draws=draws, seed=seed)
     if float(np.ptp(wanted)) < 1e-12:
         raise InputError(
-            f"Expected `target` {target} to differ between questions, but got {wanted[0]:g} for all {len(table):,}. "
-            "Nothing can be learnt from that: take easier or harder questions, or more responses."
+            f"`target` {target} is {wanted[0]:g} for all {len(table):,} questions: nothing can be learnt. Take easier "
+            "or harder questions, or more responses."
         )
     return wanted
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
-from selfcal_lightning.capability.probe_heads import ACTIVATIONS, Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.capability.probe_heads import Activation, Link, LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.folders import base_model_identity
-from selfcal_lightning.training.calibrated_model import TrainedCheckpoint
-from selfcal_lightning.training.contracts import ExportKind, needed_data
+from selfcal_lightning.training.contracts import needed_data
 from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.modules import TrainedModule
 from selfcal_lightning.training.schedule import cosine_with_warmup, linear_with_warmup
+from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -73,8 +74,8 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
         differing.append("hidden states were others")
     if differing:
         raise InputError(
-            f"Expected the features, questions and targets of the checkpoint, but got others: {'; '.join(differing)}. "
-            "Restore what it was trained with (`data.init_args`), or start a new run without `ckpt_path`."
+            f"The checkpoint was trained on others: {'; '.join(differing)}. Restore `data.init_args`, or start a new "
+            "run without `ckpt_path`."
         )
 
 
@@ -87,10 +88,7 @@ def check_trainer(trainer: Trainer) -> None:
     }
     for wanted, value in found.items():
         if value is not True:
-            raise InputError(
-                f"Expected {wanted} where a probe is trained, but got {value}. Its features lie in memory, and it is "
-                "trained in seconds: a batch of any size is one step."
-            )
+            raise InputError(f"Expected {wanted} where a probe is trained, in seconds, but got {value}.")
 
 
 HeadName = Literal["linear", "mlp", "classifier"]
@@ -99,33 +97,18 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
-    """Return the loss, where none is given the usual one of a head.
-
-    Example:
-        >>> chosen_loss("mlp", None), chosen_loss("classifier", None)
-        ('bce', 'cross_entropy')
-    """
-    if head not in get_args(HeadName):
-        raise unknown_name("head", head, get_args(HeadName))
+    """Return the loss, where none is given the usual one of a head."""
     if loss is None:
         return "cross_entropy" if head == "classifier" else "bce"
-    if loss not in get_args(LossName):
-        raise unknown_name("loss", loss, get_args(LossName))
     if (head == "classifier") != (loss == "cross_entropy"):
         raise InputError(
-            f"Expected the loss cross_entropy with the head classifier and with no other, but got {loss!r} with "
-            f"{head!r}."
+            f"The head classifier takes the loss cross_entropy, others do not: got {loss!r} with {head!r}."
         )
     return loss
 
 
 def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
-    """Return how outputs become shares.
-
-    Example:
-        >>> chosen_link("bce", None), chosen_link("mse", "clip"), chosen_link("cross_entropy", None)
-        ('sigmoid', 'clip', 'classes')
-    """
+    """Return how outputs become shares."""
     if loss == "cross_entropy":
         if link is not None:
             raise InputError(f"Expected no `link` with the head classifier, but got {link!r}.")
@@ -137,66 +120,70 @@ def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link
     return link or "sigmoid"
 
 
-def check_probe_settings(
-    *, hidden_size: int, num_layers: int, num_classes: int, dropout: float, activation: str, temperature: float,
-    tie_weight: float, lr: float, momentum: float, weight_decay: float, warmup_steps: int, seed: int,
-    optimizer: str, schedule: str,
-) -> None:  # fmt: skip
-    """Raise InputError where one of them is out of range."""
-    check_at_least(1, hidden_size=hidden_size, num_layers=num_layers)
-    check_at_least(2, num_classes=num_classes)
-    check_at_least(0, warmup_steps=warmup_steps, seed=seed)
-    for name, value in {"dropout": dropout, "momentum": momentum}.items():
-        if not 0.0 <= value < 1.0:
-            raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
-    for name, value in {"lr": lr, "temperature": temperature}.items():
-        if not 0.0 < value < math.inf:
-            raise InputError(f"Expected `{name}` to be a positive number, but got {value}.")
-    for name, value in {"weight_decay": weight_decay, "tie_weight": tie_weight}.items():
-        if not 0.0 <= value < math.inf:
-            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
-    choices: dict[str, tuple[str, Sequence[str]]] = {
-        "activation": (activation, list(ACTIVATIONS)),
-        "optimizer": (optimizer, get_args(ProbeOptimizer)),
-        "schedule": (schedule, get_args(Schedule)),
-    }
-    for name, (chosen, known) in choices.items():
-        if chosen not in known:
-            raise unknown_name(name, chosen, known)
-    if optimizer == "lbfgs" and (schedule != "constant" or dropout):
-        raise InputError(
-            "Expected `schedule` constant and no `dropout` with the optimizer lbfgs, whose line search needs one "
-            f"function, but got {schedule!r} and {dropout}."
-        )
+@dataclass(frozen=True)
+class ProbeSettings:
+    """The probe, its loss, and how it is trained; ``LinearProbeModule`` documents the fields."""
+
+    head: HeadName = "linear"
+    hidden_size: int = 32
+    num_layers: int = 1
+    dropout: float = 0.0
+    activation: Activation = "relu"
+    num_classes: int = 11
+    loss: LossName = "bce"
+    link: Link = "sigmoid"
+    temperature: float = 1.0
+    tie_weight: float = 0.0
+    optimizer: ProbeOptimizer = "adamw"
+    lr: float = 3e-3
+    momentum: float = 0.9
+    weight_decay: float = 1e-2
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        check_at_least(1, hidden_size=self.hidden_size, num_layers=self.num_layers)
+        check_at_least(2, num_classes=self.num_classes)
+        check_at_least(0, warmup_steps=self.warmup_steps, seed=self.seed)
+        check_positive(lr=self.lr, temperature=self.temperature)
+        check_not_negative(weight_decay=self.weight_decay, tie_weight=self.tie_weight)
+        for name, value in {"dropout": self.dropout, "momentum": self.momentum}.items():
+            if not 0.0 <= value < 1.0:
+                raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
+        if self.optimizer == "lbfgs" and (self.schedule != "constant" or self.dropout):
+            raise InputError(
+                "The optimizer lbfgs needs `schedule` constant and no `dropout`, since its line search is over one "
+                f"function, but got {self.schedule!r} and {self.dropout}."
+            )
 
 
 def build_layers(sizes: Sequence[int], *, seed: int) -> nn.ModuleList:
     """Return linear layers between sizes, Xavier's weights drawn with the seed alone, no bias at first."""
-    layers = nn.ModuleList(nn.Linear(width, out) for width, out in pairwise(sizes))
+    layers = [nn.Linear(width, out) for width, out in pairwise(sizes)]
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         nn.init.xavier_uniform_(layer.weight, generator=generator)
         nn.init.zeros_(layer.bias)
-    return layers
+    return nn.ModuleList(layers)
 
 
-def build_probe_optimizer(
-    name: ProbeOptimizer, layers: nn.ModuleList, *, lr: float, momentum: float, weight_decay: float
-) -> Optimizer:
+def build_probe_optimizer(settings: ProbeSettings, layers: Sequence[nn.Linear]) -> Optimizer:
     """Return the optimiser; weights decay and biases do not. With "lbfgs" the decay is part of the loss."""
     weights, biases = [one.weight for one in layers], [one.bias for one in layers]
-    if name == "lbfgs":
-        return torch.optim.LBFGS([*weights, *biases], lr=lr, max_iter=20, line_search_fn="strong_wolfe")
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": biases, "weight_decay": 0.0}]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
-    return torch.optim.AdamW(groups, lr=lr)
+    if settings.optimizer == "lbfgs":
+        return torch.optim.LBFGS([*weights, *biases], lr=settings.lr, max_iter=20, line_search_fn="strong_wolfe")
+    groups = [{"params": weights, "weight_decay": settings.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    return torch.optim.AdamW(groups, lr=settings.lr)
 
 
 BASIS_KEY = "probe_basis"
 
 
-class LinearProbeModule(LightningModule):
+class LinearProbeModule(TrainedModule):
     """A linear layer, a small network or classes over hidden states of prompts, trained to predict capability.
 
     ``ProbeDataModule`` reads the states; the model itself is not here. What is exported is a probe folder as
@@ -239,7 +226,7 @@ class LinearProbeModule(LightningModule):
         hidden_size: int = 32,
         num_layers: int = 1,
         dropout: float = 0.0,
-        activation: Literal["relu", "gelu", "silu", "tanh"] = "relu",
+        activation: Activation = "relu",
         num_classes: int = 11,
         loss: LossName | None = None,
         link: Literal["sigmoid", "clip"] | None = None,
@@ -253,35 +240,20 @@ class LinearProbeModule(LightningModule):
         warmup_steps: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.loss: LossName = chosen_loss(head, loss)
-        self.link = chosen_link(self.loss, link)
-        check_probe_settings(
-            hidden_size=hidden_size, num_layers=num_layers, num_classes=num_classes, dropout=dropout,
-            activation=activation, temperature=temperature, tie_weight=tie_weight, lr=lr, momentum=momentum,
-            weight_decay=weight_decay, warmup_steps=warmup_steps, seed=seed, optimizer=optimizer, schedule=schedule,
+        super().__init__(base_model, revision=revision)
+        chosen = chosen_loss(head, loss)
+        self.settings = ProbeSettings(
+            head, hidden_size, num_layers, dropout, activation, num_classes, chosen, chosen_link(chosen, link),
+            temperature, tie_weight, optimizer, lr, momentum, weight_decay, schedule, warmup_steps, seed,
         )  # fmt: skip
         self.save_hyperparameters()
-        self.strict_loading = False  # the layers are built when their width is known
-        self.base_model, self.revision = base_model, revision
-        self.activation, self.dropout = activation, dropout
-        self.temperature, self.tie_weight = temperature, tie_weight
-        self.identity: dict[str, Any] = {}
-        self.exported_from: Path | None = None
         self.basis: ProbeBasis | None = None
         self.layers: nn.ModuleList | None = None
         self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
-        self._checkpoint = TrainedCheckpoint()
-
-    @property
-    def export_kind(self) -> ExportKind:
-        """What is exported: files of a probe."""
-        return "module"
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse what a training of seconds does not run: several processes, accumulated batches, half precision."""
-        trainer = trainer or trainer_of(self)
-        if trainer is not None:
+        if (trainer := trainer or trainer_of(self)) is not None:
             check_trainer(trainer)
 
     def configure_model(self) -> None:
@@ -294,30 +266,31 @@ class LinearProbeModule(LightningModule):
         if self.exported_from is not None:
             self._take(load_probe(self.exported_from))
             return
-        trainer = trainer_of(self)
-        if trainer is None:
+        if trainer_of(self) is None:
             return
-        basis = needed_data(trainer.datamodule, who=type(self).__name__, remedy="use ProbeDataModule").basis
+        basis = needed_data(self.data_module, who=type(self).__name__, remedy="use ProbeDataModule").basis
         if basis is not None:
             self._build(basis)
 
     def _build(self, basis: ProbeBasis) -> None:
-        hyper = self.hparams
-        hidden = [hyper["hidden_size"]] * hyper["num_layers"] if hyper["head"] == "mlp" else []
-        outputs = hyper["num_classes"] if hyper["head"] == "classifier" else 1
+        own = self.settings
+        hidden = [own.hidden_size] * own.num_layers if own.head == "mlp" else []
+        outputs = own.num_classes if own.head == "classifier" else 1
         self.basis = basis
-        self.layers = build_layers([len(basis.centre), *hidden, outputs], seed=hyper["seed"])
+        self.layers = build_layers([len(basis.centre), *hidden, outputs], seed=own.seed)
 
     def _take(self, probe: CapabilityProbe) -> None:
         """Take over a probe, whose layers must be of these settings."""
         self._build(probe.basis)
         shapes = [tuple(layer.weight.shape) for layer in self._layers]
         found = [weight.shape for weight in probe.head.weights]
-        if shapes != found or (self.link, self.activation) != (probe.head.link, probe.head.activation):
+        if shapes != found or (self.settings.link, self.settings.activation) != (
+            probe.head.link,
+            probe.head.activation,
+        ):
             raise InputError(
-                f"Expected a probe of these settings, layers {shapes} with {self.link}, but got "
-                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as it was "
-                "trained."
+                f"Expected a probe of these settings, layers {shapes} with {self.settings.link}, but got "
+                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as trained."
             )
         with torch.no_grad():
             for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
@@ -325,96 +298,77 @@ class LinearProbeModule(LightningModule):
                 layer.bias.copy_(torch.as_tensor(bias))
 
     @property
-    def _layers(self) -> nn.ModuleList:
+    def _layers(self) -> list[nn.Linear]:
         if self.layers is None:
-            raise InputError(
-                "Expected a trained probe, but got none. Give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one."
-            )
-        return self.layers
+            raise InputError("Expected a trained probe: give `--ckpt_path FILE.ckpt` of `selfcal fit`, or train one.")
+        return [cast("nn.Linear", layer) for layer in self.layers]
 
     # ---- training
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the predicted capability [B] of standardised features [B, D]."""
-        return linked(self._outputs(features), self.link)
+        return linked(self._outputs(features), self.settings.link)
 
     def _outputs(self, features: Tensor) -> Tensor:
         layers = self._layers
         return head_outputs(
             features, [layer.weight for layer in layers], [layer.bias for layer in layers],
-            activation=self.activation, dropout=self.dropout, training=self.training,
+            activation=self.settings.activation, dropout=self.settings.dropout, training=self.training,
         )  # fmt: skip
 
     def _loss(self, outputs: Tensor, target: Tensor) -> Tensor:
+        own = self.settings
         return probe_loss(
-            outputs, target, self.loss, link=self.link, temperature=self.temperature, tie_weight=self.tie_weight
+            outputs, target, own.loss, link=own.link, temperature=own.temperature, tie_weight=own.tie_weight
         )
 
     def training_step(self, batch: ProbeBatch, batch_idx: int) -> Tensor:
         """Return the loss of a batch, which is an optimiser step."""
         loss = self._loss(self._outputs(batch.features), batch.target)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.target))
-        if self.hparams["optimizer"] == "lbfgs":
+        if self.settings.optimizer == "lbfgs":
             squares = torch.stack([layer.weight.square().sum() for layer in self._layers])
-            loss = loss + 0.5 * self.hparams["weight_decay"] * squares.sum()
+            loss = loss + 0.5 * self.settings.weight_decay * squares.sum()
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimiser, with a schedule over its steps."""
-        hyper = self.hparams
-        chosen = {name: hyper[name] for name in ("lr", "momentum", "weight_decay")}
-        optimizer = build_probe_optimizer(hyper["optimizer"], self._layers, **chosen)
-        if hyper["schedule"] == "constant" and not hyper["warmup_steps"]:
+        optimizer = build_probe_optimizer(self.settings, self._layers)
+        if self.settings.schedule == "constant" and not self.settings.warmup_steps:
             return optimizer
-        total, warmup = int(self.trainer.estimated_stepping_batches), hyper["warmup_steps"]
+        total, warmup = int(self.trainer.estimated_stepping_batches), self.settings.warmup_steps
         factors = {
             "cosine": lambda step: cosine_with_warmup(step, total=total, warmup=warmup),
             "linear": lambda step: linear_with_warmup(step, total=total, warmup=warmup),
             "constant": lambda step: min((step + 1) / (warmup + 1), 1.0),
         }
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors[hyper["schedule"]])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors[self.settings.schedule])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # ---- validation
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the last pass; not at the end of it, so that callbacks can still read its questions."""
-        self.val_metrics.reset()
-
     def validation_step(self, batch: ProbeBatch, batch_idx: int) -> None:
         """Judge the questions of the validation split: by their targets, and where verdicts are known by these."""
         outputs = self._outputs(batch.features)
-        predicted = linked(outputs, self.link)
+        predicted = linked(outputs, self.settings.link)
         size = len(batch.target)
         self.log("val/loss", self._loss(outputs, batch.target), batch_size=size)
         self.log("val/target/MSE", (predicted - batch.target).square().mean(), batch_size=size)
         update(self.val_metrics, predicted, batch)
 
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/capability/...`` where verdicts are known."""
-        self._log_metrics("val", self.val_metrics)
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the last pass."""
-        self.test_metrics.reset()
-
     def test_step(self, batch: ProbeBatch, batch_idx: int) -> None:
         """Judge the questions of the test split."""
         update(self.test_metrics, self(batch.features), batch)
 
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/capability/...`` where verdicts are known."""
-        self._log_metrics("test", self.test_metrics)
-
-    def _log_metrics(self, stage: str, metrics: CapabilityMetrics) -> None:
-        if len(metrics.rows("questions")):
-            self.log_dict({f"{stage}/{name}": value for name, value in metrics.compute().items()}, sync_dist=False)
+    def _log_metrics(self, stage: str) -> None:
+        if len(self._metrics(stage)[0].rows("questions")):  # some verdicts are known
+            super()._log_metrics(stage)
 
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the layers and what their input is."""
-        self._checkpoint.save(self, checkpoint)
+        super().on_save_checkpoint(checkpoint)
         if self.basis is not None:
             checkpoint[BASIS_KEY] = plain_basis(self.basis)
 
@@ -426,11 +380,7 @@ class LinearProbeModule(LightningModule):
                 self._build(stored)
             else:
                 check_same_basis(stored, self.basis)
-        self._checkpoint.load(self, checkpoint)
-
-    def on_train_start(self) -> None:
-        """Begin where the checkpoint left off."""
-        self._checkpoint.start(self)
+        super().on_load_checkpoint(checkpoint)
 
     # ---- exports
 
@@ -439,25 +389,13 @@ class LinearProbeModule(LightningModule):
         """The probe as it is now."""
         layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
         weights, biases = zip(*layers, strict=True)
-        return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.link, self.activation))
-
-    def describe(self) -> dict[str, Any]:
-        """Return what identifies the probe, JSON-able."""
-        return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
+        return cast("ProbeBasis", self.basis).with_head(
+            ProbeHead(weights, biases, self.settings.link, self.settings.activation)
+        )
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the files of a probe."""
         self.probe.save(folder)
-
-    def load_export(self, folder: Path) -> None:
-        """Take the probe in ``folder``, as soon as the model is configured."""
-        self.exported_from = folder
-
-    @classmethod
-    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint; the model whose states it reads is only identified."""
-        place = {} if base_model is None else {"base_model": base_model, "revision": None}
-        return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
 
 def update(metrics: CapabilityMetrics, predicted: Tensor, batch: ProbeBatch) -> None:

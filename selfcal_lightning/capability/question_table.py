@@ -74,8 +74,8 @@ class QuestionTable:
             return self.expected_accuracy
         if name == "agreeing_pairs" and (few := int((self.num_samples < 2).sum())):
             raise InputError(
-                f"Expected at least 2 responses to every question where `target` is agreeing_pairs, but got 1 for "
-                f"{few:,} of {len(self):,} questions. Sample more, or take label, which one judged response gives."
+                f"`target` agreeing_pairs needs at least 2 responses to a question, but got 1 for {few:,} of "
+                f"{len(self):,} questions. Sample more, or take label."
             )
         return self.agreeing_pairs if name == "agreeing_pairs" else self.top_share
 
@@ -84,25 +84,20 @@ class QuestionTable:
         if not self.is_judged:
             unknown = int(np.isnan(self.num_correct).sum())
             raise InputError(
-                f"Expected questions with reference answers where `{option}` is {value!r}, but got {unknown:,} of "
-                f"{len(self):,} with responses that nobody judged. Take questions with references, or what needs none, "
-                "such as agreeing_pairs."
+                f"`{option}` {value!r} needs reference answers, but got {unknown:,} of {len(self):,} questions with "
+                "responses that nobody judged. Take questions with references, or agreeing_pairs, which needs none."
             )
 
 
 def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: int | None = None) -> QuestionTable:
-    """Count the responses of questions.
-
-    An estimate and what it is held against must not come from the same responses: count the first k for the one, and
-    the others for the other.
-    """
+    """Count the responses of questions, from number ``start`` up to ``stop``."""
     if not entries:
         raise InputError("Expected at least one question with responses, but got none.")
     counted = [(entry, entry.samples[start:stop]) for entry in entries]
     if empty := [entry.question.id for entry, samples in counted if not samples]:
         raise InputError(
-            f"Expected every question to have a response from number {start} on, but got none for {len(empty):,} of "
-            f"{len(entries):,}, such as {empty[0]!r}. Sample more responses, or leave these questions out."
+            f"{len(empty):,} of {len(entries):,} questions, such as {empty[0]!r}, have no response from number {start} "
+            "on. Sample more responses, or leave these questions out."
         )
     answers = [[sample.answer for sample in samples] for _, samples in counted]
     ids = np.empty(len(entries), dtype=object)
@@ -119,12 +114,7 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
 
 
 def redrawn(shares: Floats, question_ids: Sequence[str], *, draws: int, seed: int) -> Floats:
-    """Return shares as a few draws of each question would show them: ``Binomial(draws, share) / draws``.
-
-    Example:
-        >>> redrawn(np.array([0.0, 1.0]), ["a", "b"], draws=3, seed=0).tolist()
-        [0.0, 1.0]
-    """
+    """Return shares as a few draws of each question would show them: ``Binomial(draws, share) / draws``."""
     generators = (np.random.default_rng([seed, question_hash(name)]) for name in question_ids)
     return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -26,7 +28,7 @@ from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG,
 _COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
 
 
-def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
+def capability_reliability(test: TestQuestions) -> Figure:
     """Draw the share of right responses over the predicted capability, one panel an estimate that is a probability."""
     drawn = {name: v for name, v in test.estimates.items() if ((v >= 0.0) & (v <= 1.0)).all()}
     figure = Figure(figsize=(0.6 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
@@ -37,8 +39,6 @@ def capability_reliability(test: TestQuestions, *, title: str = "") -> Figure:
         )
         axes.set_xlabel("predicted capability")
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
-    if title:
-        figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -55,46 +55,41 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> 
     return figure
 
 
-def budget_figure(rows: Sequence[BudgetRow], *, title: str = "") -> Figure:
+def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
     """Draw what sharing samples by an estimate solves beyond an even share, over the budget."""
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for position, row in enumerate(each for each in rows if each.gain is not None):
-        gains = [float(estimate.value or 0.0) for estimate in row.gain or ()]
-        style = "-" if position < len(_COLOURS) else "--"
-        axes.plot(row.budgets, gains, style, marker="o", markersize=4, color=_COLOURS[position % len(_COLOURS)],
-                  linewidth=1.6, label=row.way)  # fmt: skip
-    axes.axhline(0.0, color="black", linewidth=0.8)
+    gains = {row.way: row.gain for row in rows if row.gain is not None}
+    figure, axes = _gains_figure(gains, rows[0].budgets if rows else ())
     if rows:
         axes.set_xscale("log", base=2)
         axes.set_xticks(rows[0].budgets, [str(budget) for budget in rows[0].budgets])
-    frame(axes)
-    axes.set(xlabel="mean samples a question", ylabel="share of questions solved, beyond an even share")
-    axes.legend(loc="upper left", fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
+    axes.set_xlabel("mean samples a question")
     return figure
 
 
-def mixing_figure(rows: Sequence[MixingRow], *, title: str = "") -> Figure:
+def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
     """Draw what plans solve beyond an even share, over how much of it is mixed in."""
+    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares if rows else ())
+    budget = f", {rows[0].budget} samples a question" if rows else ""
+    axes.set_xlabel(f"even share mixed in{budget}")
+    return figure
+
+
+def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[float]) -> tuple[Figure, Axes]:
+    """Draw the gain over an even share of each way to share samples."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
-    for position, row in enumerate(rows):
+    for position, (way, estimates) in enumerate(gains.items()):
+        values = [float(estimate.value or 0.0) for estimate in estimates]
         colour, style = _COLOURS[position % len(_COLOURS)], "-" if position < len(_COLOURS) else "--"
-        gains = [float(estimate.value or 0.0) for estimate in row.gain]
-        axes.plot(row.even_shares, gains, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=row.way)
+        axes.plot(places, values, style, marker="o", markersize=4, color=colour, linewidth=1.6, label=way)
     axes.axhline(0.0, color="black", linewidth=0.8)
     frame(axes)
-    budget = f", {rows[0].budget} samples a question" if rows else ""
-    axes.set(xlabel=f"even share mixed in{budget}", ylabel="share of questions solved, beyond an even share")
+    axes.set_ylabel("share of questions solved, beyond an even share")
     axes.legend(fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
-    return figure
+    return figure, axes
 
 
-def pass_at_k_figure(curves: Sequence[PassAtKCurve], *, title: str = "") -> Figure:
+def pass_at_k_figure(curves: Sequence[PassAtKCurve]) -> Figure:
     """Draw pass@k as the responses show it, and as each estimate predicts it."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -110,12 +105,9 @@ def pass_at_k_figure(curves: Sequence[PassAtKCurve], *, title: str = "") -> Figu
     frame(axes)
     axes.set(xlabel="samples k", ylabel="pass@k", ylim=(0.0, 1.0))
     axes.legend(loc="lower right", fontsize=8, frameon=False)
-    if title:
-        axes.set_title(title, fontsize=11)
     return figure
 
 
-HEADINGS = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
 BUDGET_NOTE = (
     "Budgets: expected share of questions with a right sample, at a mean of B samples a question; below the first row "
     "the difference from it. Shared before any is drawn, or one at a time, with a verifier that stops at the first "
@@ -125,49 +117,38 @@ ASKING_NOTE = (
     "Not asking: share of all right responses that is lost where so many questions of least capability are left out, "
     "and the share of right responses to the others."
 )
-DECOMPOSITION_HEADINGS = (
-    "estimate", "error against responses", "= error of capability", "+ spread of responses",
-)  # fmt: skip
-CURVE_HEADINGS = ("estimate", "pass@k by", "curve error")
 
 
-def comparison_cells(row: EstimatorRow) -> list[str]:
-    """Return the cells of an estimate, in the order of ``HEADINGS``."""
-    return [
-        row.name,
-        str(row.samples),
-        "yes" if row.needs_labels else "no",
-        _shown(row.mse),
-        _shown(row.difference, signed=True),
-        _shown(row.skill),
-        _shown(row.spearman),
-        _shown(row.ece),
-    ]
+@dataclass(frozen=True)
+class ReportTable:
+    """The rows of an analysis, written for the terminal and in Markdown."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def for_terminal(self, title: str) -> Table:
+        """Return the table for a terminal."""
+        table = Table(title=title or None)
+        for position, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if position == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """Return the table in Markdown; "" without rows."""
+        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if self.rows else ""
 
 
-def curve_cells(curve: PassAtKCurve) -> list[str]:
-    """Return the cells of a curve: its error, and the squared error of a question for each k."""
-    return [curve.name, curve.way, _shown(curve.curve_error), *map(_shown, curve.instance_mse)]
-
-
-def decomposition_cells(row: DecompositionRow) -> list[str]:
-    """Return the cells of an estimate's error, taken apart."""
-    return [row.name, *map(_shown, (row.response, row.capability, row.spread))]
-
-
-def decomposition_table(rows: Sequence[DecompositionRow], *, title: str = "") -> Table:
-    """Return the table of errors taken apart for a terminal."""
-    return _table(DECOMPOSITION_HEADINGS, [decomposition_cells(row) for row in rows], title)
+def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
+    """Return the errors of estimates taken apart."""
+    headings = ("estimate", "error against responses", "= error of capability", "+ spread of responses")
+    return ReportTable(headings, [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows])
 
 
 def gap_note(gap: DefinitionGap) -> str:
-    """Return how far the two targets are apart.
-
-    Example:
-        >>> print(gap_note(DefinitionGap(0.25, 0.7, None)))
-        The verdict on one response a question differs from capability by .250 on average (Spearman .700, Kendall \
-undefined; means over 5 draws).
-    """
+    """Return how far the two targets are apart."""
     correlations = ["undefined" if value is None else _plain(value) for value in (gap.spearman, gap.kendall)]
     return (
         f"The verdict on one response a question differs from capability by {_plain(gap.mae)} on average (Spearman "
@@ -175,46 +156,45 @@ undefined; means over 5 draws).
     )
 
 
-def comparison_table(comparison: CapabilityComparison, *, title: str = "") -> Table:
-    """Return the table of estimates for a terminal."""
-    return _table(HEADINGS, [comparison_cells(row) for row in comparison.rows], title)
+def comparison_table(comparison: CapabilityComparison) -> ReportTable:
+    """Return what each estimate costs and how good it is."""
+    headings = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
+    return ReportTable(headings, [_comparison_cells(row) for row in comparison.rows])
 
 
-def curve_table(curves: Sequence[PassAtKCurve], *, title: str = "") -> Table:
-    """Return the table of pass@k for a terminal."""
-    return _table(_curve_headings(curves), [curve_cells(curve) for curve in curves], title)
+def _comparison_cells(row: EstimatorRow) -> list[str]:
+    plain = [row.name, str(row.samples), "yes" if row.needs_labels else "no", _shown(row.mse)]
+    return [*plain, _shown(row.difference, signed=True), *map(_shown, (row.skill, row.spearman, row.ece))]
 
 
-def budget_cells(row: BudgetRow) -> list[str]:
-    """Return the cells of a way to share samples: what it solves, or what it solves beyond an even share."""
-    return [row.way, *(_shown(e) for e in row.solved)] if row.gain is None else [
-        row.way, *(_shown(gain, signed=True) for gain in row.gain)
-    ]  # fmt: skip
+def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
+    """Return the error of each predicted curve, and the squared error of a question for each k."""
+    headings = ["estimate", "pass@k by", "curve error", *(f"MSE at {k}" for k in (curves[0].k if curves else ()))]
+    return ReportTable(headings, [[c.name, c.way, _shown(c.curve_error), *map(_shown, c.instance_mse)] for c in curves])
 
 
-def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
-    """Return the table of budgets for a terminal."""
-    return _table(_budget_headings(rows), [budget_cells(row) for row in rows], title)
+def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
+    """Return what each way to share samples solves, or solves beyond an even share."""
+    headings = ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
+    cells = [
+        [row.way, *(_shown(one, signed=row.gain is not None) for one in (row.solved if row.gain is None else row.gain))]
+        for row in rows
+    ]
+    return ReportTable(headings, cells)
 
 
-def mixing_cells(row: MixingRow) -> list[str]:
-    """Return the cells of a way to share samples, by how much of an even share is mixed in."""
-    return [row.way, *(_shown(gain, signed=True) for gain in row.gain)]
+def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
+    """Return what each way to share samples solves beyond an even share, by how much of that is mixed in."""
+    first = f"beyond an even share, B = {rows[0].budget}" if rows else ""
+    headings = [first, *(f"{share:.0%} even" for share in (rows[0].even_shares if rows else ()))]
+    return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 
-def mixing_table(rows: Sequence[MixingRow], *, title: str = "") -> Table:
-    """Return the table of mixing an even share in for a terminal."""
-    return _table(_mixing_headings(rows), [mixing_cells(row) for row in rows], title)
-
-
-def asking_cells(row: AskingRow) -> list[str]:
-    """Return the cells of an estimate by which questions are left out: what is lost, then how right the others are."""
-    return [row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)]
-
-
-def asking_table(rows: Sequence[AskingRow], *, title: str = "") -> Table:
-    """Return the table of leaving questions out for a terminal."""
-    return _table(_asking_headings(rows), [asking_cells(row) for row in rows], title)
+def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
+    """Return what is lost where questions are left out by each estimate, then how right the others are."""
+    shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
+    headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
+    return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
 
 
 def comparison_markdown(
@@ -229,15 +209,15 @@ def comparison_markdown(
 ) -> str:
     """Return all tables in Markdown, with what a reader must know."""
     tables = [
-        _markdown(HEADINGS, [comparison_cells(row) for row in comparison.rows]),
+        comparison_table(comparison).markdown(),
         what_to_know(comparison),
-        _markdown(DECOMPOSITION_HEADINGS, [decomposition_cells(row) for row in parts]) if parts else "",
+        decomposition_table(parts).markdown(),
         "" if gap is None else gap_note(gap),
-        _markdown(_curve_headings(curves), [curve_cells(curve) for curve in curves]) if curves else "",
-        _markdown(_budget_headings(budgets), [budget_cells(row) for row in budgets]) if budgets else "",
+        curve_table(curves).markdown(),
+        budget_table(budgets).markdown(),
         BUDGET_NOTE if budgets else "",
-        _markdown(_mixing_headings(mixing), [mixing_cells(row) for row in mixing]) if mixing else "",
-        _markdown(_asking_headings(asking), [asking_cells(row) for row in asking]) if asking else "",
+        mixing_table(mixing).markdown(),
+        asking_table(asking).markdown(),
         ASKING_NOTE if asking else "",
     ]
     return "\n\n".join(table for table in tables if table) + "\n"
@@ -253,42 +233,9 @@ def what_to_know(comparison: CapabilityComparison) -> str:
     )
 
 
-def _budget_headings(rows: Sequence[BudgetRow]) -> list[str]:
-    return ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
-
-
-def _mixing_headings(rows: Sequence[MixingRow]) -> list[str]:
-    """Return the headings; the differences are from the even share alone."""
-    shares = [f"{share:.0%} even" for share in (rows[0].even_shares if rows else ())]
-    return [f"beyond an even share, B = {rows[0].budget}" if rows else "", *shares]
-
-
-def _asking_headings(rows: Sequence[AskingRow]) -> list[str]:
-    shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
-    return ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
-
-
-def _curve_headings(curves: Sequence[PassAtKCurve]) -> list[str]:
-    return [*CURVE_HEADINGS, *(f"MSE at {k}" for k in (curves[0].k if curves else ()))]
-
-
 def _plain(value: float) -> str:
     return f"{value:.3f}".replace("0.", ".", 1)
 
 
 def _shown(estimate: Estimate | None, *, signed: bool = False) -> str:
     return "" if estimate is None else format_estimate(estimate, signed=signed)
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> Table:
-    table = Table(title=title or None)
-    for position, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if position == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

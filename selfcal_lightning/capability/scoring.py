@@ -66,10 +66,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     """Read what :func:`write_scores` wrote."""
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(
-            f"Expected `scores` to be a file, but there is none at {path}. Make it by `selfcal score-questions "
-            "--output`."
-        )
+        raise FileNotFoundError(f"`scores`: there is no file {path}. `selfcal score-questions --output` writes one.")
     found: dict[str, QuestionScore] = {}
     for number, line in read_json_lines(file):
         value = line.get(CAPABILITY)
@@ -125,13 +122,13 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
             sampled[key] != model.get(key) for key in compared
         ):
             raise InputError(
-                f"Expected the values {name!r} to be of the model that gave the responses in {read.path}, but got "
-                "those of another. Score its questions anew with that model."
+                f"The values {name!r} are of another model than the responses in {read.path}. Score its questions with "
+                "that model."
             )
         if shared := digests.intersection(record.origin.get(FITTED_ON, [])):
             raise InputError(
-                f"Expected questions that {name!r} was not fitted on, but got {len(shared):,} of {len(digests):,} that "
-                "it was: it would look better than it is. Name another `split`, or other questions."
+                f"{name!r} was fitted on {len(shared):,} of {len(digests):,} of these questions, and would look better "
+                "than it is. Name another `split`, or other questions."
             )
 
 
@@ -152,8 +149,7 @@ class QuestionScoring:
             raise unknown_name("estimator", self.estimator, PROMPT_ESTIMATORS)
         if (self.estimator == PROBE) != (self.probe is not None):
             raise InputError(
-                f"Expected `probe` with the estimator {PROBE!r} and with no other, but got {self.probe!r} with "
-                f"{self.estimator!r}."
+                f"`probe` goes with the estimator {PROBE!r}, but got {self.probe!r} with {self.estimator!r}."
             )
         if self.estimator == PROBE and self.query is not None:
             raise InputError(f"Expected `query` with what asks the model, but got {self.query!r} with {PROBE!r}.")

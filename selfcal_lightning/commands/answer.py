@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
@@ -25,8 +26,8 @@ from selfcal_lightning.inference.answering import (
     read_questions,
     summarise,
 )
-from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.choices import (
+    CalibratedDefaults,
     check_sampled_alike,
     choose_prompt,
     choose_strategy,
@@ -36,65 +37,13 @@ from selfcal_lightning.inference.choices import (
 )
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource
-from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.rewards.answering import check_live_rewards, check_search, open_live_rewards, open_search
 
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How questions are answered.
-
-    Args:
-        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at .7.
-        threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
-        max_samples: Most responses to a question; null is the strategy's own default.
-        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
-            `reward` model says, as prm. Null is the strategy's own default, or the last scorer's where there are
-            scorers and the strategy reads a confidence.
-        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
-        scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
-            add. Several: `--scorers '[a.json, b.json]'`.
-        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy and must be
-            used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
-            risk guarantees an error rate; it withholds answers that it cannot vouch for.
-        lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
-            sooner and cost more.
-        sampling: How responses are drawn.
-        seed: Seed of the run; every sample has its own, derived from it and the question's id.
-        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
-            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
-            calibration where it had one, else the task's.
-        query: The confidence query; that of the calibration.
-        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
-            stops.
-        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
-            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
-            reward, any that `selfcal score` reads.
-        engine: Which engine runs the model, how, and with which adapter.
-    """
-
-    strategy: str | None = None
-    threshold: float | None = None
-    max_samples: int | None = None
-    confidence: str | None = None
-    strategy_args: dict[str, Any] | None = None
-    scorers: list[str] | str = field(default_factory=list)
-    threshold_file: str | None = None
-    lookahead: int = 0
-    sampling: SamplingSettings = SamplingSettings()
-    seed: int = 0
-    prompt: Prompt | None = None
-    query: str = DEFAULT_QUERY
-    max_failures: int = MAX_FAILURES
-    reward: RewardSettings = RewardSettings()
-    engine: EngineOptions = field(default_factory=EngineOptions)
-
-    def of_the_strategy(self) -> dict[str, Any]:
-        """Return the fields of the strategy that are set."""
-        named = {"threshold": self.threshold, "max_samples": self.max_samples, "confidence": self.confidence}
-        return {name: value for name, value in named.items() if value is not None} | (self.strategy_args or {})
+if TYPE_CHECKING:
+    from selfcal_lightning.inference.base import Stops, Strategy
+    from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
 def run_answer(
@@ -102,12 +51,25 @@ def run_answer(
     question: str | None = None,
     questions: str | None = None,
     task: str | None = None,
+    strategy: str | None = None,
+    threshold: float | None = None,
+    max_samples: int | None = None,
+    confidence: str | None = None,
+    strategy_args: dict[str, Any] | None = None,
+    scorers: list[str] | str = [],  # noqa: B006 - never changed; shown as the default in the help
+    threshold_file: str | None = None,
     json: bool = False,
+    lookahead: int = 0,
+    sampling: SamplingSettings = SamplingSettings(),
+    seed: int = 0,
     chain_of_thought: bool = True,
+    prompt: Prompt | None = None,
+    query: str = DEFAULT_QUERY,
     engine: EngineSettings = EngineSettings(),
     revision: str | None = None,
     adapter: str | None = None,
-    **settings: Any,
+    max_failures: int = MAX_FAILURES,
+    reward: RewardSettings = RewardSettings(),
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -122,33 +84,88 @@ def run_answer(
         questions: a file of questions: JSON lines {"question", "answer"?, "id"?, "task"?} where its name ends in
             .jsonl, else one question a line.
         task: How prompts are written and answers are read: any task, such as local_number, local_choice,
-            local_expression and local_text. Null is word_problems for the bundled model and local_number for others.
+            local_expression and local_text. Null is that of the calibration where it had one, else word_problems for
+            the bundled model and local_number for others.
+        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at the threshold that
+            `fit` chose on its validation questions, else at .7.
+        threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
+        max_samples: Most responses to a question; null is the strategy's own default.
+        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
+            `reward` model says, as prm. Null is the strategy's own default, or the last scorer's where there are
+            scorers and the strategy reads a confidence.
+        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
+            add. Several: `--scorers '[a.json, b.json]'`.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy and must be
+            used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
+            risk guarantees an error rate; it withholds answers that it cannot vouch for.
         json: Print one JSON object for each question and nothing else.
+        lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
+            sooner and cost more.
+        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
+        seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
+            calibration where it had one, else the task's.
+        query: The confidence query; that of the calibration.
         engine: Which engine runs the model, and how.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter to sample with.
-        settings: Fields of AnswerSettings.
+        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
+            stops.
+        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
+            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
+            reward, any that `selfcal score` reads.
 
     Returns:
         The answers, in the order of the questions.
+
+    Raises:
+        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
+        InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
-    if (question is None) == (questions is None):
-        got = "neither" if question is None else "both"
-        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {got}.")
-    task = task or default_task(model)
-    if questions is not None:
-        asked = read_questions(questions, task=task, chain_of_thought=chain_of_thought)
-    else:
-        asked = [ask_question(str(question), task=task, chain_of_thought=chain_of_thought)]
+    task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
+    asked = _questions(question, questions, task=task, chain_of_thought=chain_of_thought)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        confidence=confidence,
+        strategy_args=strategy_args or {},
+        scorers=(scorers,) if isinstance(scorers, str) else tuple(scorers),
+        threshold_file=threshold_file,
+        lookahead=lookahead,
+        sampling=sampling,
+        seed=seed,
+        query=query,
+        prompt=prompt,
+        engine=engine.of(revision=revision, adapter=adapter),
+        max_failures=max_failures,
+        reward=reward,
+    )
+    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
 
-    def show(answer: Answer) -> None:
-        line = json_format.dumps(answer.as_json(), ensure_ascii=False) if json else answer.as_text()
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
-    chosen = AnswerSettings(engine=engine.of(revision=revision, adapter=adapter), **settings)
-    return answer_questions(model, asked, chosen, on_answer=show)
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How questions are answered; the fields mean what the options of ``run_answer`` of these names do."""
+
+    strategy: str | None = None
+    threshold: float | None = None
+    max_samples: int | None = None
+    confidence: str | None = None
+    strategy_args: Mapping[str, Any] = field(default_factory=dict)
+    scorers: tuple[str, ...] = ()
+    threshold_file: str | None = None
+    lookahead: int = 0
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int = 0
+    query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    max_failures: int = MAX_FAILURES
+    reward: RewardSettings = field(default_factory=RewardSettings)
 
 
 def answer_questions(
@@ -160,24 +177,28 @@ def answer_questions(
     if note is not None:
         say(note)
     asked = put_prompt(asked, prompt)
+    taught = CalibratedDefaults.of(model, options.adapter)
+    settings = replace(settings, sampling=taught.sampling_for(settings.sampling))
     check_can_draw(options, settings.sampling)
-    scorers = (settings.scorers,) if isinstance(settings.scorers, str) else tuple(settings.scorers)
-    known, fitted = load_fitted_files(scorers, settings.threshold_file)
+    known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
-    given = settings.of_the_strategy()
-    stops, read = None, []
-    read_by = f"answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}"
+    fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
+    given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    if settings.strategy is None and fitted is None and not known and not given:
+        given = taught.strategy_fields()
+    stops: Stops | None = None
+    read: list[str] = []
     if check_search(settings.strategy, given, settings.reward):
         tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer
         chosen, stops = open_search(
             str(settings.strategy), given, settings.reward, tokenizer=tokenizer, dtype=options.dtype
         )
-        say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {read_by}")
+        say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
     else:
         chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
         read = check_live_rewards(chosen, known, settings.reward)
-        say(f"{chosen}; {read_by}")
+        say(f"{chosen}; {_read_by(asked)}")
     if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
     if fitted is not None:
@@ -210,6 +231,25 @@ def answer_questions(
     if source.failed and all(one.answer is None for one in answers.answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
     return answers.answers
+
+
+def _read_by(asked: Sequence[Question]) -> str:
+    return f"answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}"
+
+
+def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
+    if (text is None) == (path is None):
+        both = "neither" if text is None else "both"
+        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
+    if path is not None:
+        return read_questions(path, task=task, chain_of_thought=chain_of_thought)
+    return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
+    line = json_format.dumps(answer.as_json(), ensure_ascii=False) if as_json else answer.as_text()
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class _InOrder:

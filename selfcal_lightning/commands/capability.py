@@ -451,18 +451,18 @@ def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _
 
 def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
     console = Console(file=sys.stdout)
-    console.print(comparison_table(found.comparison, title="estimates of capability"))
+    console.print(comparison_table(found.comparison).for_terminal("estimates of capability"))
     console.print(what_to_know(found.comparison), highlight=False)
-    console.print(decomposition_table(found.parts, title="errors against single responses, taken apart"))
+    console.print(decomposition_table(found.parts).for_terminal("errors against single responses, taken apart"))
     console.print(gap_note(found.gap), highlight=False)
     if test.num_dropped:
         console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
     if found.curves:
-        console.print(curve_table(found.curves, title="pass@k"))
-    console.print(budget_table(found.budgets, title="budgets"))
+        console.print(curve_table(found.curves).for_terminal("pass@k"))
+    console.print(budget_table(found.budgets).for_terminal("budgets"))
     console.print(BUDGET_NOTE, highlight=False)
-    console.print(mixing_table(found.mixing, title="an even share mixed in"))
-    console.print(asking_table(found.asking, title="not asking"))
+    console.print(mixing_table(found.mixing).for_terminal("an even share mixed in"))
+    console.print(asking_table(found.asking).for_terminal("not asking"))
     console.print(ASKING_NOTE, highlight=False)
     written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

@@ -29,6 +29,7 @@ from selfcal_lightning.evaluation.inputs import (
     sample_models,
     sides_apart,
     split_off_calibration,
+    trained_on,
 )
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
@@ -45,7 +46,8 @@ from selfcal_lightning.evaluation.plan import (
 from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, run_strategies
 from selfcal_lightning.evaluation.test_set import Calibrated, TrainingCost, calibrate_side, prepare_test
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
-from selfcal_lightning.inference.choices import choose_prompt
+from selfcal_lightning.evaluation.verdict import verdict
+from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -78,7 +80,7 @@ def run_evaluate(
     num_reshuffles: int = NUM_RESHUFFLES,
     num_resamples: int = 1000,
     training_cost: TrainingCost | None = None,
-    tables: Literal["full", "short"] = "full",
+    tables: Literal["full", "short"] = "short",
     num_samples: int = 8,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings = SamplingSettings(),
@@ -126,10 +128,10 @@ def run_evaluate(
         num_reshuffles: Random orders of each pool; 0 takes the recorded order alone.
         num_resamples: Bootstrap resamples of the questions.
         training_cost: What calibration cost, for the break-even; null leaves that out.
-        tables: What is printed of strategies; the files always hold everything.
+        tables: How much of the strategies is printed: one table for each test set, or all. The files hold everything.
         num_samples: Responses per question and model.
         engine: Which engine samples the models here, and how.
-        sampling: How responses are drawn.
+        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
         prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
             had one, else the task's.
         query: The confidence query.
@@ -171,7 +173,8 @@ def run_evaluate(
         prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
         if note is not None:
             say(note)
-        arguments["prompt"] = prompt
+        sampling = CalibratedDefaults.of(after or before or model or "bundled", adapter).sampling_for(sampling)
+        arguments |= {"prompt": prompt, "sampling": sampling}
         options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
@@ -191,6 +194,10 @@ def run_evaluate(
         texts = reads_texts(settings.strategies)
         inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=texts)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
+    for key, shared in ({} if pools is not None else trained_on(inputs, sampled.sides)).items():
+        test, _, side = key.rpartition(".")
+        say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
+        results[f"own.{test}.trained_on.{side}"] = shared
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:
@@ -281,5 +288,8 @@ def _plain_value(value: Any) -> Any:
 
 
 def _say_where(folder: Path, results: Mapping[str, Any]) -> None:
-    files = ["results.json", *results.get("files", [])]
-    Console().print(f"Written to {folder}: {', '.join(files)}", highlight=False)
+    console = Console()
+    for sentence in verdict(results):
+        console.print(sentence, highlight=False, style="bold")
+    first = [name for name in ("results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
+    console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)

@@ -15,14 +15,7 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.models.folders import ADAPTER_CONFIG, MANIFEST, check_adapter, read_manifest, resolve_model
 from selfcal_lightning.models.names import check_model
 from selfcal_lightning.records import Dtype
-from selfcal_lightning.training.contracts import (
-    Exportable,
-    Mergeable,
-    SideBySide,
-    check_members,
-    class_path,
-    import_class,
-)
+from selfcal_lightning.training.contracts import class_path, import_class
 from selfcal_lightning.training.export import (
     LOCAL,
     check_output,
@@ -40,6 +33,9 @@ from selfcal_lightning.training.export import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from selfcal_lightning.training.calibrated_model import ConfidenceModel
+    from selfcal_lightning.training.modules import TrainedModule
 
 TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105 - the name of the variable
 log = logging.getLogger(__name__)
@@ -93,7 +89,7 @@ def run_export(
 
 
 def _write_merged(
-    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[TrainedModule] | None
 ) -> None:
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
@@ -117,7 +113,7 @@ def _write_merged(
 
 
 def _write_trained(
-    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[Exportable] | None
+    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[TrainedModule] | None
 ) -> None:
     """Write the adapter, or whatever else the module trains beside its base model, that a checkpoint holds."""
     if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
@@ -132,10 +128,13 @@ def _write_trained(
     what = {"adapter": "adapter"}.get(module.export_kind, "trained weights")
     say(f"Writing the {what} to {target}")
     write_export(module, target, described=_as_trained(stored))
-    for name in module.beside if isinstance(module, SideBySide) else ():
+    for name in module.beside:
         place = target.with_name(f"{target.name}-{name}")
         check_output(place, kinds=("adapter",), overwrite=False)
-        own = {**_as_trained(stored)["hyper_parameters"], **module.describe_beside(name)["hyper_parameters"]}
+        own = {
+            **_as_trained(stored)["hyper_parameters"],
+            **cast("ConfidenceModel", module).describe_beside(name)["hyper_parameters"],
+        }
         say(f"Writing the adapter {name!r}, which was trained beside it, to {place}")
         write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
 
@@ -188,14 +187,16 @@ def _from_adapter(
 
 
 def _from_checkpoint(
-    path: str, base_model: str | None, dtype: str, target: Path, kind: type[Exportable]
+    path: str, base_model: str | None, dtype: str, target: Path, kind: type[TrainedModule]
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
 
     from selfcal_lightning.models.causal_lm import load_config
+    from selfcal_lightning.training.calibrated_model import ConfidenceModel
 
-    check_members(kind, Mergeable, who="a merged model", kind="a module")
+    if not issubclass(kind, ConfidenceModel):
+        raise InputError(f"Expected a module that can be merged, but got {kind.__name__}: set `merge: false`.")
     place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
     places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
     check_apart(target, places, option="output_dir")
@@ -203,32 +204,31 @@ def _from_checkpoint(
         config = load_config(place["base_model"], revision=place["revision"])
         dtype = str(config.dtype or torch.float32).removeprefix("torch.")
     trained, stored = _module_of(path, base_model, dtype=dtype, kind=kind)
-    module = cast("Mergeable", trained)
+    module = cast("ConfidenceModel", trained)
     return module.merged(), (module.base_model, module.revision), module.describe() | _as_trained(stored)
 
 
 def _module_of(
-    path: str, base_model: str | None, *, dtype: str, kind: type[Exportable]
-) -> tuple[Exportable, dict[str, Any]]:
+    path: str, base_model: str | None, *, dtype: str, kind: type[TrainedModule]
+) -> tuple[TrainedModule, dict[str, Any]]:
     """Return the module of a checkpoint, its base model as it is stored, and the settings that it was trained with."""
     place = {} if base_model is None else {"base_model": base_model, "revision": None}
-    module = kind.from_checkpoint(path, base_model=base_model, dtype=dtype)
-    check_members(module, Exportable, who="an export", kind="a module")
-    return module, _hyper_parameters(path) | place
+    return kind.from_checkpoint(path, base_model=base_model, dtype=dtype), _hyper_parameters(path) | place
 
 
-def _module_class(adapter: str, named: str | None) -> type[Exportable] | None:
+def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None:
     """Return the class of the module that wrote a checkpoint; None for what is no file."""
     if not Path(adapter).is_file():
         return None
-    from selfcal_lightning.training.calibrated_model import CLASS_KEY
     from selfcal_lightning.training.checkpoints import read_checkpoint
+    from selfcal_lightning.training.modules import CLASS_KEY, TrainedModule
     from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
     if named is not None:
         kind = import_class(named, option="module")
-        check_members(kind, Exportable, who="an export", kind="a module")
-        return cast("type[Exportable]", kind)
+        if not issubclass(kind, TrainedModule):
+            raise InputError(f"Expected `module` to be a TrainedModule, but got {named}.")
+        return kind
     own = class_path(SelfCalibrationModule)
     found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
     if found != own:

@@ -37,7 +37,8 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.core.signals import keeping
 from selfcal_lightning.models.folders import check_adapter, check_files, read_manifest
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, check_checkpoint_file, is_address
-from selfcal_lightning.training.contracts import Exportable, check_members, import_class, linked_arguments
+from selfcal_lightning.training.contracts import import_class
+from selfcal_lightning.training.modules import TrainedModule
 
 FIT, LAST = "fit", "last"
 CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
@@ -217,7 +218,8 @@ class SelfCalibrationCLI(LightningCLI):
         adapter = self.config["predict"].adapter
         if adapter is None:
             return
-        check_members(self.model, Exportable, who="`--adapter`", kind="a module")
+        if not isinstance(self.model, TrainedModule):
+            raise InputError(f"Expected a TrainedModule for `--adapter`, but got {type(self.model).__name__}.")
         self.model.load_export(Path(adapter))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -272,13 +274,19 @@ def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
         except InputError:
             kinds.append(import_class(default, option=option))
     module, data = kinds
-    return linked_arguments(data, module, {kind: argument_names(kind) for kind in kinds})
+    shared = argument_names(module) & argument_names(data)
+    return tuple(name for name in getattr(data, "linked_arguments", ()) if name in shared)
 
 
 def argument_names(kind: type) -> frozenset[str]:
-    """Return the names of the arguments of a class and of its parents."""
-    constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
-    return frozenset(name for one in constructors for name in inspect.signature(one).parameters)
+    """Return the names of a class's arguments, and of its parents' where it hands further ones on."""
+    names: set[str] = set()
+    for base in (one for one in kind.__mro__ if "__init__" in vars(one)):
+        parameters = inspect.signature(vars(base)["__init__"]).parameters
+        names |= parameters.keys()
+        if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            break
+    return frozenset(names)
 
 
 def run_trainer(

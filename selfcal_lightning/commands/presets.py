@@ -292,7 +292,7 @@ def what_next(case: CommonCase) -> str:
     adapter = case.folder / "adapter"
     return (
         f"Written to {case.folder}: adapter, samples, logs. To use it:\n"
-        f"  selfcal answer --model {case.model} --adapter {adapter} --task {case.default_task} --question TEXT\n"
+        f"  selfcal answer --model {case.model} --adapter {adapter} --question TEXT\n"
         f"  selfcal evaluate --before {case.model} --adapter {adapter} --output_dir {case.folder / 'evaluation'} "
         f"--tests '[{{name: test, task: {case.default_task}, path: YOUR_TEST_FILE}}]'\n"
     )

@@ -7,7 +7,7 @@ it, and returns a record. Questions may be a file, a list of mappings with its f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
 from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
 from selfcal_lightning.models.chat_format import Prompt
-from selfcal_lightning.records import Question
+from selfcal_lightning.records import Question, SamplingSettings
 
 QUESTIONS_FILE = "questions.jsonl"
 
@@ -96,6 +96,9 @@ def calibrate(
         prompt: How questions are put to the model; None is their tasks' own way.
         settings: What else to set, by the names of the command line, such as ``{"data.num_samples": 16}``.
 
+    Raises:
+        InputError: A question or a setting cannot be used.
+
     Example:
         >>> import selfcal_lightning as sc
         >>> sc.calibrate("bundled", [{"question": "What is 1+1?", "answer": 2}])
@@ -125,9 +128,17 @@ def answer(
     *,
     task: str | None = None,
     adapter: str | Path | None = None,
+    strategy: str | None = None,
+    threshold: float | None = None,
+    max_samples: int | None = None,
+    threshold_file: str | None = None,
+    scorers: Sequence[str] = (),
+    strategy_args: Mapping[str, Any] | None = None,
+    sampling: SamplingSettings = SamplingSettings(),
     engine: EngineSettings = EngineSettings(),
     chain_of_thought: bool = True,
-    **settings: Any,
+    prompt: Prompt | None = None,
+    seed: int = 0,
 ) -> list[Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -137,13 +148,23 @@ def answer(
         task: How prompts are written and answers are read, where a question names no task; None is word_problems for
             the bundled model and local_number for others.
         adapter: Folder of the adapter that ``calibrate`` wrote.
-        engine: What draws the responses.
+        strategy: Name of the strategy; None is that of the threshold file, or early stopping at .7.
+        threshold: Where the strategy stops, in [0, 1]; None is its default.
+        max_samples: Most responses to a question; None is the strategy's default.
+        threshold_file: File of a threshold that ``fit_threshold`` wrote.
+        scorers: Files of confidences that ``fit_confidence`` wrote.
+        strategy_args: Further fields of the strategy.
+        sampling: How responses are drawn.
+        engine: What draws them.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
-        settings: Further options of ``selfcal answer``: ``strategy``, ``threshold``, ``max_samples``, ``confidence``,
-            ``strategy_args``, ``scorers``, ``threshold_file``, ``sampling``, ``prompt``, ``query``, ``seed`` and more.
+        prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
+        seed: Of sampling.
 
     Returns:
         One record a question, in their order: ``answer``, ``confidence``, ``samples_used``, ``verdict`` and more.
+
+    Raises:
+        InputError: Settings contradict one another, or a question cannot be used.
 
     Example:
         >>> import selfcal_lightning as sc
@@ -154,8 +175,19 @@ def answer(
         (1, True)
     """
     asked = read_questions(questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
-    options = engine.of(adapter=None if adapter is None else str(adapter))
-    return answer_questions(model, asked, AnswerSettings(engine=options, **settings), on_answer=lambda _: None)
+    settings = AnswerSettings(
+        strategy=strategy,
+        threshold=threshold,
+        max_samples=max_samples,
+        strategy_args=strategy_args or {},
+        scorers=tuple(scorers),
+        threshold_file=threshold_file,
+        sampling=sampling,
+        seed=seed,
+        prompt=prompt,
+        engine=engine.of(adapter=None if adapter is None else str(adapter)),
+    )
+    return answer_questions(model, asked, settings, on_answer=lambda _: None)
 
 
 def evaluate(
@@ -179,6 +211,9 @@ def evaluate(
         after: Another model to compare it with.
         output_dir: Where tables, figures and ``results.json`` go.
         options: Further options of ``selfcal evaluate``, such as ``strategies``, ``num_samples`` or ``seed``.
+
+    Raises:
+        InputError: An option is unknown or does not fit the others, or a pool or a question cannot be used.
 
     Example:
         >>> import selfcal_lightning as sc

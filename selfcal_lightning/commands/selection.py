@@ -13,7 +13,6 @@ from selfcal_lightning.adaptation.key_steps import (
     Extracted,
     KeySteps,
     RuleExtractor,
-    StepExtractor,
     check_extractor,
     write_key_steps,
 )
@@ -129,6 +128,7 @@ def describe(selection: Selection) -> str:
     return "\n".join([*lines, read, f"Written: {selection.path}", ""])
 
 
+StepExtractor = RuleExtractor | EngineExtractor
 CHUNK = 64  # responses after which what was found is on disk
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from selfcal_lightning.core.errors import InputError
 
 OPTIONS = ("--config", "-c")
 MOST_LEVELS = 100
+MOST_ALIASES = 100
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
@@ -42,6 +45,30 @@ def check_nesting(arguments: Sequence[str]) -> None:
             option = arguments[place - 1] if place and not argument.startswith("--") else argument[:30]
             expected = f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels"
             raise InputError(f"{expected}, but got {deepest:,}.")
+
+
+def check_files(arguments: Sequence[str]) -> None:
+    """Refuse pipes and sockets, which could be read once and have no end, and YAML that grows without bound."""
+    for argument in arguments:
+        value = argument.partition("=")[2] if argument.startswith("--") else argument
+        try:
+            mode = os.stat(value).st_mode
+        except (OSError, ValueError):  # most values are no paths
+            continue
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            raise InputError(f"{value} is a pipe or a socket: name a regular file.")
+    for path in config_files(arguments):
+        if path.is_file() and (aliases := _num_aliases(path)) > MOST_ALIASES:
+            raise InputError(f"{path} must have at most {MOST_ALIASES} aliases (`*name`), got {aliases:,}.")
+
+
+def _num_aliases(path: Path) -> int:
+    import yaml
+
+    try:
+        return sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(path.read_bytes()))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return 0  # `read_config` says what is wrong with it
 
 
 def read_config(path: Path) -> dict[str, Any]:

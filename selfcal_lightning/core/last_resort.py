@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ from selfcal_lightning.core.signals import INTERRUPTION, what_is_kept
 TRACEBACK_VARIABLE = "SELFCAL_TRACEBACK"
 FAILED = 1
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket Timeout|gloo.*[Tt]imed? ?out|NCCL|"
+    r"collective operation timeout|remote process (exited|has)"
+)
 
 
 def wants_traceback() -> bool:
@@ -32,11 +37,21 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         )
     if isinstance(error, OSError):
         return f"{who}: error: {_refusal(error)}"
+    if isinstance(error, RuntimeError) and _has_peers() and _LOST_PEER.search(str(error)):
+        return (
+            f"{who}: error: Another process of this training was lost: {_one_line(error)[:200]} Its own log says why. "
+            "Start all of them again; with `ckpt_path: last` they go on from the last checkpoint."
+        )
     way = f"`{TRACEBACK_VARIABLE}=1 {shlex.join(command)}`" if command else f"The same with {TRACEBACK_VARIABLE}=1"
     return (
         f"{who}: a defect of selfcal_lightning, or of a library that it uses: {type(error).__name__}: {error}\n"
         f"{way} shows where it was raised. Please report it with that {_tracker()}."
     )
+
+
+def _has_peers() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:

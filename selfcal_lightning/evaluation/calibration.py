@@ -11,16 +11,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from selfcal_lightning.confidence.base import P_TRUE, confidence_of
+from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.evaluation.curves import Reshuffles
+from selfcal_lightning.evaluation.curves import Reshuffles, powers_of_two
 from selfcal_lightning.evaluation.figures import reliability_comparison, save_figure
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.evaluation.metrics import (
@@ -29,18 +27,22 @@ from selfcal_lightning.evaluation.metrics import (
     PoolSummary,
     compare_pools,
     debiased_error,
-    debiased_key,
+    estimate_keys,
+    has_confidence,
     result_keys,
     scored_responses,
     summarise,
     summary_keys,
 )
 from selfcal_lightning.evaluation.tables import (
+    DASH,
     comparison_csv,
     comparison_markdown,
     comparison_rows,
     comparison_table,
     format_estimate,
+    markdown_table,
+    rich_table,
 )
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
@@ -58,12 +60,11 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
     its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
     """
     keys: dict[str, Any] = {}
-    pairs: dict[str, _Pair] = {}
+    pairs: dict[str, tuple[list[Pool], str]] = {}
     for test, sides in inputs.tests.items():
         name = own_confidence(list(sides.values()))
         if len(sides) == len(SIDES) and name is not None and num_resamples:
-            first, second = (pool.entries for pool in sides.values())
-            pairs[test] = _Pair(first, second, name)
+            pairs[test] = [pool.entries for pool in sides.values()], name
             continue
         for side, pool in sides.items():
             keys |= summary_keys(test, side, pool.entries, name=name)
@@ -76,23 +77,10 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
 
 def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     """Return the confidence by which pools are compared: P(True), else the first probability that all carry."""
-    if all(any(_asked(entry) for entry in pool.entries) for pool in pools):
+    if all(any(has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
     shared = [name for name in carried_confidences(pools[0]) if all(is_probability(pool, name) for pool in pools)]
     return next((name for name in shared if all(name in carried_confidences(pool) for pool in pools)), None)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """Samples of the same questions before and after, and the confidence that they are compared by."""
-
-    before: Pool
-    after: Pool
-    name: str
-
-
-def _asked(entry: QuestionSamples) -> bool:
-    return any(confidence_of(sample, P_TRUE) is not None for sample in entry.samples)
 
 
 def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
@@ -101,33 +89,26 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
     estimates = bootstrap_interval(*columns, metrics=list(SHORT_NAMES), num_resamples=num_resamples)
     flat: dict[str, Any] = {}
     for metric, found in estimates.items():
-        key = f"own.{test}.{SHORT_NAMES[metric]}.{side}"
-        flat |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
-    return flat | {debiased_key(test, side): debiased_error(pool, name)}
+        flat |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
+    return flat | {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
 
 
 def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
     """Return the accuracy of a single response alone, where there is no P(True) to hold against it."""
     shares = np.array([[sum(bool(s.correct) for s in entry.samples) / len(entry.samples) for entry in pool]])
     found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
-    key = f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}"
-    return {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+    return estimate_keys(f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}", found)
 
 
 def _compare(
-    pairs: Mapping[str, _Pair], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
+    pairs: Mapping[str, tuple[list[Pool], str]], same_texts: Mapping[str, bool], folder: Path, *, num_resamples: int
 ) -> dict[str, Any]:
     changes = {
-        test: compare_pools(pair.before, pair.after, name=pair.name, num_resamples=num_resamples)
-        for test, pair in pairs.items()
-    }
-    names = {test: pair.name for test, pair in pairs.items()}
-    by_side = {
-        "before": {test: pair.before for test, pair in pairs.items()},
-        "after": {test: pair.after for test, pair in pairs.items()},
+        test: compare_pools(*pools, name=name, num_resamples=num_resamples) for test, (pools, name) in pairs.items()
     }
     scored = [
-        {test: scored_responses(pool, name=names[test]) for test, pool in by_side[side].items()} for side in SIDES
+        {test: scored_responses(pools[at], name=name) for test, (pools, name) in pairs.items()}
+        for at in range(len(SIDES))
     ]
     save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
@@ -140,12 +121,14 @@ def _compare(
         else "Each model on its own samples"
     )
     console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
-    for test, pair in pairs.items():
-        pools = pair.before, pair.after
-        console.print(_sample_line(test, *(summarise(pool, name=pair.name) for pool in pools)))
-        errors = (debiased_error(pool, pair.name) for pool in pools)
-        console.print(f"{test}: ECE less what chance adds to it: {' -> '.join(f'{error:.3f}' for error in errors)}")
-    return result_keys(changes, by_side, names=names)
+    keys: dict[str, Any] = {}
+    for test, (pools, name) in pairs.items():
+        found = result_keys(test, changes[test], pools, name=name)
+        console.print(_sample_line(test, *(summarise(pool, name=name) for pool in pools)))
+        errors = " -> ".join(f"{found[f'own.{test}.ece_debiased.{side}']:.3f}" for side in SIDES)
+        console.print(f"{test}: ECE less what chance adds to it: {errors}")
+        keys |= found
+    return keys
 
 
 def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
@@ -180,38 +163,25 @@ class VoteRow:
 
 
 def votes_table(rows: Sequence[VoteRow]) -> Table:
-    """Return the rows for the terminal: a line for each number of samples, a column for each side and weighing."""
-    table = Table(
-        title="Accuracy of votes; 95 % bootstrap over questions", title_justify="left", box=box.SIMPLE_HEAD,
-        pad_edge=False, collapse_padding=True,
-    )  # fmt: skip
-    labels, lines = _cells(rows)
-    for name in ("samples", "split", *labels):
-        table.add_column(name, justify="left" if name == "split" else "right", overflow="fold")
+    """Return the rows for the terminal: values alone, and the change with its interval, which fit into 80 columns."""
+    heads, lines = _cells(rows, tight=True)
+    table = rich_table(heads, title="Accuracy of votes; 95 % bootstrap over questions", left=["split"])
+    for column, name in zip(table.columns, heads, strict=True):
+        column.no_wrap, column.overflow = name.startswith(CHANGE), "ellipsis"
     for cells in lines:
-        table.add_row(*(cell.replace(", ", ",") for cell in cells))
+        pairs = zip(heads, cells, strict=True)
+        table.add_row(*(cell if head.startswith(CHANGE) else cell.partition(" [")[0] for head, cell in pairs))
     return table
 
 
 def votes_markdown(rows: Sequence[VoteRow]) -> str:
-    """Return the rows as a Markdown table.
-
-    Example:
-        >>> print(votes_markdown([VoteRow("id", "before", False, (1, 2), (Estimate(0.5, 0.4, 0.6),) * 2)]))
-        | samples | split | before, counted |
-        |---:|---|---:|
-        | 1 | id | 0.500 [0.400, 0.600] |
-        | 2 | id | 0.500 [0.400, 0.600] |
-    """
-    labels, lines = _cells(rows)
-    header = [f"| {' | '.join(('samples', 'split', *labels))} |", f"|---:|---|{'---:|' * len(labels)}"]
-    return "\n".join([*header, *(f"| {' | '.join(cells)} |" for cells in lines)])
+    """Return the rows as a Markdown table."""
+    heads, lines = _cells(rows)
+    return markdown_table(heads, lines, rule=f"|---:|---|{'---:|' * (len(heads) - 2)}")
 
 
 def votes_figure(rows: Sequence[VoteRow]) -> Figure:
     """Draw accuracy over the number of samples, one panel a test set: solid lines are weighted, dashed ones counted."""
-    if not rows:
-        raise InputError("Expected at least one row to draw, but got none.")
     tests = list(dict.fromkeys(row.test for row in rows))
     figure = Figure(figsize=(0.4 + _WIDTH * len(tests), 0.7 + _HEIGHT), layout="constrained")
     panels = figure.subplots(1, len(tests), sharey=True, squeeze=False)[0]
@@ -248,16 +218,16 @@ def _draw(axes: Axes, rows: Sequence[VoteRow]) -> None:
         axes.spines[edge].set_visible(False)
 
 
-def _cells(rows: Sequence[VoteRow]) -> tuple[list[str], list[list[str]]]:
-    """Return the labels of the columns, and the cells of every line."""
+def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of the columns, and the cells of every line."""
     labels = list(dict.fromkeys(row.label for row in rows))
     lines = []
     for test in dict.fromkeys(row.test for row in rows):
         here = {row.label: row for row in rows if row.test == test}
         for place, width in enumerate(next(iter(here.values())).widths):
-            found = [format_estimate(here[label].accuracy[place]) if label in here else "–" for label in labels]
+            found = [format_estimate(here[k].accuracy[place], tight=tight) if k in here else DASH for k in labels]
             lines.append([str(width), test, *found])
-    return labels, lines
+    return ["samples", "split", *labels], lines
 
 
 KEYS = {False: "votes", True: "weighted_votes"}
@@ -325,19 +295,8 @@ def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dic
     return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
 
 
-def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4 ... up to ``most``.
-
-    Example:
-        >>> powers_of_two(9)
-        [1, 2, 4, 8]
-    """
-    return [1 << power for power in range(most.bit_length())]
-
-
-def _row_keys(row: VoteRow) -> dict[str, float | None]:
-    keys: dict[str, float | None] = {}
+def _row_keys(row: VoteRow) -> dict[str, float | int | str | None]:
+    keys: dict[str, float | int | str | None] = {}
     for width, found in zip(row.widths, row.accuracy, strict=True):
-        key = f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}"
-        keys |= {key: found.value, f"{key}.low": found.low, f"{key}.high": found.high}
+        keys |= estimate_keys(f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}", found)
     return keys

@@ -28,7 +28,6 @@ from selfcal_lightning.inference.vectorised import (
     SEED,
     CurveStrategy,
     GridStrategy,
-    OrderBlock,
     Orders,
     PoolArrays,
     right_codes,
@@ -90,25 +89,18 @@ class Reshuffles:
     def blocks(self) -> Iterator[Block]:
         """Yield the orders, some at a time."""
         for block in self._orders.blocks():
-            yield self._block(block)
-
-    def _block(self, block: OrderBlock) -> Block:
-        order, questions = block.position, block.questions
-        rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
-        common = next(iter(self._arrays.values())).in_orders(order, questions)
-        pools = {
-            name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
-            for name, arrays in self._arrays.items()
-        }
-        spent = None
-        if self._has_lengths:
-            spent = {name: _cumulated(arrays.tokens) for name, arrays in pools.items()}
-        right = right_codes(common.answer, common.correct)
-        return Block(questions, block.num_finished, pools, right, spent)
-
-
-def _cumulated(tokens: Floats) -> Floats:
-    return np.concatenate([np.zeros((len(tokens), 1)), np.cumsum(tokens, axis=1)], axis=1)
+            order, questions = block.position, block.questions
+            rows = np.arange(len(order))[:, None] % (questions.stop - questions.start) + questions.start
+            common = next(iter(self._arrays.values())).in_orders(order, questions)
+            pools = {
+                name: replace(common, confidence=arrays.confidence[rows, order], tokens=arrays.tokens[rows, order])
+                for name, arrays in self._arrays.items()
+            }
+            spent = None
+            if self._has_lengths:
+                spent = {name: np.cumsum(np.pad(a.tokens, ((0, 0), (1, 0))), axis=1) for name, a in pools.items()}
+            right = right_codes(common.answer, common.correct)
+            yield Block(questions, block.num_finished, pools, right, spent)
 
 
 @dataclass(frozen=True)
@@ -138,10 +130,8 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
     shortest = pool.shortest
     fewest = len(shortest.samples)
     if max_samples is not None and not 1 <= max_samples <= fewest:
-        raise InputError(
-            f"Expected `max_samples` to lie between 1 and {fewest}, the fewest responses that a question of {name} has "
-            f"({shortest.question.id!r}), but got {max_samples}. Lower it, or sample more."
-        )
+        has = f"{fewest}, the fewest responses that a question of {name} has ({shortest.question.id!r})"
+        raise InputError(f"Expected `max_samples` to lie between 1 and {has}, but got {max_samples}.")
     samples = [sample for entry in pool.entries for sample in entry.samples]
     unknown = next((s.question_id for s in samples if s.correct is None and s.answer is not None), None)
     if unknown is not None:
@@ -160,20 +150,15 @@ def evaluate_jobs(
     """Run every job on every order of the pool."""
     for job in jobs:
         if job.strategy.max_samples > reshuffles.width:
+            at_most = f"at most the {reshuffles.width} samples that every question has"
             raise InputError(
-                f"Expected the budget of {job.strategy.name!r} to be at most the {reshuffles.width} samples that every "
-                f"question has, but got {job.strategy.max_samples}."
+                f"Expected the budget of {job.strategy.name!r} to be {at_most}, but got {job.strategy.max_samples}."
             )
+    size = {"num_orders": reshuffles.num_orders, "width": reshuffles.width}
     sums = [
-        GridSums(
-            job.strategy,
-            job.grid,
-            reshuffles.num_questions,
-            num_orders=reshuffles.num_orders,
-            width=reshuffles.width,
-            most_tokens=reshuffles.most_tokens(job.strategy.confidence),
-        )
+        GridSums(job.strategy, job.grid, reshuffles.num_questions, most_tokens=most, **size)
         for job in jobs
+        for most in [reshuffles.most_tokens(job.strategy.confidence)]
     ]
     for block in reshuffles.blocks():
         for job, total in zip(jobs, sums, strict=True):
@@ -188,6 +173,11 @@ def evaluate_jobs(
 def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
     strategy = job.strategy
     return StrategyCurve(job.label, strategy.confidence, strategy.grid_parameter, outcome, strategy, job.is_oracle)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 ... up to ``most``."""
+    return [1 << power for power in range(most.bit_length())]
 
 
 CONFIDENCE = "confidence"
@@ -296,23 +286,7 @@ def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """How strategies are evaluated; every field is an option of ``selfcal evaluate``.
-
-    Attributes:
-        strategies: Labels of strategies; self-consistency is always among them.
-        confidences: What to weigh by; None takes the pool's probabilities and, with calibration questions, scaled
-            scores and the fusion.
-        max_samples: Budget of a question; None takes what every question has.
-        budgets: Mean numbers of samples at which accuracy is stated; None takes 1, 2, 4, 8 ... up to the budget.
-        targets: Samples of self-consistency whose accuracy the others are to reach; None takes 4, 8 and 16 where the
-            budget allows, or the budget itself.
-        thresholds: Grid of the strategies whose parameter is a threshold.
-        fusion_target: What the fusion is fitted to.
-        num_reshuffles: Orders of the pool; 0 takes the recorded one.
-        num_resamples: Bootstrap resamples of the questions.
-        cost_tokens: What generating and training cost, in generated tokens; None leaves the break-even out.
-        seed: Of orders, halves and resamples.
-    """
+    """How strategies are evaluated; every field is an option of ``selfcal evaluate``, which says what it means."""
 
     strategies: Sequence[str] = tuple(PLANS)
     confidences: Sequence[str] | None = None
@@ -334,18 +308,11 @@ class StrategySettings:
                 raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
         if self.max_samples is not None and self.max_samples < 1:
             raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
-        _check_counts(budgets=self.budgets, targets=self.targets)
+        for name, values in {"budgets": self.budgets, "targets": self.targets}.items():
+            if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
+                raise InputError(f"Expected `{name}` to be null or numbers of samples from 1, but got {list(values)}.")
         if self.confidences is not None and len(set(self.confidences)) < len(self.confidences):
             raise InputError(f"Expected `confidences` to be different ones, but got {list(self.confidences)}.")
-
-
-def _check_counts(**counts: Sequence[int] | None) -> None:
-    """Raise ValueError unless every list is None or holds whole numbers from 1; keywords are the options' names."""
-    for name, values in counts.items():
-        if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
-            raise InputError(
-                f"Expected `{name}` to be null or numbers of samples from 1, at least one, but got {list(values)}."
-            )
 
 
 def settings_json(settings: StrategySettings) -> dict[str, Any]:
@@ -373,7 +340,8 @@ def tune(
         if "cisc" in labels:
             strategy = CISC(confidence=name, max_samples=max_samples)
             found["cisc", name] = {"temperature": _temperature(pool, strategy, seed)}
-        if "cges" in labels and _is_probability(pool, name):
+        values = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
+        if "cges" in labels and all(value is None or 0.0 <= value <= 1.0 for value in values):
             arrays = PoolArrays.from_samples(pool, confidence=name)
             evidence = fit_evidence(arrays, CGES(confidence=name, max_samples=max_samples))
             found["cges", name] = {"evidence": round(evidence, 4)}
@@ -388,8 +356,3 @@ def _temperature(pool: Sequence[QuestionSamples], strategy: CISC, seed: int) -> 
         for value in TEMPERATURES
     ]
     return TEMPERATURES[int(np.argmax(accuracies))]
-
-
-def _is_probability(pool: Sequence[QuestionSamples], name: str) -> bool:
-    values = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
-    return all(value is None or 0.0 <= value <= 1.0 for value in values)

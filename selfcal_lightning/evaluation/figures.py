@@ -30,6 +30,7 @@ from selfcal_lightning.metrics.drawing import (
     draw_histogram,
     draw_reliability,
     frame,
+    frame_roc,
     histogram_limit,
     number,
     shares,
@@ -95,10 +96,6 @@ def reliability_comparison(
     before: Mapping[str, ScoredResponses], after: Mapping[str, ScoredResponses], *, num_bins: int = 10, title: str = ""
 ) -> Figure:
     """Draw before and after side by side: one row per model, one column per split."""
-    if not before or list(before) != list(after):
-        raise InputError(
-            f"Expected `before` and `after` to hold the same splits, but got {list(before)} and {list(after)}."
-        )
     sides = {"before": before, "after": after}
     diagrams = {
         side: {name: reliability_bins(part.confidence, part.correct, num_bins=num_bins) for name, part in pools.items()}
@@ -111,9 +108,8 @@ def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, t
     """Draw reliability diagrams side by side: one row per model, one column per split or confidence."""
     columns, rows = list(next(iter(diagrams.values()), {})), len(diagrams)
     if not columns or any(list(row) != columns for row in diagrams.values()):
-        raise InputError(
-            f"Expected every row of `diagrams` to hold the same columns, but got {[*map(list, diagrams.values())]}."
-        )
+        found = [*map(list, diagrams.values())]
+        raise InputError(f"Expected every row of `diagrams` to hold the same columns, but got {found}.")
     figure = Figure(figsize=(0.6 + 3.3 * len(columns), 3.5 * rows), layout="constrained")
     grid = figure.subplots(
         2 * rows, len(columns), sharex=True, sharey="row", squeeze=False, height_ratios=(3, 0.8) * rows
@@ -149,10 +145,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
         label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
         axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    frame(axes)
-    axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
-    axes.set(xlabel="share of wrong responses accepted", ylabel="share of right responses accepted")
+    frame_roc(axes)
     if title:
         axes.set_title(title, fontsize=11)
     axes.legend(loc="lower right", fontsize=9, frameon=False)
@@ -189,16 +182,9 @@ def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
     """Draw accuracy over mean confidence of an earlier model as a line with markers."""
     filled = bins.count > 0
     axes.plot(
-        bins.confidence[filled],
-        bins.accuracy[filled],
-        "o-",
-        color=BEFORE,
-        markeredgecolor="white",
-        linewidth=1.6,
-        markersize=6,
-        label="before",
-        zorder=5,
-    )
+        bins.confidence[filled], bins.accuracy[filled], "o-", color=BEFORE, markeredgecolor="white", linewidth=1.6,
+        markersize=6, label="before", zorder=5,
+    )  # fmt: skip
 
 
 Cost = Literal["samples", "tokens"]
@@ -230,8 +216,6 @@ def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: 
     are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
     """
     drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
-    if not drawn:
-        raise InputError(f"Expected at least one curve whose {cost} are known, but got none.")
     sides = list(dict.fromkeys(row.contender.side for row in drawn))
     names = list(dict.fromkeys(row.contender.confidence for row in drawn))
     figure = Figure(figsize=(0.7 + _WIDTH * len(names), 1.1 + _HEIGHT * len(sides)), layout="constrained")
@@ -257,8 +241,6 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
 
     The confidence of a question is the winner's share of the weight over all samples.
     """
-    if not rows:
-        raise InputError("Expected at least one curve, but got none.")
     sides = list(dict.fromkeys(row.side for row in rows))
     figure = Figure(figsize=(0.7 + 4.0 * len(sides), 3.9), layout="constrained")
     panels = figure.subplots(1, len(sides), sharex=True, sharey=True, squeeze=False)[0]
@@ -271,7 +253,7 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
                 row.curve.coverage, row.curve.risk, style, marker=".", markersize=3, linewidth=1.4,
                 color=palette[position % len(palette)], label=label,
             )  # fmt: skip
-        _frame(axes)
+        frame(axes)
         axes.set(xlim=(0.0, 1.0), xlabel="share of the questions answered")
         axes.set_title(side, fontsize=10)
         axes.legend(loc="upper left", fontsize=7.5, frameon=False)
@@ -284,15 +266,14 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
 
 def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None, cost: Cost) -> None:
     if reference is not None:
-        x, y = _points(reference, cost)
+        x, y, _, _ = _points(reference, cost)
         axes.plot(x, y, color=_GREY, linewidth=3.2, alpha=0.6, zorder=1)
     for row in rows:
         colour, style = LOOKS.get(row.contender.strategy, _OTHER)
-        x, y = _points(row, cost)
+        x, y, low, high = _points(row, cost)
         # A setting a sample shows as points; a hundred thresholds show as a line.
         marker = "." if len(x) <= 24 else ""
         axes.plot(x, y, style, color=colour, marker=marker, markersize=4, linewidth=1.4, zorder=2)
-        low, high = _ends(row, cost)
         axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=1)
     axes.set_xscale("log")
     # Panels share their axis, so the ticks hold for all of them.
@@ -304,25 +285,15 @@ def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None
     axes.xaxis.set_major_locator(FixedLocator([tick for tick in ticks if 0.9 * first <= tick <= 1.1 * last]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _frame(axes)
+    frame(axes)
 
 
-def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
-    """Return the points in the order of their cost."""
+def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return cost, accuracy and the ends of its intervals in the order of the cost; nan is not drawn."""
     x = _cost(row, cost)
-    if x is None:
-        return np.zeros(0), np.zeros(0)
+    assert x is not None  # noqa: S101 - `accuracy_figure` leaves the others out
     order = np.argsort(x, kind="stable")
-    return x[order], row.accuracy[order]
-
-
-def _ends(row: CurveRow, cost: Cost) -> tuple[Floats, Floats]:
-    """Return the ends of the intervals in the order of the cost; nan, which is not drawn, where there are none."""
-    x = _cost(row, cost)
-    if x is None:
-        return np.zeros(0), np.zeros(0)
-    order = np.argsort(x, kind="stable")
-    return row.accuracy_low[order], row.accuracy_high[order]
+    return x[order], row.accuracy[order], row.accuracy_low[order], row.accuracy_high[order]
 
 
 def _cost(row: CurveRow, cost: Cost) -> Floats | None:
@@ -338,10 +309,3 @@ def _legend(figure: Figure, strategies: Sequence[str], *, has_reference: bool) -
         handles.append(Line2D([], [], color=_GREY, linewidth=3.2, alpha=0.6, label="self_consistency by votes alone"))
     columns = max(1, min(len(handles), int(figure.get_size_inches()[0] // 1.9)))
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
-
-
-def _frame(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)

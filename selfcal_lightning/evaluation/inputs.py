@@ -14,6 +14,8 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_path_name
 from selfcal_lightning.data.pools.recorded import RecordedPool, check_place, load_recorded_pool, texts_digest
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import load_source
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -21,25 +23,15 @@ from selfcal_lightning.engines.sampling.running import GenerationSettings, sampl
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
-from selfcal_lightning.models.folders import read_invocation_ids, resolve_model, weights_sha256
-from selfcal_lightning.records import Question, Sample, SamplingSettings, question_hash
+from selfcal_lightning.models.folders import read_invocation_ids, read_manifest, resolve_model, weights_sha256
+from selfcal_lightning.records import Sample, SamplingSettings, question_hash
 
 MODEL_SIDE = "model"
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the models of an evaluation are sampled, the same for all of them.
-
-    Attributes:
-        num_samples: Responses to each question.
-        engine: The engine.
-        sampling: How responses are drawn.
-        prompt: A prompt of the user's own; None is the task's.
-        query: The confidence query.
-        devices: Worker processes on this machine.
-        seed: Of sampling.
-    """
+    """How the models of an evaluation are sampled, the same for all of them."""
 
     num_samples: int = 8
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -70,9 +62,8 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
         activated = adapter is not None and read_invocation_ids(adapter) is not None
         return {first: ModelSide(before), second: ModelSide(before, adapter, first if activated else None)}
     raise InputError(
-        "Expected two models (`before` and `after`, or `before` and an `adapter` on it), one (`model`, perhaps with an "
-        f"`adapter`) or recorded `pools`, but got before={before!r}, after={after!r}, model={model!r}, "
-        f"adapter={adapter!r}."
+        "Expected two models (`before` and `after` or `adapter`), one (`model`) or recorded `pools`, but got "
+        f"before={before!r}, after={after!r}, model={model!r}, adapter={adapter!r}."
     )
 
 
@@ -188,9 +179,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *
 def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
     """Refuse pools that cannot be compared, by their names and places alone."""
     if not pools:
-        raise InputError(
-            "Expected `pools` to name at least one recorded pool, such as `--pools '{base: pool.jsonl}'`, but got none."
-        )
+        raise InputError("Expected `pools` to name at least one pool, such as `--pools '{base: pool.jsonl}'`.")
     for source in [*pools, *calibration]:
         check_path_name("pools.name", source.name)
         check_place(source.path)
@@ -203,10 +192,8 @@ def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) 
     sides = list(dict.fromkeys(source.name for source in pools))
     found = {source.name for source in calibration}
     if calibration and (len(found) < len(calibration) or not found >= set(sides)):
-        raise InputError(
-            f"Expected one calibration pool for each of {', '.join(sides)}, but got {[s.name for s in calibration]}. "
-            "Each side is calibrated on samples of its own."
-        )
+        names = [source.name for source in calibration]
+        raise InputError(f"Expected one calibration pool for each of {', '.join(sides)}, but got {names}.")
 
 
 def test_of(source: PoolSource) -> str:
@@ -216,8 +203,6 @@ def test_of(source: PoolSource) -> str:
 
 def split_off_calibration(inputs: Inputs, share: float) -> Inputs:
     """Set a share of the questions of recorded pools aside for calibration, by a hash of their ids."""
-    if not 0.0 < share < 1.0:
-        raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
     if inputs.calibration or len(inputs.tests) > 1:
         raise InputError("Expected `calibration_share` with one test set and no calibration questions, but got more.")
     ((test, pools),) = inputs.tests.items()
@@ -250,6 +235,26 @@ def check_inputs(inputs: Inputs) -> Inputs:
                     way_out=DISJOINT,
                 )
     return replace(inputs, tests=aligned)
+
+
+def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]:
+    """Return how many questions of each test set a side was trained on, by "test.side", where there are any.
+
+    They are known where the store that the manifest of its model or adapter names is still there.
+    """
+    found = {}
+    for side, model in sides.items():
+        taught: set[str] = set()
+        for folder in filter(None, (model.model, model.adapter)):
+            store = (read_manifest(Path(folder)) or {}).get("store") or {}
+            if Path(store.get("path") or "", "manifest.json").is_file():
+                questions = SampleStore(store["path"]).stored_questions().values()
+                taught |= {question.digest for question in questions if question.split == "train"}
+        for test, pools in inputs.tests.items():
+            entries = pools[side].entries if side in pools else ()
+            if shared := sum(question_digest(entry.question) in taught for entry in entries):
+                found[f"{test}.{side}"] = shared
+    return found
 
 
 def sides_apart(inputs: Inputs) -> str | None:
@@ -286,7 +291,8 @@ def sample_models(
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
             if model.responses_of is None:
-                _sample(side, model, test, name, store, options)
+                sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
+                sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
                 pool = load_recorded_pool(store, split=name, texts=texts)
             else:
                 pool = score_again(model, store, name, options, texts=texts)
@@ -308,10 +314,7 @@ def _are_equal(digests: Iterable[int]) -> bool:
 def check_names(tests: Sequence[TestSet]) -> None:
     """Raise InputError unless there are test sets and their names differ."""
     if not tests:
-        raise InputError(
-            "Expected `tests` to name at least one test set to sample, such as `--tests '[{name: id, task: gsm8k}]'`, "
-            "but got none."
-        )
+        raise InputError("Expected `tests` to name at least one, such as `--tests '[{name: id, task: gsm8k}]'`.")
     names = [check_path_name("tests.name", test.name) for test in tests]
     if len(set(names)) < len(names) or CALIBRATION in names:
         raise InputError(f"Expected the names of `tests` to be unique and not {CALIBRATION!r}, but got {names}.")
@@ -343,11 +346,6 @@ def sampling_run(
     )
 
 
-def _sample(side: str, model: ModelSide, test: TestSet, name: str, store: Path, options: SamplingOptions) -> None:
-    sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
-    sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
-
-
 def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
     """Return the pools with their questions in the order of the first side; pairs need the same ones."""
     sides = list(pools)
@@ -360,8 +358,7 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
             lacks = side if unshared[0] in order else sides[0]
             raise InputError(
                 f"Expected all sides of test set {test!r} to answer the same questions, but got {len(unshared)} that "
-                f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks. Evaluate "
-                "them apart, one call a side, or sample the rest."
+                f"only one of {sides[0]!r} and {side!r} has, such as {unshared[0]!r}, which {lacks!r} lacks."
             )
         entries = sorted(pool.entries, key=lambda entry: order[entry.question.id])
         aligned[side] = replace(pool, entries=tuple(entries))
@@ -370,22 +367,12 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
 
 def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
     """Raise ValueError where a test set shares questions with the calibration split, before anything is sampled."""
-    fitted_on = _questions(calibration)
+    fitted_on = load_source(calibration, calibration.task)
     for test in tests:
         names = (f"`{CALIBRATION}`", f"test set {test.name!r}")
-        check_disjoint(fitted_on, _questions(test), names=names, way_out=DISJOINT)
-
-
-def _questions(test: TestSet) -> list[Question]:
-    return load_source(test, test.task)
+        check_disjoint(fitted_on, load_source(test, test.task), names=names, way_out=DISJOINT)
 
 
 def _read(source: PoolSource, *, texts: bool) -> RecordedPool:
-    return load_recorded_pool(
-        source.path,
-        split=source.split,
-        task=source.task,
-        confidences=source.confidences,
-        limit=source.limit,
-        texts=texts,
-    )
+    options = {name: getattr(source, name) for name in ("split", "task", "confidences", "limit")}
+    return load_recorded_pool(source.path, texts=texts, **options)

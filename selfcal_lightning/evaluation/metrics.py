@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses, paired_bootstrap
+from selfcal_lightning.metrics.calibration import debiased_calibration_error
 from selfcal_lightning.records import QuestionSamples
-
-if TYPE_CHECKING:
-    from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses
 
 SIDES = ("before", "after")
 SHORT_NAMES = {
@@ -39,17 +40,11 @@ class PoolSummary:
 
 def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> ScoredResponses:
     """Return confidence, verdict and question of each response that has the confidence ``name``."""
-    import numpy as np
-
-    from selfcal_lightning.metrics.bootstrap import ScoredResponses
-
     found = (confidence_of(sample, name) for entry in pool for sample in entry.samples)
     confidence = np.fromiter((math.nan if value is None else value for value in found), dtype=np.float64)
     is_there = ~np.isnan(confidence)
     if not is_there.any():
-        raise InputError(
-            f"Expected at least one response with the confidence {name!r}, but got none. {how_to_get(name)}"
-        )
+        raise InputError(f"Expected responses with the confidence {name!r}, but got none. {how_to_get(name)}")
     verdicts = (sample.correct for entry in pool for sample in entry.samples)
     correct = np.fromiter((-1 if verdict is None else verdict for verdict in verdicts), dtype=np.int8)[is_there]
     ids = np.asarray([entry.question.id for entry in pool])
@@ -88,45 +83,35 @@ def compare_pools(
 
     A question whose responses all lack a confidence on one side is left out on both, so that the pairs hold.
     """
-    from selfcal_lightning.metrics.bootstrap import paired_bootstrap
-
-    kept = _with_confidence(before, name) & _with_confidence(after, name)
+    first, second = ({entry.question.id for entry in pool if has_confidence(entry, name)} for pool in (before, after))
+    kept = first & second
     sides = [
         scored_responses([entry for entry in pool if entry.question.id in kept], name=name) for pool in (before, after)
     ]
     return paired_bootstrap(*sides, metrics=list(SHORT_NAMES), num_resamples=num_resamples, seed=seed)
 
 
+def estimate_keys(key: str, estimate: Estimate) -> dict[str, float | int | str | None]:
+    """Return a value and its interval under the keys of results.json."""
+    return {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
+
+
 def result_keys(
-    changes: Mapping[str, Mapping[str, MetricChange]],
-    pools: Mapping[str, Mapping[str, Sequence[QuestionSamples]]],
-    *,
-    names: Mapping[str, str] | None = None,
+    test: str, changes: Mapping[str, MetricChange], pools: Sequence[Sequence[QuestionSamples]], *, name: str = P_TRUE
 ) -> dict[str, float | int | str | None]:
-    """Flatten a comparison to the fixed keys of ``results.json``."""
+    """Flatten the comparison of two pools to the fixed keys of ``results.json``."""
     flat: dict[str, float | int | str | None] = {}
-    for test, rows in changes.items():
-        for row in rows.values():
-            for part in (*SIDES, "change", "ratio"):
-                estimate: Estimate = getattr(row, part)
-                key = f"own.{test}.{SHORT_NAMES[row.metric]}.{part}"
-                flat |= {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
-        name = (names or {}).get(test, P_TRUE)
-        for side in SIDES:
-            flat |= summary_keys(test, side, pools[side][test], name=name)
-            flat[debiased_key(test, side)] = debiased_error(pools[side][test], name)
+    for row in changes.values():
+        for part in (*SIDES, "change", "ratio"):
+            flat |= estimate_keys(f"own.{test}.{SHORT_NAMES[row.metric]}.{part}", getattr(row, part))
+    for side, pool in zip(SIDES, pools, strict=True):
+        flat |= summary_keys(test, side, pool, name=name)
+        flat[f"own.{test}.ece_debiased.{side}"] = debiased_error(pool, name)
     return flat
-
-
-def debiased_key(test: str, side: str) -> str:
-    """Return the key under which results.json has :func:`debiased_error`."""
-    return f"own.{test}.ece_debiased.{side}"
 
 
 def debiased_error(pool: Sequence[QuestionSamples], name: str) -> float | None:
     """Return the calibration error of the confidence ``name`` less what chance adds to it."""
-    from selfcal_lightning.metrics.calibration import debiased_calibration_error
-
     scored = scored_responses(pool, name=name)
     return debiased_calibration_error(scored.confidence, scored.correct, scored.question_index)
 
@@ -139,7 +124,6 @@ def summary_keys(
     return {f"own.{test}.{key}.{side}": value for key, value in summary.items()}
 
 
-def _with_confidence(pool: Sequence[QuestionSamples], name: str) -> set[str]:
-    return {
-        entry.question.id for entry in pool if any(confidence_of(sample, name) is not None for sample in entry.samples)
-    }
+def has_confidence(entry: QuestionSamples, name: str) -> bool:
+    """Whether a response to the question has the confidence ``name``."""
+    return any(confidence_of(sample, name) is not None for sample in entry.samples)

@@ -7,22 +7,19 @@ published figures, never to judge a method.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from selfcal_lightning.confidence.base import check_confidence
 from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.tables import csv_text, rich_table
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
 from selfcal_lightning.inference.vectorised import CurveStrategy, PoolArrays, right_codes
@@ -37,14 +34,7 @@ ORACLE = "pass@N"
 
 @dataclass(frozen=True)
 class PaperCurve:
-    """One method at all its settings.
-
-    Attributes:
-        method: Its name in the published tables.
-        settings: Thresholds, numbers of samples or windows [G], as they were run.
-        accuracy: Share of right answers [G] in [0, 1].
-        used: Mean readable responses used [G].
-    """
+    """One method at G settings: accuracy [G] in [0, 1], and mean readable responses used [G]."""
 
     method: str
     settings: tuple[float, ...]
@@ -64,20 +54,16 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
     windows = tuple(range(2, longest + 1))
     runs: list[tuple[str, CurveStrategy, tuple[float, ...]]] = []
     if confidence is not None:
-        weighted = {"max_samples": longest, "confidence": confidence}
-        runs += [
-            ("Early stopping", EarlyStopping(**weighted), THRESHOLDS),
-            ("ASC w/ conf.", AdaptiveConsistency("confidence_ratio", **weighted), THRESHOLDS),
-        ]
+        stopping = EarlyStopping(max_samples=longest, confidence=confidence)
+        weighted = AdaptiveConsistency("confidence_ratio", max_samples=longest, confidence=confidence)
+        runs += [("Early stopping", stopping, THRESHOLDS), ("ASC w/ conf.", weighted, THRESHOLDS)]
     runs += [
         ("ASC", AdaptiveConsistency("count_ratio", max_samples=longest), THRESHOLDS),
         ("SC", SelfConsistency(longest), sizes),
     ]
     if confidence is not None:
-        runs += [
-            ("SC w/ conf.", SelfConsistency(longest, confidence), sizes),
-            ("Best-of-n", BestOfN(longest, confidence), sizes),
-        ]
+        runs.append(("SC w/ conf.", SelfConsistency(longest, confidence), sizes))
+        runs.append(("Best-of-n", BestOfN(longest, confidence), sizes))
     runs += [
         ("ESC", WindowStopping(max_samples=longest, mode="sliding"), windows),
         (ORACLE, PassAtN(longest), sizes),
@@ -87,18 +73,18 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
 
 def aggregation_csv(curves: Sequence[PaperCurve]) -> str:
     """Return the last point of each curve: accuracy in percent and mean responses used."""
-    rows = [[c.method, repr(100.0 * float(c.accuracy[-1])), repr(float(c.used[-1]))] for c in curves]
-    return _csv(["Method", "Accuracy(%)", "Avg_Responses_Used"], rows)
+    rows = [[c.method, 100.0 * float(c.accuracy[-1]), float(c.used[-1])] for c in curves]
+    return csv_text(["Method", "Accuracy(%)", "Avg_Responses_Used"], rows)
 
 
 def metric_csv(curves: Sequence[PaperCurve]) -> str:
     """Return :func:`metric_rows` as CSV; empty where a curve has no point within the level."""
     methods = [curve.method for curve in curves if curve.method != ORACLE]
     rows = [
-        [str(level), *("" if row[name] is None else f"{row[name]:g}" for name in methods)]
+        [level, *(None if row[name] is None else f"{row[name]:g}" for name in methods)]
         for level, row in metric_rows(curves).items()
     ]
-    return _csv(["X", *methods], rows)
+    return csv_text(["X", *methods], rows)
 
 
 def metric_rows(curves: Sequence[PaperCurve]) -> dict[int, Mapping[str, float | None]]:
@@ -115,12 +101,8 @@ def _last_within(curve: PaperCurve, level: int) -> float | None:
     for accuracy, used in zip(curve.accuracy, curve.used, strict=True):
         if used > level:
             break
-        found = _percent(accuracy)
+        found = round(100.0 * float(accuracy), 2)
     return found
-
-
-def _percent(share: float) -> float:
-    return round(100.0 * float(share), 2)
 
 
 def _readable(pool: RecordedPool) -> list:
@@ -141,23 +123,15 @@ def _curve(method: str, strategy: CurveStrategy, arrays: PoolArrays, grid: tuple
     return PaperCurve(method, grid, right[rows, outcome.answer].mean(axis=1), outcome.used.mean(axis=1))
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def run_paper(
     tests: Mapping[str, Mapping[str, RecordedPool]], confidences: Sequence[str] | None, folder: Path
 ) -> dict[str, Any]:
     """Run the published methods on every pool; print and write ``aggregation_results.csv`` and ``metric.csv``."""
-    check_one_confidence(confidences)
     found: dict[str, Any] = {}
     for test, sides in tests.items():
         for side, pool in sides.items():
-            name = confidences[0] if confidences else _first_probability(pool)
+            carried = carried_confidences(pool)
+            name = confidences[0] if confidences else next((n for n in carried if is_probability(pool, n)), None)
             if name is not None:
                 check_confidence(pool.entries, name)
             curves = paper_curves(pool, name)
@@ -166,7 +140,8 @@ def run_paper(
             write_atomically(target / "aggregation_results.csv", aggregation_csv(curves).encode())
             write_atomically(target / "metric.csv", metric_csv(curves).encode())
             _show(f"{test}, {side}: published protocol, confidence {name}", curves)
-            found.setdefault(test, {})[side] = {"confidence": name, "curves": [_as_json(curve) for curve in curves]}
+            plain = [vars(c) | {"accuracy": c.accuracy.tolist(), "used": c.used.tolist()} for c in curves]
+            found.setdefault(test, {})[side] = {"confidence": name, "curves": plain}
     return found
 
 
@@ -176,26 +151,12 @@ def check_one_confidence(confidences: Sequence[str] | None) -> None:
         raise InputError(f"Expected one of `confidences` for the published protocol, but got {list(confidences)}.")
 
 
-def _first_probability(pool: RecordedPool) -> str | None:
-    return next((name for name in carried_confidences(pool) if is_probability(pool, name)), None)
-
-
-def _as_json(curve: PaperCurve) -> dict[str, Any]:
-    return {
-        "method": curve.method,
-        "settings": list(curve.settings),
-        "accuracy": curve.accuracy.tolist(),
-        "used": curve.used.tolist(),
-    }
-
-
 def _show(title: str, curves: Sequence[PaperCurve]) -> None:
     """Print, for every method, the accuracy within each level and the end of its curve."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     rows = metric_rows(curves)
     levels = [level for level in LEVELS if level == LEVELS[0] or level < 2 * max(curve.used[-1] for curve in curves)]
-    for name in ("method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    heads = ["method", *(f"≤{level}" for level in levels), "last: accuracy %", "responses"]
+    table = rich_table(heads, title=title, left=heads[:1])
     for curve in curves:
         cells = ["–"] * len(levels)
         if curve.method != ORACLE:

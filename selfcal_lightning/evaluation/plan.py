@@ -78,15 +78,10 @@ def check_sampled(
     width = settings.max_samples or drawn
     for fitted in thresholds:
         if fitted.fields.get("max_samples", 0) > width:
-            raise InputError(
-                f"Expected `num_samples` to be at least {fitted.fields['max_samples']}, the budget of {fitted.name!r}, "
-                f"but got {width}. Sample more responses, or fit a threshold for fewer."
-            )
+            budget = f"{fitted.fields['max_samples']}, the budget of {fitted.name!r}"
+            raise InputError(f"Expected `num_samples` to be at least {budget}, but got {width}.")
     if width > drawn:
-        raise InputError(
-            f"Expected `max_samples` to be at most {drawn}, the responses that are sampled to each question, but got "
-            f"{width}. Lower it, or raise `num_samples`."
-        )
+        raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)
 
 

@@ -19,7 +19,7 @@ from selfcal_lightning.evaluation.strategy_tables import (
 )
 from selfcal_lightning.inference.threshold_fitting import GridOutcome
 from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, estimate_or_never, resample_weights
+from selfcal_lightning.metrics.bootstrap import estimate_of, estimate_or_never, resample_weights
 from selfcal_lightning.metrics.curves import (
     best_setting_within,
     break_even,
@@ -35,15 +35,9 @@ REFERENCE = "self_consistency"
 
 @dataclass(frozen=True)
 class Resampled:
-    """A contender's curve on the questions as they are and on resamples of them.
+    """A contender's curve on the questions as they are (the first column) and on R resamples of them [G, 1 + R].
 
-    Attributes:
-        contender: Who.
-        curve: The curve on the test questions.
-        accuracy: Accuracy [G, 1 + R]; the first column is the value.
-        samples: Mean samples [G, 1 + R].
-        tokens: Mean tokens [G, 1 + R], or None.
-        calibration: What the same contender costs and reaches on the calibration questions, or None.
+    ``calibration`` is what the same contender costs and reaches on the calibration questions.
     """
 
     contender: Contender
@@ -103,9 +97,7 @@ def reference_of(resampled: Sequence[Resampled]) -> Resampled:
     for row in resampled:
         if row.contender == Contender(side, REFERENCE, None):
             return row
-    raise InputError(
-        f"Expected {REFERENCE!r} without a confidence among the strategies, since all are held against it."
-    )
+    raise InputError(f"Expected {REFERENCE!r} without a confidence among the strategies: all are compared with it.")
 
 
 def setting_for(row: Resampled, budget: int) -> int | None:
@@ -196,11 +188,6 @@ def break_even_rows(savings: Sequence[SavingRow], cost: float) -> list[BreakEven
     return rows
 
 
-def difference(first: Resampled, first_setting: int, second: Resampled, second_setting: int) -> Estimate:
-    """Return the accuracy of one contender at a setting minus that of another, with its paired interval."""
-    return estimate_of(first.accuracy[first_setting] - second.accuracy[second_setting])
-
-
 def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting | None:
     """Choose on the calibration questions the cheapest setting that is as good as the reference is there."""
     if row.calibration is None or reference.calibration is None:
@@ -230,8 +217,6 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
 def _at(reference: Resampled, budget: int) -> int:
     """Return the position of a budget in the grid of the reference."""
     if budget not in reference.grid:
-        raise InputError(
-            f"Expected a budget between 1 and {int(max(reference.grid))}, the samples that every question has, "
-            f"but got {budget}."
-        )
+        has = f"{int(max(reference.grid))}, the samples that every question has"
+        raise InputError(f"Expected a budget between 1 and {has}, but got {budget}.")
     return reference.grid.index(budget)

@@ -12,7 +12,6 @@ from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
 from selfcal_lightning.confidence.features import ConfidenceScores, ResponseTable, score_confidence
 from selfcal_lightning.confidence.fusion import WeighedPool, is_probability
 from selfcal_lightning.core.progress import Progress, Stage
-from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.curves import (
     Reshuffles,
     StrategyCurve,
@@ -21,8 +20,10 @@ from selfcal_lightning.evaluation.curves import (
     evaluate_jobs,
     make_jobs,
     needs_confidence,
+    powers_of_two,
     tune,
 )
+from selfcal_lightning.evaluation.metrics import summarise
 from selfcal_lightning.evaluation.statistics import (
     REFERENCE,
     Resampled,
@@ -92,14 +93,7 @@ def weighing_confidences(weighed: WeighedPool) -> tuple[str, ...]:
 
 
 def winner(samples: Sequence[Sample], confidence: str | None) -> tuple[float, bool]:
-    """Return the winner's share of the weight and whether it is right.
-
-    Example:
-        >>> votes = [("7", True), ("7", True), ("7", True), ("8", False), (None, False)]
-        >>> samples = [Sample("q", i, 0, "", (), "stop", a, right) for i, (a, right) in enumerate(votes)]
-        >>> winner(samples, None)
-        (0.75, True)
-    """
+    """Return the winner's share of the weight and whether it is right."""
     votes = weighted_votes(samples, confidence)
     answer = leader(votes)
     total = math.fsum(votes.values())
@@ -121,7 +115,7 @@ class SideStrategies:
 
     def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
         """Run all strategies on some samples."""
-        settings = self._settings
+        settings, source = self._settings, self.calibrated.second_half or weighed
         with Stage(f"Tuning strategies for {name}, {self.side}"):
             jobs = make_jobs(
                 self._labels,
@@ -129,7 +123,7 @@ class SideStrategies:
                 width=width,
                 thresholds=settings.thresholds,
                 tuned=self._tuned_at(width),
-                values=_quantiles(self.calibrated.second_half or weighed),
+                values={name: confidence_quantiles(source.pool.entries, name) for name in source.confidences},
             )
             if REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
                 can_weigh = {None, *weighing_confidences(weighed)}
@@ -166,10 +160,6 @@ class SideStrategies:
         return self._tuned[width]
 
 
-def _quantiles(weighed: WeighedPool) -> Mapping[str, tuple[float, ...]]:
-    return {name: confidence_quantiles(weighed.pool.entries, name) for name in weighed.confidences}
-
-
 def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Sequence[BudgetRow]) -> list[str]:
     """Return one sentence for each confidence of a side.
 
@@ -179,11 +169,8 @@ def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Seq
     if not rows:
         return []
     budget = headline(sorted({row.budget for row in rows}))
-    return [_finding(side, score, budget, [r for r in rows if _reads(r, side, score.name, budget)]) for score in scores]
-
-
-def _reads(row: BudgetRow, side: str, confidence: str, budget: int) -> bool:
-    return (row.contender.side, row.contender.confidence, row.budget) == (side, confidence, budget)
+    here = [row for row in rows if (row.contender.side, row.budget) == (side, budget)]
+    return [_finding(side, one, budget, [r for r in here if r.contender.confidence == one.name]) for one in scores]
 
 
 def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[BudgetRow]) -> str:
@@ -195,7 +182,7 @@ def _finding(side: str, score: ConfidenceScores, budget: int, rows: Sequence[Bud
     best = max(changes, key=lambda row: row.change.value or 0.0)
     at = f"{best.contender.strategy} at {best.samples.value:.1f} samples"
     change = format_estimate(best.change, signed=True)
-    if best.is_better:
+    if best.change.is_positive:
         return f"{side}, {score.name}: {at} beats {budget} plain votes by {change}; {reason}."
     return (
         f"{side}, {score.name}: no strategy that reads it beats {budget} plain votes beyond the interval "
@@ -241,14 +228,14 @@ def run_strategies(
 def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: StrategySettings) -> StrategyReport:
     """Return what the curves of a test set say."""
     savings = saving_rows(resampled, settings.targets or default_targets(test.width))
-    budgets = budget_rows(resampled, settings.budgets or default_budgets(test.width))
+    budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
     scores = {side: score_confidences(pool) for side, pool in test.pools.items()}
     has_calibration = all(row.calibration is not None for row in resampled)
     return StrategyReport(
         test=test.name,
         width=test.width,
         num_questions=test.num_questions,
-        unreadable={side: _unreadable(weighed.pool) for side, weighed in test.pools.items()},
+        unreadable={side: summarise(found.pool.entries, name=None).unreadable for side, found in test.pools.items()},
         confidences=scores,
         reliability={side: _reliability(weighed) for side, weighed in test.pools.items()},
         curves=[row.row() for row in resampled],
@@ -261,23 +248,8 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
     )
 
 
-def default_budgets(width: int) -> list[int]:
-    """Return the powers of two up to ``width``.
-
-    Example:
-        >>> default_budgets(16), default_budgets(1)
-        ([1, 2, 4, 8, 16], [1])
-    """
-    return [2**power for power in range(width.bit_length()) if 2**power <= width]
-
-
 def default_targets(width: int) -> list[int]:
-    """Return the sizes of the votes that are to be matched.
-
-    Example:
-        >>> default_targets(16), default_targets(8), default_targets(3)
-        ([4, 8, 16], [4, 8], [3])
-    """
+    """Return the sizes of the votes that are to be matched."""
     return [target for target in (4, 8, 16) if target <= width] or [width]
 
 
@@ -290,11 +262,6 @@ def score_confidences(weighed: WeighedPool) -> list[ConfidenceScores]:
         score_confidence(name, table.values[:, column], table.correct, table.question)
         for column, name in enumerate(weighed.confidences)
     ]
-
-
-def _unreadable(pool: RecordedPool) -> float:
-    samples = [sample for entry in pool.entries for sample in entry.samples]
-    return sum(sample.answer is None for sample in samples) / len(samples)
 
 
 def _reliability(weighed: WeighedPool) -> dict[str, ReliabilityBins]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from selfcal_lightning.evaluation.tables import format_estimate
+from selfcal_lightning.evaluation.tables import DASH, STYLES, csv_text, format_estimate, markdown_table, rich_table
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.curves import Proportion, RiskCoverage
@@ -31,18 +29,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class CurveRow:
-    """A contender at all its settings.
-
-    Attributes:
-        contender: Who.
-        parameter: What the settings set.
-        settings: The settings [G].
-        accuracy: Accuracy at each [G].
-        accuracy_low: Lower end of its interval at each [G]; nan where there is none.
-        accuracy_high: Upper end.
-        samples: Mean samples at each [G].
-        tokens: Mean tokens at each [G], or None where lengths are unknown.
-    """
+    """A contender at all its G settings; an interval that is not there is nan, lengths that are unknown are None."""
 
     contender: Contender
     parameter: str
@@ -69,14 +56,6 @@ class BudgetRow:
     tokens: Estimate | None
     change: Estimate
     change_to_full: Estimate
-
-    @property
-    def is_better(self) -> bool | None:
-        """Whether the whole interval of ``change`` lies above 0 (True) or below (False); None otherwise."""
-        low, high = self.change.low, self.change.high
-        if low is None or high is None or low <= 0.0 <= high:
-            return None
-        return low > 0.0
 
 
 @dataclass(frozen=True)
@@ -133,8 +112,6 @@ class BreakEvenRow:
 
 
 Cells = list[str | Text]
-STYLES = {True: "green", False: "red", None: ""}
-DASH = "–"
 NEVER = "never"
 
 
@@ -142,20 +119,17 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
     """Return the accuracy of one side's contenders at every budget, grouped by confidence."""
     budgets = sorted({row.budget for row in rows})
     shown = headline(budgets)
+
+    def cells(at: Mapping[Any, Any]) -> Cells:
+        accuracies = [_coloured(_number(at[b].accuracy.value), at[b].change) if b in at else DASH for b in budgets]
+        if shown not in at:
+            return [*accuracies, DASH, DASH]
+        change = at[shown].change
+        text = format_estimate(change, signed=True, tight=True)
+        return [*accuracies, f"{at[shown].samples.value:.1f}", _coloured(text, change)]
+
     heads = ["strategy", *(f"≤{budget}" for budget in budgets), f"used at ≤{shown}", f"change at ≤{shown}"]
-    table = _table(title, heads)
-    for name, strategies in _groups(rows):
-        _add_group(table, name)
-        for strategy, found in strategies:
-            at = {row.budget: row for row in found}
-            cells: Cells = [f"  {strategy}"]
-            cells += [
-                Text(_number(at[b].accuracy.value), style=STYLES[at[b].is_better]) if b in at else DASH for b in budgets
-            ]
-            used = f"{at[shown].samples.value:.1f}" if shown in at else DASH
-            change = format_estimate(at[shown].change, signed=True).replace(", ", ",") if shown in at else DASH
-            table.add_row(*cells, used, Text(change, style=STYLES[at[shown].is_better] if shown in at else ""))
-    return table
+    return _grouped(title, heads, rows, lambda row: row.budget, cells)
 
 
 def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
@@ -163,44 +137,37 @@ def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
     shown = headline(sorted({row.budget for row in rows}))
     rows = [row for row in rows if row.budget == shown]
     sides = list(dict.fromkeys(row.contender.side for row in rows))
-    table = _table(title, ["strategy", *(f"{side}, ≤{shown} samples" for side in sides)])
-    for name, strategies in _groups(rows):
-        _add_group(table, name)
-        for strategy, found in strategies:
-            at = {row.contender.side: row for row in found}
-            cells = [
-                Text(f"{_number(at[s].accuracy.value)} ({at[s].samples.value:.1f})", style=STYLES[at[s].is_better])
-                if s in at
-                else DASH
-                for s in sides
-            ]
-            table.add_row(f"  {strategy}", *cells)
-    return table
+
+    def cell(row: BudgetRow) -> Text:
+        return _coloured(f"{_number(row.accuracy.value)} ({row.samples.value:.1f})", row.change)
+
+    heads = ["strategy", *(f"{side}, ≤{shown} samples" for side in sides)]
+    return _grouped(
+        title, heads, rows, lambda row: row.contender.side, lambda at: [cell(at[s]) if s in at else DASH for s in sides]
+    )
 
 
 def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
     """Return what one side's contenders pay for the accuracy of self-consistency at each target."""
-    targets = sorted({row.target for row in rows})
+    accuracies = {row.target: row.accuracy for row in rows}
+    targets = sorted(accuracies)
     largest = targets[-1]
     has_chosen = any(row.chosen is not None for row in rows)
     last = f"chosen for {largest} votes" if has_chosen else f"saved at {largest}"
-    accuracies = {row.target: row.accuracy for row in rows}
-    names = [f"{target}: {_number(accuracies[target])}" for target in targets]
-    table = _table(title, ["strategy", *names, last])
-    for name, strategies in _groups(rows):
-        _add_group(table, name)
-        for strategy, found in strategies:
-            at = {row.target: row for row in found}
-            cells: Cells = [f"  {strategy}", *(_needed(at[target]) for target in targets)]
-            table.add_row(*cells, _chosen(at[largest]) if has_chosen else _percent(at[largest].saving))
-    return table
+    heads = ["strategy", *(f"{target}: {_number(accuracies[target])}" for target in targets), last]
+
+    def cells(at: Mapping[Any, Any]) -> Cells:
+        end = _chosen(at[largest]) if has_chosen else _percent(at[largest].saving)
+        return [*(_needed(at[target]) for target in targets), end]
+
+    return _grouped(title, heads, rows, lambda row: row.target, cells)
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]], *, title: str = "") -> Table:
     """Return how often near-unanimous winners are right, beside what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
-    table = _table(title, heads)
+    table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
     for row in rows:
         table.add_row(*_consensus_cells(row, scores))
     return table
@@ -211,7 +178,8 @@ def break_even_table(rows: Sequence[BreakEvenRow], *, title: str = "") -> Table:
 
     It is chosen on the calibration questions where there are any.
     """
-    table = _table(title, ["as good as", "contender", "tokens saved a question", "questions"])
+    heads = ["as good as", "contender", "tokens saved a question", "questions"]
+    table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
     for target, found in groupby(sorted(rows, key=lambda row: row.target), key=lambda row: row.target):
         best = max(found, key=lambda row: -math.inf if row.rank is None else row.rank)
         table.add_row(f"{target} votes", contender_name(best.contender), _tokens(best.saved), _questions(best))
@@ -229,7 +197,7 @@ def strategies_markdown(
     parts = [
         "### Accuracy at a budget",
         "",
-        _markdown(
+        markdown_table(
             ["samples of", "strategy", "weighted by", "mean samples ≤", "setting", "accuracy", "samples", "tokens",
              "change against that many votes", "change against all votes"],
             (_budget_cells(row) for row in budgets),
@@ -237,7 +205,7 @@ def strategies_markdown(
         "",
         "### Cost of the accuracy of self-consistency",
         "",
-        _markdown(
+        markdown_table(
             ["samples of", "strategy", "weighted by", "votes", "their accuracy", "samples needed", "tokens needed",
              "saved", "chosen setting", "its samples", "its change in accuracy"],
             (_saving_cells(row) for row in savings),
@@ -245,7 +213,7 @@ def strategies_markdown(
         "",
         "### Confidences, and near-unanimous winners",
         "",
-        _markdown(
+        markdown_table(
             ["samples of", "confidence", "AUROC", "AUROC within questions", "ECE", "share of winners above .9",
              "right among them", "AURC"],
             ([row.side, *_consensus_cells(row, scores.get(row.side, {}))] for row in consensus),
@@ -254,25 +222,23 @@ def strategies_markdown(
     if break_even:
         heads = ["samples of", "strategy", "weighted by", "votes", "tokens saved a question", "questions to break even"]
         cells = ([*_who(row.contender), str(row.target), _tokens(row.saved), _questions(row)] for row in break_even)
-        parts += ["", f"### Break-even of {break_even[0].cost:,.0f} tokens", "", _markdown(heads, cells)]
+        parts += ["", f"### Break-even of {break_even[0].cost:,.0f} tokens", "", markdown_table(heads, cells)]
     return "\n".join(parts)
 
 
 def curves_csv(rows: Mapping[str, Sequence[CurveRow]]) -> str:
     """Return every point of every curve as CSV, full precision."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     numbers = ("accuracy", "accuracy_low", "accuracy_high", "samples", "tokens")
-    writer.writerow(["test", "side", "strategy", "confidence", "parameter", "setting", *numbers])
+    lines = []
     for test, curves in rows.items():
         for row in curves:
             who = row.contender
-            tokens = row.tokens if row.tokens is not None else [""] * len(row.settings)
-            columns = (row.accuracy, row.accuracy_low, row.accuracy_high, row.samples, tokens)
+            columns = [column for name in numbers if (column := getattr(row, name)) is not None]
             for setting, *values in zip(row.settings, *columns, strict=True):
                 known = ["" if value != value else value for value in values]
-                writer.writerow([test, who.side, who.strategy, who.confidence or "", row.parameter, setting, *known])
-    return text.getvalue()
+                known += [""] * (len(numbers) - len(known))
+                lines.append([test, who.side, who.strategy, who.confidence or "", row.parameter, setting, *known])
+    return csv_text(["test", "side", "strategy", "confidence", "parameter", "setting", *numbers], lines)
 
 
 def headline(budgets: Sequence[int]) -> int:
@@ -286,37 +252,34 @@ def headline(budgets: Sequence[int]) -> int:
 
 
 def contender_name(contender: Contender) -> str:
-    """Return strategy and confidence in words.
-
-    Example:
-        >>> contender_name(Contender("after", "early_stopping", "fused"))
-        'early_stopping by fused'
-    """
+    """Return strategy and confidence in words."""
     return contender.strategy + (f" by {contender.confidence}" if contender.confidence else "")
 
 
-def _table(title: str, heads: Sequence[str]) -> Table:
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for position, name in enumerate(heads):
-        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold", no_wrap=position == 0)
+def _grouped(
+    title: str,
+    heads: Sequence[str],
+    rows: Sequence[BudgetRow] | Sequence[SavingRow],
+    key: Callable[[Any], Any],
+    cells: Callable[[Mapping[Any, Any]], Cells],
+) -> Table:
+    """Return a line for each strategy, grouped by confidence; ``cells`` are made of its rows by ``key``."""
+    groups: dict[str | None, dict[str, dict[Any, Any]]] = {}
+    for row in rows:
+        strategies = groups.setdefault(row.contender.confidence, {})
+        strategies.setdefault(row.contender.strategy, {})[key(row)] = row
+    table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
+    for name, strategies in groups.items():
+        if table.row_count:
+            table.add_section()
+        table.add_row(Text("by votes alone" if name is None else f"by {name}", style="bold"))
+        for strategy, at in strategies.items():
+            table.add_row(f"  {strategy}", *cells(at))
     return table
 
 
-def _groups(
-    rows: Sequence[BudgetRow] | Sequence[SavingRow],
-) -> Iterable[tuple[str | None, list[tuple[str, list]]]]:
-    """Group rows by confidence and then by strategy, each in the order of its first row."""
-    by_name: dict[str | None, dict[str, list]] = {}
-    for row in rows:
-        strategies = by_name.setdefault(row.contender.confidence, {})
-        strategies.setdefault(row.contender.strategy, []).append(row)
-    return [(name, list(strategies.items())) for name, strategies in by_name.items()]
-
-
-def _add_group(table: Table, name: str | None) -> None:
-    if table.row_count:
-        table.add_section()
-    table.add_row(Text("by votes alone" if name is None else f"by {name}", style="bold"))
+def _coloured(text: str, change: Estimate) -> Text:
+    return Text(text, style=STYLES[change.is_positive])
 
 
 def _needed(row: SavingRow) -> str:
@@ -329,26 +292,18 @@ def _needed(row: SavingRow) -> str:
 def _chosen(row: SavingRow) -> Text:
     if row.chosen is None:
         return Text(NEVER)
-    change = row.chosen.change
-    low, high = change.low, change.high
-    is_better = None if low is None or high is None or low <= 0.0 <= high else low > 0.0
-    text = f"{row.chosen.samples.value:.1f}  {format_estimate(change, signed=True).replace(', ', ',')}"
-    return Text(text, style=STYLES[is_better])
+    change = format_estimate(row.chosen.change, signed=True, tight=True)
+    return _coloured(f"{row.chosen.samples.value:.1f}  {change}", row.chosen.change)
 
 
 def _percent(saving: Estimate) -> str:
     if saving.value is None:
         return NEVER
-    if saving.low is None and saving.high is None:
-        return _whole(saving.value)
-    low = "-∞" if saving.low is None else _whole(saving.low)
-    high = DASH if saving.high is None else _whole(saving.high)
-    return f"{_whole(saving.value)} [{low},{high}]"
-
-
-def _whole(share: float) -> str:
-    """Return whole percent; rounding errors beside 0 have no sign."""
-    return f"{round(100.0 * share)}%"
+    # Rounded before it is printed, so that errors beside 0 have no sign.
+    value, low, high = (
+        None if end is None else f"{round(100.0 * end)}%" for end in (saving.value, saving.low, saving.high)
+    )
+    return f"{value}" if low is None and high is None else f"{value} [{low or '-∞'},{high or DASH}]"
 
 
 def _budget_cells(row: BudgetRow) -> list[str]:
@@ -360,7 +315,7 @@ def _budget_cells(row: BudgetRow) -> list[str]:
         format_estimate(row.accuracy),
         f"{row.samples.value:.2f}",
         DASH if row.tokens is None else f"{row.tokens.value:.0f}",
-        change if row.is_better is None else f"**{change}**",
+        change if row.change.is_positive is None else f"**{change}**",
         format_estimate(row.change_to_full, signed=True),
     ]
 
@@ -419,8 +374,3 @@ def _questions(row: BreakEvenRow) -> str:
 
 def _number(value: float | None) -> str:
     return DASH if value is None else f"{value:.3f}"
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

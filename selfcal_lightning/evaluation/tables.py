@@ -1,11 +1,11 @@
-"""Tables of metrics before and after, with intervals: for the terminal, as Markdown and as CSV."""
+"""Writers of tables (terminal, Markdown, CSV), and the comparison of metrics before and after."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -23,108 +23,103 @@ METRIC_NAMES: dict[str, tuple[str, bool]] = {
     WITHIN_QUESTION_AUROC: ("AUROC within questions", True),
     PASS_AT_1: ("pass@1", True),
 }
-
+DASH = "–"
+STYLES = {True: "green", False: "red", None: ""}
 _HEADER = ("metric", "split", "before", "after", "change")
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One line of a comparison."""
-
-    metric: str
-    split: str
-    before: Estimate
-    after: Estimate
-    change: Estimate
-
-    @property
-    def is_better(self) -> bool | None:
-        """Whether the whole interval of the change lies on the good (True) or bad side (False); None otherwise."""
-        low, high = self.change.low, self.change.high
-        if low is None or high is None or self.metric not in METRIC_NAMES or low <= 0.0 <= high:
-            return None
-        return (low > 0.0) == METRIC_NAMES[self.metric][1]
-
-
-def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[ComparisonRow]:
-    """Return one row per metric and split, metric by metric, from ``{split: {metric: change}}``."""
-    metrics = dict.fromkeys(metric for by_metric in changes.values() for metric in by_metric)
-    return [
-        ComparisonRow(metric, split, by_metric[metric].before, by_metric[metric].after, by_metric[metric].change)
-        for metric in metrics
-        for split, by_metric in changes.items()
-        if metric in by_metric
-    ]
-
-
-def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "") -> Table:
-    """Return the rows for the terminal: green where better beyond its interval, red where worse."""
+def rich_table(heads: Sequence[str], *, title: str = "", left: Sequence[str] = (), no_wrap: bool = False) -> Table:
+    """Return an empty table for the terminal; the columns ``left`` hold words, and break no line with ``no_wrap``."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in _HEADER:
-        table.add_column(name, justify="left" if name in ("metric", "split") else "right", overflow="fold")
-    styles = {True: "green", False: "red", None: ""}
-    last_metric = None
-    for row in rows:
-        is_first = row.metric != last_metric
-        if is_first and last_metric is not None:
-            table.add_section()
-        last_metric = row.metric
-        # Without the space inside the interval, a narrow terminal breaks the line between value and interval.
-        before, after, change = (cell.replace(", ", ",") for cell in _estimates(row))
-        label = metric_label(row.metric) if is_first else ""
-        table.add_row(label, row.split, before, after, Text(change, style=styles[row.is_better]))
+    for name in heads:
+        is_left = name in left
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=no_wrap and is_left)
     return table
 
 
-def comparison_markdown(rows: Sequence[ComparisonRow]) -> str:
-    """Return the rows as a Markdown table; changes beyond their interval are bold."""
-    lines = [_line(_HEADER), "|---|---|---:|---:|---:|"]
-    for row in rows:
-        before, after, change = _estimates(row)
-        emphasised = change if row.is_better is None else f"**{change}**"
-        lines.append(_line((metric_label(row.metric), row.split, before, after, emphasised)))
-    return "\n".join(lines)
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, rule: str | None = None) -> str:
+    """Return cells as a Markdown table; ``rule`` is the line under the heads."""
+    first, *lines = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in (heads, *rows))
+    return "\n".join([first, rule or f"| {' | '.join(['---'] * len(heads))} |", *lines])
 
 
-def comparison_csv(rows: Sequence[ComparisonRow]) -> str:
-    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined."""
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV in full precision; None is an empty cell."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    columns = [f"{name}{end}" for name in _HEADER[2:] for end in ("", "_low", "_high")]
-    writer.writerow([*_HEADER[:2], *columns])
-    for row in rows:
-        numbers = [(e.value, e.low, e.high) for e in (row.before, row.after, row.change)]
-        writer.writerow([row.metric, row.split, *(number for estimate in numbers for number in estimate)])
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
 
 
-def metric_label(metric: str) -> str:
-    """Return what people call a metric, with an arrow to its better side; an unknown key stands for itself.
+def format_estimate(estimate: Estimate, *, signed: bool = False, tight: bool = False) -> str:
+    """Return a value and its interval to three decimals; a dash where it is not defined.
 
-    Example:
-        >>> metric_label("calibration/ECE"), metric_label("accuracy/PassAt1"), metric_label("own/Thing")
-        ('ECE ↓', 'pass@1 ↑', 'own/Thing')
+    ``tight`` leaves out the space in the interval, where a narrow terminal would break the line.
     """
+    if estimate.value is None:
+        return DASH
+    sign = "+" if signed else ""
+    value = f"{estimate.value:{sign}.3f}"
+    if estimate.low is None or estimate.high is None:
+        return value
+    return f"{value} [{estimate.low:{sign}.3f},{'' if tight else ' '}{estimate.high:{sign}.3f}]"
+
+
+def metric_label(metric: str) -> str:
+    """Return what people call a metric, with an arrow to its better side; an unknown key stands for itself."""
     if metric not in METRIC_NAMES:
         return metric
     name, higher_is_better = METRIC_NAMES[metric]
     return f"{name} {'↑' if higher_is_better else '↓'}"
 
 
-def format_estimate(estimate: Estimate, *, signed: bool = False) -> str:
-    """Return a value and its interval to three decimals; a dash where it is not defined."""
-    if estimate.value is None:
-        return "–"
-    sign = "+" if signed else ""
-    value = f"{estimate.value:{sign}.3f}"
-    if estimate.low is None or estimate.high is None:
-        return value
-    return f"{value} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+def is_better(row: MetricChange) -> bool | None:
+    """Whether the whole interval of the change lies on the good (True) or bad side (False); None otherwise."""
+    if row.metric not in METRIC_NAMES or row.change.is_positive is None:
+        return None
+    return row.change.is_positive == METRIC_NAMES[row.metric][1]
 
 
-def _estimates(row: ComparisonRow) -> tuple[str, str, str]:
-    return format_estimate(row.before), format_estimate(row.after), format_estimate(row.change, signed=True)
+def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[tuple[str, MetricChange]]:
+    """Return (split, change), metric by metric, from ``{split: {metric: change}}``."""
+    metrics = dict.fromkeys(metric for by_metric in changes.values() for metric in by_metric)
+    return [(split, found[metric]) for metric in metrics for split, found in changes.items() if metric in found]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "") -> Table:
+    """Return the rows for the terminal: green where better beyond its interval, red where worse."""
+    table = rich_table(_HEADER, title=title, left=_HEADER[:2])
+    last_metric = None
+    for split, row in rows:
+        is_first = row.metric != last_metric
+        if is_first and last_metric is not None:
+            table.add_section()
+        last_metric = row.metric
+        before, after, change = _estimates(row, tight=True)
+        label = metric_label(row.metric) if is_first else ""
+        table.add_row(label, split, before, after, Text(change, style=STYLES[is_better(row)]))
+    return table
+
+
+def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:
+    """Return the rows as a Markdown table; changes beyond their interval are bold."""
+    lines = []
+    for split, row in rows:
+        before, after, change = _estimates(row)
+        emphasised = change if is_better(row) is None else f"**{change}**"
+        lines.append((metric_label(row.metric), split, before, after, emphasised))
+    return markdown_table(_HEADER, lines, rule="|---|---|---:|---:|---:|")
+
+
+def comparison_csv(rows: Sequence[tuple[str, MetricChange]]) -> str:
+    """Return the rows as CSV with a header, full precision, and empty cells where a value is not defined."""
+    columns = [f"{name}{end}" for name in _HEADER[2:] for end in ("", "_low", "_high")]
+    lines = [
+        [row.metric, split, *(n for e in (row.before, row.after, row.change) for n in (e.value, e.low, e.high))]
+        for split, row in rows
+    ]
+    return csv_text([*_HEADER[:2], *columns], lines)
+
+
+def _estimates(row: MetricChange, *, tight: bool = False) -> tuple[str, str, str]:
+    before, after = format_estimate(row.before, tight=tight), format_estimate(row.after, tight=tight)
+    return before, after, format_estimate(row.change, signed=True, tight=tight)

@@ -90,9 +90,8 @@ def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
     """Raise ValueError where more samples are asked for than every question has; keywords are the options' names."""
     for name, values in asked.items():
         if values and max(values) > width:
-            raise InputError(
-                f"Expected `{name}` to be at most {width}, the samples that every question has, but got {max(values)}."
-            )
+            has = f"{width}, the samples that every question has"
+            raise InputError(f"Expected `{name}` to be at most {has}, but got {max(values)}.")
 
 
 @dataclass(frozen=True)

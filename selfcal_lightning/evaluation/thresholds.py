@@ -15,7 +15,7 @@ from selfcal_lightning.confidence.registry import recorded_confidences, refuse_l
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import file_name
-from selfcal_lightning.evaluation.curves import Job, Reshuffles, StrategySettings, evaluate_jobs
+from selfcal_lightning.evaluation.curves import Job, Reshuffles, StrategySettings, evaluate_jobs, powers_of_two
 from selfcal_lightning.evaluation.statistics import Resampled
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
@@ -36,14 +36,18 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
     Only thresholds that calibration questions chose are written, by the code of ``selfcal fit-threshold``.
     """
     halves = {side: found.second_half for side, found in calibrated.items()}
-    questions = {side: _as_calibration(half) for side, half in halves.items() if half is not None}
+    questions = {  # checked already
+        side: CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
+        for side, half in halves.items()
+        if half is not None
+    }
     files = []
     for row in resampled:
         side = row.contender.side
         if row.calibration is None or side not in questions or row.curve.parameter != THRESHOLD:
             continue
         found = row.calibration
-        for budget in _powers_of_two(row.curve.solver.max_samples):
+        for budget in powers_of_two(row.curve.solver.max_samples)[1:]:
             if best_setting_within(found.mean_samples, found.accuracy, budget) is None:
                 continue
             weighted = f"_{row.contender.confidence}" if row.contender.confidence else ""
@@ -100,10 +104,8 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
     entries = weighed.pool.entries
     check_not_fitted_on(entries, fitted)
     if strategy.max_samples > width:
-        raise InputError(
-            f"Expected the budget of {fitted.name!r} to be at most the {width} samples that every question has, but "
-            f"got {strategy.max_samples}. Sample more responses, or fit a threshold for fewer."
-        )
+        at_most = f"at most the {width} samples that every question has"
+        raise InputError(f"Expected the budget of {fitted.name!r} to be {at_most}, but got {strategy.max_samples}.")
     if strategy.confidence is not None:
         fitted.check_scorers(weighed.scorers)
         known = [*recorded_confidences(weighed.pool.estimators), *weighed.scorers]
@@ -114,13 +116,8 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
 def _judge_curve(
     fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
-    reshuffles = Reshuffles(
-        weighed.pool,
-        [strategy.confidence],
-        width=width,
-        num_reshuffles=settings.num_reshuffles,
-        seed=settings.seed,
-    )
+    order = {"num_reshuffles": settings.num_reshuffles, "seed": settings.seed}
+    reshuffles = Reshuffles(weighed.pool, [strategy.confidence], width=width, **order)
     (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
     correct, used = curve.outcome.correct, curve.outcome.samples
     weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
@@ -144,15 +141,6 @@ def _judge_risk(
         "delta": fitted.delta,
         "samples": samples,
     }
-
-
-def _as_calibration(half: WeighedPool) -> CalibrationPool:
-    """Return the questions of a half as those that something is chosen on; all has been checked already."""
-    return CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [2**power for power in range(1, most.bit_length()) if 2**power <= most]
 
 
 def _words(value: Any) -> str:

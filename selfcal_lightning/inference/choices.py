@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fusion import FittedScorer, load_scorers
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.tasks.registry import TASKS
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.metrics.arrays import STOPPING_THRESHOLD
 from selfcal_lightning.models.chat_format import Prompt, same_prompt, stated_prompt
 from selfcal_lightning.models.folders import MANIFEST, read_manifest, resolve_model
+from selfcal_lightning.records import SamplingSettings
 
 DEFAULT_STRATEGY = "early_stopping"
 # Of the answers of the bundled model with the demo's adapter that stop there, 78 % are right (100 calibration questions
@@ -88,6 +93,51 @@ def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tupl
         f"Note: the prompt differs from that of the calibration in {folder / MANIFEST}, {shown}: the confidence was "
         "not trained on it. Leave `prompt` out to ask as the calibration did."
     )
+
+
+@dataclass(frozen=True)
+class CalibratedDefaults:
+    """What a calibration did, which is taken where the user says nothing else; None where it is not known."""
+
+    sampling: SamplingSettings | None = None
+    task: str | None = None
+    threshold: float | None = None
+    manifest: Path | None = None
+
+    @classmethod
+    def of(cls, model: str, adapter: str | None) -> CalibratedDefaults:
+        """Read them from the manifest of the adapter, or of the model where there is none."""
+        folder = Path(resolve_model(model) if adapter is None else adapter)
+        manifest = (read_manifest(folder) if folder.is_dir() else None) or {}
+        store = manifest.get("store") or {}
+        tasks = store.get("tasks") or []
+        threshold = (manifest.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}")
+        return cls(
+            SamplingSettings(**store["sampling"]) if store.get("sampling") else None,
+            tasks[0] if len(tasks) == 1 and tasks[0] in TASKS else None,
+            None if threshold is None or math.isnan(threshold) else round(threshold, 2),
+            folder / MANIFEST,
+        )
+
+    def sampling_for(self, given: SamplingSettings) -> SamplingSettings:
+        """Return how to draw responses: as given, or as the calibration did where nothing was."""
+        if self.sampling is None or given != SamplingSettings():
+            return given
+        fields = {name: value for name, value in asdict(self.sampling).items() if getattr(given, name) != value}
+        if fields:
+            shown = ", ".join(f"{name} {value}" for name, value in fields.items())
+            say(f"Sampling as the calibration did ({self.manifest}): {shown}.")
+        return self.sampling
+
+    def strategy_fields(self) -> dict[str, float]:
+        """Return the threshold of early stopping that `fit` chose, if it did."""
+        if self.threshold is None:
+            return {}
+        say(
+            f"Stops at a confidence of {self.threshold:.2f}, which took half of the samples on the validation "
+            f"questions of the calibration ({self.manifest}); `--threshold` sets another."
+        )
+        return {"threshold": self.threshold}
 
 
 def promise_note(fitted: FittedThreshold) -> str:

@@ -309,7 +309,7 @@ def fit_risk_threshold(
     if guide is not None:
         check_guide(calibration, guide)
         seen, lost, _ = _verdicts(strategy, ready_entries(strategy, guide, scorers))
-        thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk, delta=delta)
+        thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk)
     else:
         thresholds = np.linspace(1.0, 0.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
     starts = num_starts or (10 if guide is None and grid is None else 1)

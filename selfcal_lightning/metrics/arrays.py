@@ -26,6 +26,7 @@ MCE = "calibration/MCE"
 BRIER = "calibration/Brier"
 AUROC = "discrimination/AUROC"
 WITHIN_QUESTION_AUROC = "discrimination/WithinQuestionAUROC"
+STOPPING_THRESHOLD = "stopping/Threshold"
 PASS_AT_1 = "accuracy/PassAt1"  # noqa: S105 - a metric key, no password
 
 _ROUNDING = 1e-6
@@ -48,8 +49,7 @@ def as_scores(values: Array, name: str = "confidence") -> Floats:
     if np.isnan(scores).any():
         position = int(np.flatnonzero(np.isnan(scores))[0])
         raise InputError(
-            f"Expected `{name}` to be known for every response, but got None or NaN at position {position}. "
-            "Leave such responses out and report how many they are."
+            f"Expected `{name}` to be known for every response, but got None or NaN at position {position}."
         )
     return scores
 
@@ -59,8 +59,7 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
     scores = as_scores(values, name)
     if scores.size and (scores.min() < -_ROUNDING or scores.max() > 1.0 + _ROUNDING):
         raise InputError(
-            f"Expected `{name}` to lie in [0, 1], but got values from {scores.min():g} to {scores.max():g}. "
-            "A score that is no probability has no calibration error; scale it first."
+            f"Expected `{name}` to lie in [0, 1], but got values from {scores.min():g} to {scores.max():g}."
         )
     return scores.clip(0.0, 1.0)
 

@@ -67,6 +67,13 @@ class Estimate:
     high: float | None
     num_undefined: int = 0
 
+    @property
+    def is_positive(self) -> bool | None:
+        """Whether the whole interval lies above 0 (True) or below (False); None otherwise."""
+        if self.low is None or self.high is None or self.low <= 0.0 <= self.high:
+            return None
+        return self.low > 0.0
+
     @classmethod
     def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
         """Build the estimate from its value and the values of the resamples [R]; NaN is "not defined".
@@ -170,9 +177,6 @@ def question_bootstrap(
     Returns:
         The values of the resamples [R] by key; NaN where a resample has none.
 
-    Raises:
-        ValueError: If an argument is out of its range, a metric is unknown, or there is no response.
-
     Example:
         >>> resampled = question_bootstrap([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"], num_resamples=200)
         >>> sorted(set(resampled["accuracy/PassAt1"].tolist()))
@@ -204,9 +208,6 @@ def bootstrap_interval(
         seed: Of the draw.
         num_bins: Bins of equal width of the calibration error.
         level: Share of the resamples inside the interval.
-
-    Raises:
-        ValueError: If an argument is out of its range, a metric is unknown, or there is no response.
 
     Example:
         >>> estimates = bootstrap_interval([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"])
@@ -246,9 +247,6 @@ def calibration_error_bounds(
         num_resamples: R.
         seed: Of the draw; see :func:`question_bootstrap` for when two share it.
         num_bins: Bins of equal width.
-
-    Raises:
-        ValueError: If an argument is out of its range, or there is no response.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
     return _error_bounds(columns, num_resamples=num_resamples, seed=seed)
@@ -275,9 +273,6 @@ def paired_bootstrap(
         num_bins: Bins of equal width of the calibration error.
         level: Share of the resamples inside the interval.
 
-    Raises:
-        ValueError: If the questions differ, an argument is out of its range, or a metric is unknown.
-
     Example:
         >>> before = ScoredResponses([0.75, 0.75, 0.75, 0.75], [1, 1, 0, 0], [0, 0, 1, 1])
         >>> after = ScoredResponses([0.75, 0.75, 0.25, 0.25], [1, 1, 0, 0], [0, 0, 1, 1])
@@ -289,11 +284,9 @@ def paired_bootstrap(
         for part in (before, after)
     )
     if not np.array_equal(first.questions, second.questions):
-        unshared = np.setxor1d(first.questions, second.questions)
-        raise InputError(
-            "Expected `before` and `after` to hold the same questions, "
-            f"but got {len(unshared)} that only one of them has, such as {unshared[:3].tolist()}."
-        )
+        lone = np.setxor1d(first.questions, second.questions)
+        found = f"{len(lone)} that only one of them has, such as {lone[:3].tolist()}"
+        raise InputError(f"Expected `before` and `after` to hold the same questions, but got {found}.")
     values = first.values(), second.values()
     draws = [_resampled(part, num_resamples=num_resamples, seed=seed) for part in (first, second)]
     columns = {
@@ -351,8 +344,10 @@ class _PerQuestion:
         self.is_mixed = (pairs > 0).astype(np.float64)
         self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
         # AUROC: each right response stands above so many of the wrong ones, both sorted by confidence.
-        self.wrong_question, wrong = _by_score(codes[~labels], scores[~labels])
-        self.right_question, right = _by_score(codes[labels], scores[labels])
+        order = np.argsort(scores, kind="stable")
+        codes, scores, labels = codes[order], scores[order], labels[order]
+        self.wrong_question, wrong = codes[~labels], scores[~labels]
+        self.right_question, right = codes[labels], scores[labels]
         self.num_below = np.searchsorted(wrong, right, side="left")
         self.num_not_above = np.searchsorted(wrong, right, side="right")
 
@@ -411,12 +406,6 @@ class _PerQuestion:
         concordant = 0.5 * np.einsum("rn,rn->r", right, wrong[:, self.num_below] + wrong[:, self.num_not_above])
         pairs = right.sum(axis=1) * wrong[:, -1]
         return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
-
-
-def _by_score(codes: Integers, scores: Floats) -> tuple[Integers, Floats]:
-    """Return questions and scores of responses in the order of their scores."""
-    order = np.argsort(scores, kind="stable")
-    return codes[order], scores[order]
 
 
 def _error_bounds(columns: _PerQuestion, *, num_resamples: int, seed: int) -> ErrorBounds:

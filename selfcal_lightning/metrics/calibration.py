@@ -31,6 +31,7 @@ from selfcal_lightning.metrics.arrays import (
     Array,
     Floats,
     Integers,
+    as_array,
     as_labels,
     as_probabilities,
     bin_index,
@@ -98,9 +99,6 @@ def reliability_bins(
         num_bins: B. With "quantile" edges that fall together are merged, so there may be fewer.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> bins = reliability_bins([0.1, 0.8, 0.9, 1.0], [False, True, True, False], num_bins=2)
         >>> bins.count.tolist(), bins.confidence.round(3).tolist(), bins.accuracy.round(3).tolist()
@@ -135,9 +133,6 @@ def expected_calibration_error(
         num_bins: Number of bins.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> expected_calibration_error([1.0, 1.0, 1.0, 1.0], [True, False, True, True])
         0.25
@@ -159,9 +154,6 @@ def maximum_calibration_error(
         num_bins: Number of bins.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> maximum_calibration_error([0.25, 0.25, 1.0], [False, False, True])
         0.25
@@ -178,9 +170,6 @@ def brier_score(confidence: Array, correct: Array) -> float | None:
     Args:
         confidence: Confidences [N] in [0, 1].
         correct: Labels [N].
-
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
 
     Example:
         >>> brier_score([0.5, 1.0], [True, True])
@@ -270,9 +259,6 @@ def debiased_calibration_error(
         question_index: The question of each response [N], as integers or strings.
         num_bins: Bins of equal width.
 
-    Raises:
-        ValueError: If a value lies outside [0, 1], is None or NaN, or the lengths differ.
-
     Example:
         >>> debiased_calibration_error([0.5] * 4, [True] * 4, [0, 1, 2, 3])  # all gaps are alike: no chance in them
         0.5
@@ -297,3 +283,34 @@ def debiased_calibration_error(
     folded = spread * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * z**2) + gaps * erf(z / np.sqrt(2.0))
     expected = np.where(errors > 0.0, folded, np.abs(gaps))
     return max(0.0, float((2.0 * np.abs(gaps) - expected).sum()))
+
+
+def half_budget_threshold(confidence: Array, question: Array) -> float | None:
+    """Return the highest threshold at which early stopping takes at most half of the responses; no labels are read.
+
+    Of n responses to a question, m of them at least as confident as the threshold, a random order reaches the first
+    such one after ``(n + 1) / (m + 1)`` responses in the mean, and without any it takes all n.
+
+    Args:
+        confidence: Confidence of each response [N], in [0, 1].
+        question: Which question it belongs to [N].
+
+    Returns:
+        A threshold in 0, .01 ... 1, or None where no question has two responses.
+
+    Example:
+        >>> half_budget_threshold([0.9, 0.2, 0.9, 0.2, 0.3, 0.1, 0.3, 0.1], [0, 0, 0, 0, 1, 1, 1, 1])
+        0.3
+    """
+    sure, (_, codes) = as_probabilities(confidence, name="confidence"), question_codes(as_array(question))
+    sizes = np.bincount(codes) if len(sure) else np.zeros(0)
+    if not (sizes > 1).any():
+        return None
+    found = 0.0
+    for threshold in np.arange(101) / 100:
+        enough = np.bincount(codes, weights=sure >= threshold, minlength=len(sizes))
+        taken = np.where(enough > 0, (sizes + 1) / (enough + 1), sizes)
+        if taken.sum() > sizes.sum() / 2:
+            break
+        found = float(threshold)
+    return found

@@ -66,9 +66,6 @@ def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
         num_samples: n [...], at least 1 each.
         num_correct: c of them were right [...].
 
-    Raises:
-        ValueError: If a count is not whole, n is 0, or c is above n.
-
     Example:
         >>> expected_accuracy([4, 10], [1, 10]).tolist()
         [0.25, 1.0]
@@ -90,9 +87,6 @@ def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
     Returns:
         Chances, of the shape that the three broadcast to.
 
-    Raises:
-        ValueError: If a count is not whole, c is above n, or k is above n.
-
     Example:
         >>> pass_at_k([4, 4, 4], [0, 1, 3], 2).round(6).tolist()  # C(3, 2) / C(4, 2) = 1 / 2
         [0.0, 0.5, 1.0]
@@ -106,8 +100,7 @@ def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
     if (draws > samples).any():
         n, most = int(samples[draws > samples].flat[0]), int(draws[draws > samples].flat[0])
         raise InputError(
-            f"Expected `k` to be at most the number of samples, but got k = {most} for {n}. "
-            "Sample more responses, or estimate c* and use `simulated_pass_at_k`."
+            f"Expected `k` to be at most the number of samples, but got k = {most} for {n}; see `simulated_pass_at_k`."
         )
     # The chance of k wrong draws is prod_{j < k} (1 - c / (n - j)): no overflow, and small chances keep digits.
     step = np.arange(int(draws.max(initial=0)))
@@ -126,9 +119,6 @@ def simulated_pass_at_k(p: Array, k: Array | int) -> Floats:
         p: Chances [...].
         k: Number of samples, at least 0; a number or [...].
 
-    Raises:
-        ValueError: If p lies outside [0, 1], or k is negative or not whole.
-
     Example:
         >>> simulated_pass_at_k([0.0, 0.5, 1.0], 2).tolist()
         [0.0, 0.75, 1.0]
@@ -145,15 +135,10 @@ def checked_counts(num_samples: Array, num_correct: Array) -> tuple[Integers, In
     correct = as_counts(num_correct, "num_correct")
     samples, correct = np.broadcast_arrays(samples, correct)
     if (samples < 1).any():
-        raise InputError(
-            "Expected `num_samples` to be at least 1 everywhere, but got 0. "
-            "Leave questions without samples out and report how many they are."
-        )
+        raise InputError("Expected `num_samples` to be at least 1 everywhere, but got 0: leave such questions out.")
     if (correct > samples).any():
-        raise InputError(
-            "Expected `num_correct` to be at most `num_samples`, "
-            f"but got {int(correct[correct > samples].flat[0])} of {int(samples[correct > samples].flat[0])}."
-        )
+        of = f"{int(correct[correct > samples].flat[0])} of {int(samples[correct > samples].flat[0])}"
+        raise InputError(f"Expected `num_correct` to be at most `num_samples`, but got {of}.")
     return samples, correct
 
 
@@ -192,9 +177,6 @@ def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, 
     Returns:
         Errors [Q].
 
-    Raises:
-        ValueError: If lengths differ, a value is out of its range, or a question has one sample only and ``debiased``.
-
     Example:
         >>> squared_errors([0.5, 0.5], [1, 2], [2, 2], debiased=False).tolist()
         [0.0, 0.25]
@@ -220,9 +202,6 @@ def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, d
     Returns:
         The mean; None without questions.
 
-    Raises:
-        ValueError: As ``squared_errors``.
-
     Example:
         >>> squared_error([1.0, 0.5], [3, 2], [4, 4], debiased=False)
         0.03125
@@ -244,9 +223,6 @@ def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased:
 
     Returns:
         The skill; None where the capabilities do not differ beyond their noise.
-
-    Raises:
-        ValueError: As ``squared_errors``.
 
     Example:
         >>> skill([0.25, 0.75], [0, 4], [4, 4]), skill([0.5, 0.5], [0, 4], [4, 4])
@@ -274,9 +250,6 @@ def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> Err
 
     Returns:
         The parts; None without questions.
-
-    Raises:
-        ValueError: If lengths differ, a value is out of its range, or a question has one sample only.
 
     Example:
         >>> error_parts([0.5], [1], [2])  # c* (1 - c*) is estimated by 1/4 * 2 / (2 - 1)
@@ -306,8 +279,7 @@ def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: 
     p = as_rates(predicted, "predicted")
     if (np.asarray(num_samples) < 2 * k).any():
         raise InputError(
-            f"Expected `num_samples` to be at least {2 * k}, twice `k`, where the noise of the samples is taken "
-            f"out, but got {int(np.min(num_samples))}. Sample more, or take a smaller k."
+            f"Expected `num_samples` to be at least {2 * k}, twice `k`, but got {int(np.min(num_samples))}."
         )
     once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
     return p**2 - 2.0 * p * (1.0 - once) + 1.0 - 2.0 * once + twice
@@ -323,9 +295,6 @@ def random_brier(expected_accuracy: Array) -> float | None:
 
     Returns:
         The error; None without questions.
-
-    Raises:
-        ValueError: If a value lies outside [0, 1].
 
     Example:
         >>> round(random_brier([0.5]), 6), round(random_brier([0.0, 1.0]), 6)
@@ -349,8 +318,7 @@ def _noise(share: Floats, samples: Floats) -> Floats:
     """Return the unbiased estimate of the variance of each share [Q]."""
     if (samples < 2).any():
         raise InputError(
-            "Expected `num_samples` to be at least 2 where the noise of the samples is taken out, but got 1. "
-            "Sample more, or pass `debiased=False` and say that the error includes the noise."
+            "Expected `num_samples` to be at least 2, but got 1; `debiased=False` includes the noise of the samples."
         )
     return share * (1.0 - share) / (samples - 1.0)
 
@@ -379,9 +347,6 @@ def target_gap(correct: Array, expected_accuracy: Array) -> TargetGap | None:
 
     Returns:
         The gap; None without questions.
-
-    Raises:
-        ValueError: If lengths differ or a value is out of its range.
 
     Example:
         >>> target_gap([0, 1], [0.25, 0.75])

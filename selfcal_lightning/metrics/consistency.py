@@ -29,9 +29,6 @@ def soft_self_consistency(
     Returns:
         N scores; None for unreadable responses that were dropped, and for all responses when the mass is zero.
 
-    Raises:
-        ValueError: If the lengths differ or a confidence is negative or not finite.
-
     Example:
         >>> soft_self_consistency(["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
         [0.75, 0.75, 0.25, None]
@@ -84,9 +81,6 @@ def leave_one_out(
         N scores; None for unreadable responses that were dropped, and where there is no other response, or none with
         any mass.
 
-    Raises:
-        ValueError: If the lengths differ or a confidence is negative or not finite.
-
     Example:
         >>> leave_one_out(["7", "7", "7", "8", "9", None])
         [0.5, 0.5, 0.5, 0.0, 0.0, None]
@@ -115,9 +109,6 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
         target: Soft self-consistency or vote share.
         num_buckets: Number of buckets; 20 gives a width of .05.
 
-    Raises:
-        ValueError: If the target lies outside [0, 1] or is NaN.
-
     Example:
         >>> [consistency_bucket(target) for target in (0.0, 0.15, 0.35, 0.99, 1.0)]
         [0, 3, 7, 19, 19]
@@ -133,10 +124,8 @@ def _weighed_classes(
 ) -> tuple[list[object], list[float]]:
     """Return the class of every response and its mass; without an answer or a confidence it is unreadable."""
     if len(answers) != len(confidences):
-        raise InputError(
-            "Expected `answers` and `confidences` to have the same length, "
-            f"but got {len(answers)} and {len(confidences)}."
-        )
+        lengths = len(answers), len(confidences)
+        raise InputError(f"Expected `answers` and `confidences` to have the same length, but got {lengths}.")
     for confidence in confidences:
         if confidence is not None and not (math.isfinite(confidence) and confidence >= 0.0):
             raise InputError(f"Expected `confidences` to be finite and at least 0, but got {confidence}.")
@@ -173,7 +162,7 @@ def standardised_weights(*scores: Array) -> Floats:
         raise InputError("Expected at least one score of each response, but got none.")
     rows = [as_scores(row, "scores") for row in scores]
     check_same_length(**{f"scores {number}": row for number, row in enumerate(rows)})
-    return np.exp(np.sum([_standardised(row) for row in rows], axis=0))
+    return np.exp(np.sum([(row - row.mean()) / (row.std() + _LEAST_SPREAD) for row in rows if len(row)], axis=0))
 
 
 def masked_standardised_weights(scores: Floats) -> Floats:
@@ -189,10 +178,6 @@ def masked_standardised_weights(scores: Floats) -> Floats:
     distance = np.where(is_known, values - _summed(values) / count, 0.0)
     spread = np.sqrt(_summed(distance**2) / count)
     return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)
-
-
-def _standardised(row: Floats) -> Floats:
-    return (row - row.mean()) / (row.std() + _LEAST_SPREAD) if len(row) else row
 
 
 def _summed(rows: Floats) -> Floats:

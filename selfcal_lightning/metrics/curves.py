@@ -164,9 +164,6 @@ def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
         confidence: Scores [N].
         correct: Labels [N].
 
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
-
     Example:
         >>> curve = risk_coverage([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
         >>> curve.coverage.tolist(), curve.risk.tolist()

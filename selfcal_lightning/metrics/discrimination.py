@@ -62,9 +62,6 @@ def auroc(confidence: Array, correct: Array) -> float | None:
     Returns:
         The area under the ROC curve; None unless there are both right and wrong responses.
 
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
-
     Example:
         >>> auroc([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
         0.875
@@ -86,9 +83,6 @@ def within_question_discrimination(confidence: Array, correct: Array, question_i
         confidence: Scores [N].
         correct: Labels [N].
         question_index: The question of each response [N], as integers or strings.
-
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
 
     Example:
         >>> within_question_discrimination([0.9, 0.5, 0.2, 0.6, 0.6], [True, False, True, True, False], [0, 0, 0, 1, 1])
@@ -114,9 +108,6 @@ def roc_curve(confidence: Array, correct: Array) -> RocCurve | None:
     Args:
         confidence: Scores [N].
         correct: Labels [N].
-
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
 
     Example:
         >>> curve = roc_curve([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
@@ -147,9 +138,6 @@ def auprc(confidence: Array, correct: Array) -> float | None:
     Returns:
         The average precision; None where no response is right.
 
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
-
     Example:
         >>> auprc([0.9, 0.8, 0.1], [True, False, False])
         1.0
@@ -171,9 +159,6 @@ def aurc(confidence: Array, correct: Array) -> float | None:
     Args:
         confidence: Scores [N].
         correct: Labels [N].
-
-    Raises:
-        ValueError: If a score or label is None or NaN, a label is not 0 or 1, or the lengths differ.
 
     Example:
         >>> aurc([0.9, 0.5, 0.1], [True, True, False])
@@ -198,15 +183,13 @@ def average_rank(values: Array) -> Floats:
         >>> average_rank([0.2, 0.1, 0.2, 0.3]).tolist()
         [2.5, 1.0, 2.5, 4.0]
     """
-    _, inverse, counts = np.unique(as_scores(values, "values"), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - 0.5 * (counts - 1))[inverse]
+    from scipy.stats import rankdata
+
+    return np.asarray(rankdata(as_scores(values, "values")), dtype=np.float64)
 
 
 def pearson(first: Array, second: Array) -> float | None:
     """Compute the linear correlation of two columns [N], in [-1, 1]; None where one of them is constant.
-
-    Raises:
-        ValueError: If a value is None or NaN, or the lengths differ.
 
     Example:
         >>> pearson([0.0, 1.0, 2.0], [3.0, 2.0, 1.0])
@@ -225,9 +208,6 @@ def pearson(first: Array, second: Array) -> float | None:
 def spearman(first: Array, second: Array) -> float | None:
     """Compute the rank correlation of two columns [N], in [-1, 1]; None where one of them is constant.
 
-    Raises:
-        ValueError: If a value is None or NaN, or the lengths differ.
-
     Example:
         >>> spearman([0.1, 0.5, 0.9], [1.0, 2.0, 30.0])
         1.0
@@ -241,9 +221,6 @@ def kendall(first: Array, second: Array) -> float | None:
     """Compute Kendall's tau-b of two columns [N], in [-1, 1]; None where one of them is constant.
 
     ``(concordant - discordant) / sqrt((P - ties of first) (P - ties of second))`` over the P pairs of rows.
-
-    Raises:
-        ValueError: If a value is None or NaN, or the lengths differ.
 
     Example:
         >>> kendall([0.1, 0.5, 0.9], [1.0, 2.0, 30.0]), kendall([1.0, 2.0], [0.5, 0.1])

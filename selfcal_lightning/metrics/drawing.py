@@ -64,18 +64,10 @@ def draw_reliability(axes: Axes, bins: ReliabilityBins, *, colour: str, label: s
             x, height, width = centres(bins)[chosen], bins.accuracy[chosen], widths(bins)[chosen]
             axes.bar(x, height, width, color=to_rgba(colour, alpha), label=name, zorder=2)
     axes.bar(
-        centres(bins)[filled],
-        bins.gap[filled],
-        bottom=bins.confidence[filled],
-        width=widths(bins)[filled],
-        facecolor="none",
-        edgecolor="#404040",
-        linewidth=0.7,
-        hatch="////",
-        alpha=0.55,
-        label="gap to mean confidence",
+        centres(bins)[filled], bins.gap[filled], bottom=bins.confidence[filled], width=widths(bins)[filled],
+        facecolor="none", edgecolor="#404040", linewidth=0.7, hatch="////", alpha=0.55, label="gap to mean confidence",
         zorder=3,
-    )
+    )  # fmt: skip
     axes.plot([0, 1], [0, 1], color="black", linewidth=1.0, linestyle=(0, (4, 3)), zorder=4)
     frame(axes)
     axes.set(xlim=(0.0, 1.0), ylim=(0.0, 1.0))
@@ -95,11 +87,16 @@ def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
     curve = roc_curve(confidence, correct)
     if curve is not None:
         axes.plot(curve.false_positive_rate, curve.true_positive_rate, color=AFTER, linewidth=1.8)
+    frame_roc(axes)
+    axes.set_title(f"AUROC {number(auroc(confidence, correct))}", fontsize=11)
+
+
+def frame_roc(axes: Axes) -> None:
+    """Give axes the diagonal, limits and labels of a ROC curve."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     frame(axes)
     axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01), aspect="equal")
     axes.set(xlabel="share of wrong responses accepted", ylabel="share of right responses accepted")
-    axes.set_title(f"AUROC {number(auroc(confidence, correct))}", fontsize=11)
 
 
 def draw_histogram(axes: Axes, bins: ReliabilityBins, *, colour: str) -> None:

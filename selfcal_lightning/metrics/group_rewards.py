@@ -90,9 +90,6 @@ def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None
         answers: The N answers; None where a response could not be read.
         confidences: The N confidences, at least 0. A readable response without one has no reward: nobody judged it.
 
-    Raises:
-        ValueError: If the lengths differ or a confidence is negative or not finite.
-
     Example:
         >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
         [0.75, 0.75, 0.25, 0.0, None]
@@ -116,9 +113,6 @@ def anchored_soft_share(
     Returns:
         Shares in [0, 1]; None for unreadable responses, and for all where the pool has no confidence.
 
-    Raises:
-        ValueError: If the lengths of the pool differ, or a confidence is negative or not finite.
-
     Example:
         >>> anchored_soft_share(["7", "9", None], ["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
         [0.75, 0.0, None]
@@ -141,9 +135,6 @@ def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | Non
     Args:
         rewards: Of the responses, in [0, 1]; None where there is none.
         correct: Their labels; None where nobody knows.
-
-    Raises:
-        ValueError: If the lengths differ.
 
     Example:
         >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
@@ -189,9 +180,6 @@ def group_advantages(
 
     Returns:
         Advantages in the shape of the rewards; None where the reward is None.
-
-    Raises:
-        ValueError: If a reward is not finite or an option is out of its range.
 
     Example:
         >>> group_advantages([[1.0, 0.0, None], [1.0, 1.0]], scale="none")

@@ -146,7 +146,7 @@ MOST_QUESTIONS = 10_000_000
 
 
 def guided_grid(
-    confidence: Array, loss: Array, *, num_questions: int, risk: float, delta: float = 0.1, num_thresholds: int = 100
+    confidence: Array, loss: Array, *, num_questions: int, risk: float, num_thresholds: int = 100
 ) -> Floats:
     """Choose thresholds and their order from *other* questions than those of the test, so that it loses no level.
 
@@ -158,14 +158,10 @@ def guided_grid(
         loss: Their losses in [0, 1] [M].
         num_questions: Calibration questions of the test to come.
         risk: Bound on the selective risk.
-        delta: Not used beyond a check; stands here so that both calls take the same settings.
         num_thresholds: Thresholds at most.
 
     Returns:
         Thresholds in the order of testing.
-
-    Raises:
-        ValueError: No question has a confidence, or an argument is out of its range.
 
     Example:
         >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
@@ -176,7 +172,6 @@ def guided_grid(
     Reference:
         Angelopoulos et al., arXiv 2110.01052, section 2.3 (split fixed sequence testing).
     """
-    check_rate(delta, "delta")
     check_positive(num_questions, "num_questions")
     scores, losses = np.asarray(confidence, dtype=np.float64), as_probabilities(loss, "loss")
     check_same_length(confidence=scores, loss=losses)
@@ -304,9 +299,6 @@ def certify_threshold(
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
         procedure: See ``risk_tests.reject``.
         num_starts: See ``risk_tests.reject``.
-
-    Raises:
-        ValueError: An argument is out of its range, or the lengths differ.
 
     Example:
         >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)

@@ -64,7 +64,9 @@ class ExactMetric(Metric):
         if val is None:
             return self._diagram(ax)
         if isinstance(val, Mapping):
-            return self._bars(val, ax)
+            figure, axes = axes_to_draw_on(ax, size=(5.6, 0.9 + 0.3 * len(val)))
+            draw_values(axes, {name: float(value) for name, value in val.items()})
+            return figure, axes
         steps = [float(value) for value in (val if isinstance(val, list | tuple) else [val])]
         figure, axes = axes_to_draw_on(ax, size=(4.8, 3.4))
         draw_steps(axes, steps, name=type(self).__name__)
@@ -73,12 +75,7 @@ class ExactMetric(Metric):
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
         """Draw what is known now: the numbers, where a class has no diagram of its own."""
         value = self.compute()
-        return self._bars(value if isinstance(value, Mapping) else {type(self).__name__: value}, ax)
-
-    def _bars(self, values: Mapping[str, Any], ax: Axes | None) -> tuple[Figure, Axes]:
-        figure, axes = axes_to_draw_on(ax, size=(5.6, 0.9 + 0.3 * len(values)))
-        draw_values(axes, {name: float(value) for name, value in values.items()})
-        return figure, axes
+        return self.plot(value if isinstance(value, Mapping) else {type(self).__name__: value}, ax)
 
     def _fill(self, name: str) -> None:
         state = getattr(self, name)
@@ -107,10 +104,9 @@ def check_vectors(**columns: Tensor) -> None:
 
 def check_probabilities(values: Tensor, name: str) -> None:
     """Raise ValueError unless ``values`` lie in [0, 1]; NaN does not."""
-    if not ((values >= 0.0) & (values <= 1.0)).all():
-        raise InputError(
-            f"Expected `{name}` to lie in [0, 1], but got {values[~((values >= 0.0) & (values <= 1.0))][:3].tolist()}."
-        )
+    outside = ~((values >= 0.0) & (values <= 1.0))
+    if outside.any():
+        raise InputError(f"Expected `{name}` to lie in [0, 1], but got {values[outside][:3].tolist()}.")
 
 
 class BinnedCalibrationError(ExactMetric):
@@ -141,8 +137,6 @@ class BinnedCalibrationError(ExactMetric):
     """
 
     higher_is_better = False
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
 
     count: Tensor
     confidence_sum: Tensor
@@ -217,8 +211,6 @@ class ConfidenceAUROC(ExactMetric):
     """
 
     higher_is_better = True
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
 
     responses: list[Tensor]
 
@@ -267,8 +259,6 @@ class WithinQuestionAUROC(ExactMetric):
     """
 
     higher_is_better = True
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
 
     responses: list[Tensor]
     questions: list[Tensor]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.models.folders import refusal_of_code, resolve_model
+from selfcal_lightning.models.foreign import check_template
 from selfcal_lightning.records import ConfidenceQuery, Message, Question
 
 if TYPE_CHECKING:
@@ -166,13 +167,17 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        found = AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare exceptions for a damaged tokenizer.json
         raise InputError(
             refusal_of_code(model, error)
             or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
             f"(revision {revision!r}) failed: {error}"
         ) from error
+    templates = found.chat_template
+    for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
+        check_template(template, model)
+    return found
 
 
 def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:

@@ -8,11 +8,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "formats": ["REWARD_FORMATS", "RewardFormat", "register_reward_format", "reward_format"],
         "module": ["QuantileRewardModule", "RewardBatch"],
         "quantiles": [
-            "Coverage",
             "QuantileHead",
             "StepScores",
-            "brier_excess",
-            "coverage",
             "folded_outputs",
             "monotone_quantiles",
             "quantile_head_from",

@@ -29,15 +29,13 @@ def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSett
     format = check_rewards(reward)
     if format.layout != "continued":
         raise InputError(
-            f"Expected a reward model that reads the tokens of its policy, as `selfcal fit` trains one, but got "
-            f"{reward.model} of the format {format.name!r}. Score whole responses by `selfcal score` instead."
+            f"Expected a `reward.model` that reads its policy's tokens, but {reward.model} is {format.name!r}."
         )
     known = [field.name for field in fields_of(SEARCHES[name]) if field.name != "scorer"]
     for field in fields:
         if field not in known:
             raise InputError(
-                f"Expected the settings of {name} to be among {', '.join(known)}, but got {field!r}."
-                f"{did_you_mean(field, known)}"
+                f"Unknown setting {field!r} of {name}; known: {', '.join(known)}.{did_you_mean(field, known)}"
             )
     return True
 
@@ -48,11 +46,7 @@ def open_search(
     """Load the reward model, and return the search, and where its steps end if it reads steps."""
     own = load_tokenizer(str(reward.model))
     if own.get_vocab() != tokenizer.get_vocab() or own.chat_template != tokenizer.chat_template:
-        raise InputError(
-            f"Expected the reward model to have the tokenizer and the chat template of the policy, whose tokens it "
-            f"reads, but {reward.model} has others. Train one on this policy (`selfcal fit --config "
-            "rewards/demo.yaml`)."
-        )
+        raise InputError(f"`reward.model` {reward.model} lacks the tokenizer or the chat template of the policy.")
     stops = StepStops.of(tokenizer, completed(reward).steps) if SEARCHES[name].reads_steps else None
     strategy: Strategy = SEARCHES[name](open_scaled_rewards(reward, dtype=dtype), **fields)
     return strategy, stops
@@ -77,7 +71,6 @@ class LiveReward:
 
     @property
     def name(self) -> str:
-        """Key under which the confidence is added."""
         return self._estimator.name
 
     def score_sample(self, sample: Sample) -> float | None:
@@ -90,7 +83,6 @@ class LiveReward:
         return value
 
     def close(self) -> None:
-        """Give the model back. Closing twice is allowed."""
         self._rewards.close()
 
 
@@ -99,14 +91,10 @@ def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], rewa
     read = [strategy.confidence, *(name for scorer in scorers for name in scorer.requires)]
     names = [name for name in dict.fromkeys(read) if name in KINDS]
     if names and reward.model is None:
-        raise InputError(
-            f"Expected `reward.model` with a strategy that reads {', '.join(names)}, but got none. Name the folder of "
-            "the reward model, or another `confidence`."
-        )
+        raise InputError(f"`strategy` reads {', '.join(names)}: name the reward model's folder by `reward.model`.")
     if not names and reward != RewardSettings():
         raise InputError(
-            f"Expected `reward` with a strategy that a reward model steers, {' or '.join(SEARCHES)}, or whose "
-            f"`confidence` is of one ({', '.join(KINDS)}), but got {strategy}. Leave it out, or set `confidence`."
+            f"`reward` needs {' or '.join(SEARCHES)}, or a `confidence` out of {', '.join(KINDS)}; got {strategy}."
         )
     if names:
         format = check_rewards(reward)

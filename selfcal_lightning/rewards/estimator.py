@@ -44,29 +44,21 @@ class StepReward(RewardScore):
 
 
 class LowerStepReward(RewardScore):
-    """The lower quantile of the score of a response's last step."""
-
     name = "prm_lower"
     needs_quantiles = True
 
 
 class LowestStepReward(RewardScore):
-    """The lowest score of its steps."""
-
     name = "prm_min"
     how = "min"
 
 
 class StepRewardProduct(RewardScore):
-    """The product of the scores of its steps, which falls with their number."""
-
     name = "prm_prod"
     how = "prod"
 
 
 class OutcomeReward(RewardScore):
-    """The probability that a model of whole responses gives."""
-
     name = "orm"
     judges = "response"
 
@@ -107,8 +99,7 @@ def check_judge(name: str, format: RewardFormat) -> None:
         scale = "by a probability" if format.is_probability else "without a probability"
         scale += " and without quantiles" if name == LowerStepReward.name else ""
         raise InputError(
-            f"Expected an estimator for the reward format {format.name!r}, which judges {what} {scale}, but got "
-            f"{name!r}. Use {' or '.join(able) or 'one of your own'}."
+            f"{name!r} cannot read {format.name!r}, which judges {what} {scale}. Use {' or '.join(able) or 'your own'}."
         )
 
 

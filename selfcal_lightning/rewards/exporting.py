@@ -30,9 +30,7 @@ def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
 
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         raise InputError(
-            f"Expected `base_model` to be of a family with a `...ForTokenClassification` in transformers, which a "
-            f"reward model is exported as, but got {base_model!r} with {type(config).__name__}. Take a model of "
-            "another family, such as Llama or Qwen."
+            f"`base_model` {base_model!r} ({type(config).__name__}) has no `...ForTokenClassification` to export."
         )
 
 
@@ -67,7 +65,6 @@ def output_names(head: nn.Module) -> tuple[str, ...]:
 
 
 def about(head: nn.Module, public: RewardFormat | None) -> str:
-    """Return what the README of an export says of how it is read."""
     places = "At the last token of a step, behind the chat that the policy was asked by,"
     if public is not None:
         places = f"Written and read at the places of the format {public.name!r},"
@@ -104,8 +101,7 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
     missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
         raise InputError(
-            f"Expected {type(whole).__name__} to have the tensors of {type(trunk).__name__} and `{HEAD}`, but "
-            f"{[*missing, *unexpected][:3]} differ: models of this family cannot be exported."
+            f"{type(whole).__name__} cannot be exported: {[*missing, *unexpected][:3]} differ from the trunk's."
         )
     whole.save_pretrained(folder)
     if isinstance(head, nn.Sequential):

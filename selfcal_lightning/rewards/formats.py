@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from selfcal_lightning.core.errors import InputError, unknown_name
 
@@ -57,9 +57,6 @@ class RewardFormat:
         system: The system turn of a chat; None has none.
         reply: The assistant's turn in the layout "turns".
 
-    Raises:
-        InputError: The parts do not belong together.
-
     Example:
         >>> RewardFormat(name="mine", judges="steps", layout="marked", layers=("score",), num_outputs=2,
         ...              link="softmax", right=(1,), separator="<step>").is_probability
@@ -84,15 +81,31 @@ class RewardFormat:
     reply: str = "+"
 
     def __post_init__(self) -> None:
-        for option, value, choices in (
-            ("judges", self.judges, Judged),
-            ("layout", self.layout, Layout),
-            ("link", self.link, Link),
-        ):
-            if value not in get_args(choices):
-                raise self._refusal(f"`{option}` to be one of {', '.join(get_args(choices))}", value)
-        self._check_texts()
-        self._check_head()
+        judges, outputs, right, tokens = self.judges, self.num_outputs, self.right, self.output_tokens
+        demands: list[tuple[bool, str, object]] = [
+            (self.judges in get_args(Judged), f"`judges` to be one of {', '.join(get_args(Judged))}", self.judges),
+            (self.layout in get_args(Layout), f"`layout` to be one of {', '.join(get_args(Layout))}", self.layout),
+            (self.link in get_args(Link), f"`link` to be one of {', '.join(get_args(Link))}", self.link),
+            (bool(self.name), "`name` to be some text", self.name),
+            (self.layout != "marked" or bool(self.separator), '`separator` to be given with "marked"', self.separator),
+            (self.layout != "chat" or judges == "response", '`judges` to be "response" with "chat"', judges),
+            (
+                self.layout != "continued" or self.judges == "steps",
+                '`judges` to be "steps" with "continued"',
+                self.judges,
+            ),
+            ("{question}" in self.question, "`question` to hold {question}", self.question),
+            ("{step}" in self.step and "{separator}" in self.step, "`step` to hold {step} and {separator}", self.step),
+            (bool(self.layers) and outputs >= 1, "at least one of `layers` and `num_outputs`", (self.layers, outputs)),
+            (bool(right) and set(right) <= set(range(outputs)), f"`right` to be among the {outputs} outputs", right),
+            (self.link != "none" or outputs == 1, 'one output with the link "none"', outputs),
+            (not self.has_quantiles or outputs >= 3, 'at least three outputs with the link "quantiles"', outputs),
+            (self.is_output_layer == bool(tokens), "`output_tokens` with the layer lm_head alone", tokens),
+            (not tokens or len(tokens) == outputs, f"{outputs} `output_tokens`", tokens),
+        ]
+        for is_met, expected, got in demands:
+            if not is_met:
+                raise InputError(f"Expected {expected} in the reward format {self.name!r}, but got {got!r}.")
 
     @property
     def is_probability(self) -> bool:
@@ -101,181 +114,73 @@ class RewardFormat:
 
     @property
     def is_output_layer(self) -> bool:
-        """Whether its head is rows of a causal model's output layer."""
         return self.layers == OUTPUT_LAYER
 
     @property
     def renders_chat(self) -> bool:
-        """Whether it needs the model's chat template."""
         return self.uses_chat or self.layout in ("turns", "chat", "continued")
 
     @property
     def has_quantiles(self) -> bool:
-        """Whether a lower and an upper quantile stand beside its score."""
         return self.link == "quantiles"
-
-    def _check_texts(self) -> None:
-        if not self.name:
-            raise self._refusal("`name` to be some text", self.name)
-        if (self.layout == "marked") and not self.separator:
-            raise self._refusal('`separator` to be given with the layout "marked"', self.separator)
-        for layout, judged in (("chat", "response"), ("continued", "steps")):
-            if self.layout == layout and self.judges != judged:
-                raise self._refusal(f'`judges` to be "{judged}" with the layout "{layout}"', self.judges)
-        if "{question}" not in self.question:
-            raise self._refusal("`question` to hold {question}", self.question)
-        if "{step}" not in self.step or "{separator}" not in self.step:
-            raise self._refusal("`step` to hold {step} and {separator}", self.step)
-
-    def _check_head(self) -> None:
-        if not self.layers or self.num_outputs < 1:
-            raise self._refusal(
-                "`layers` and `num_outputs` to be at least one layer and one output", (self.layers, self.num_outputs)
-            )
-        if not self.right or not set(self.right) <= set(range(self.num_outputs)):
-            raise self._refusal(f"`right` to be among the {self.num_outputs} outputs", self.right)
-        if self.link == "none" and self.num_outputs != 1:
-            raise self._refusal('one output with the link "none"', self.num_outputs)
-        if self.has_quantiles and self.num_outputs < 3:
-            raise self._refusal('at least three outputs with the link "quantiles"', self.num_outputs)
-        if self.is_output_layer != bool(self.output_tokens):
-            raise self._refusal("`output_tokens` with the layer lm_head alone", self.output_tokens)
-        if self.output_tokens and len(self.output_tokens) != self.num_outputs:
-            raise self._refusal(f"{self.num_outputs} `output_tokens`", self.output_tokens)
-
-    def _refusal(self, expected: str, got: object) -> InputError:
-        return InputError(f"Expected {expected} in the reward format {self.name!r}, but got {got!r}.")
 
 
 QUANTILE_PRM = "quantile-prm"
 QUANTILES_OF = "quantiles-of-"  # before the name of the public format that a training began with
 _MATH_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
+_TWO_TOKENS: dict[str, Any] = {
+    "layers": OUTPUT_LAYER, "num_outputs": 2, "link": "softmax", "output_tokens": ("+", "-"), "question": "{question} ",
+}  # fmt: skip
+_TWO_LAYERS: dict[str, Any] = {"layers": ("score.0", "score.2"), "bias": True, "system": _MATH_SYSTEM}
 _OWN = (
     # Qwen2.5-Math-PRM-7B and -72B, Qwen2.5-Math-7B-PRM800K, ReasonFlux-PRM
     RewardFormat(
-        name="qwen2.5-math-prm",
-        judges="steps",
-        layout="marked",
-        layers=("score.0", "score.2"),
-        num_outputs=2,
-        link="softmax",
-        right=(1,),
-        bias=True,
-        separator="<extra_0>",
-        uses_chat=True,
-        system=_MATH_SYSTEM,
+        name="qwen2.5-math-prm", judges="steps", layout="marked", num_outputs=2, link="softmax", right=(1,),
+        separator="<extra_0>", uses_chat=True, **_TWO_LAYERS,
     ),
     # peiyi9979/math-shepherd-mistral-7b-prm
     RewardFormat(
-        name="math-shepherd",
-        judges="steps",
-        layout="marked",
-        layers=OUTPUT_LAYER,
-        num_outputs=2,
-        link="softmax",
-        output_tokens=("+", "-"),
-        question="{question} ",
-        step="{step} {separator}",
-        joiner="\n",
-        separator="ки",
+        name="math-shepherd", judges="steps", layout="marked", step="{step} {separator}", joiner="\n", separator="ки",
+        **_TWO_TOKENS,
     ),
     # RLHFlow/Llama3.1-8B-PRM-Deepseek-Data and -Mistral-Data
-    RewardFormat(
-        name="rlhflow-prm",
-        judges="steps",
-        layout="turns",
-        layers=OUTPUT_LAYER,
-        num_outputs=2,
-        link="softmax",
-        output_tokens=("+", "-"),
-        question="{question} ",
-    ),
+    RewardFormat(name="rlhflow-prm", judges="steps", layout="turns", **_TWO_TOKENS),
     # GAIR/ReasonEval-7B and -34B: the probability of a valid step, redundant or not
     RewardFormat(
-        name="reasoneval",
-        judges="steps",
-        layout="pieces",
-        layers=("score_head",),
-        num_outputs=3,
-        link="softmax",
-        right=(1, 2),
-        question="Question:\n{question}\nAnswer:\nLet's think step by step.\n",
+        name="reasoneval", judges="steps", layout="pieces", layers=("score_head",), num_outputs=3, link="softmax",
+        right=(1, 2), question="Question:\n{question}\nAnswer:\nLet's think step by step.\n",
     ),
     # Skywork/Skywork-o1-Open-PRM-Qwen-2.5-1.5B and -7B
     RewardFormat(
-        name="skywork-o1-prm",
-        judges="steps",
-        layout="pieces",
-        layers=("v_head.summary",),
-        num_outputs=1,
-        link="sigmoid",
-        bias=True,
-        question="{question}\n",
-        separator="\n",
+        name="skywork-o1-prm", judges="steps", layout="pieces", layers=("v_head.summary",), num_outputs=1,
+        link="sigmoid", bias=True, question="{question}\n", separator="\n",
     ),
     # What TRL's PRMTrainer saves
     RewardFormat(
-        name="trl-prm",
-        judges="steps",
-        layout="pieces",
-        layers=("score",),
-        num_outputs=2,
-        link="softmax",
-        right=(1,),
-        bias=True,
-        separator="\n",
+        name="trl-prm", judges="steps", layout="pieces", layers=("score",), num_outputs=2, link="softmax", right=(1,),
+        bias=True, separator="\n",
     ),
     # What QuantileRewardModule exports
     RewardFormat(
-        name=QUANTILE_PRM,
-        judges="steps",
-        layout="continued",
-        layers=("score",),
-        num_outputs=3,
-        link="quantiles",
+        name=QUANTILE_PRM, judges="steps", layout="continued", layers=("score",), num_outputs=3, link="quantiles",
         bias=True,
     ),
     # Skywork-Reward and other sequence classifiers with one output
     RewardFormat(
-        name="sequence-classifier",
-        judges="response",
-        layout="chat",
-        layers=("score",),
-        num_outputs=1,
-        link="none",
+        name="sequence-classifier", judges="response", layout="chat", layers=("score",), num_outputs=1, link="none"
     ),
     # RLHFlow/Llama3.1-8B-ORM-Deepseek-Data and -Mistral-Data
-    RewardFormat(
-        name="rlhflow-orm",
-        judges="response",
-        layout="turns",
-        layers=OUTPUT_LAYER,
-        num_outputs=2,
-        link="softmax",
-        output_tokens=("+", "-"),
-        question="{question} ",
-    ),
+    RewardFormat(name="rlhflow-orm", judges="response", layout="turns", **_TWO_TOKENS),
     # Qwen/Qwen2.5-Math-RM-72B
     RewardFormat(
-        name="qwen2.5-math-rm",
-        judges="response",
-        layout="chat",
-        layers=("score.0", "score.2"),
-        num_outputs=1,
-        link="none",
-        bias=True,
-        system=_MATH_SYSTEM,
+        name="qwen2.5-math-rm", judges="response", layout="chat", num_outputs=1, link="none", **_TWO_LAYERS
     ),
-)
+)  # fmt: skip
 REWARD_FORMATS: dict[str, RewardFormat] = {one.name: one for one in _OWN}
 
 
 def register_reward_format(format: RewardFormat) -> RewardFormat:
-    """Add a format under its name, and return it.
-
-    Raises:
-        InputError: It is no ``RewardFormat``, or its name is taken.
-    """
+    """Add a format under its name, and return it."""
     if not isinstance(format, RewardFormat):
         raise InputError(f"Expected a `RewardFormat` to register, but got {format!r}.")
     if format.name in REWARD_FORMATS:
@@ -300,15 +205,13 @@ def quantiles_of(format: RewardFormat) -> RewardFormat:
     """
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
         raise InputError(
-            f"Expected a reward format whose models judge steps by a probability, to train one on, but got "
-            f"{format.name!r}. Start from another model, or leave `format` out and start from the policy."
+            f"`format` {format.name!r} cannot be trained on: its models do not judge steps by a probability."
         )
     if len(format.right) != format.num_outputs - (format.link == "softmax") or (
         format.link == "sigmoid" and format.num_outputs != 1
     ):
         raise InputError(
-            f"Expected a reward format with one output that does not mean right, or a single one in all, to train its "
-            f"model on, but got {format.name!r} with {format.num_outputs} outputs of which {format.right} do."
+            f"`format` {format.name!r} cannot be trained on: {format.right} of {format.num_outputs} outputs mean right."
         )
     depth = len(format.layers)
     return replace(

@@ -81,22 +81,19 @@ def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
     needed = [f"{layer}.{part}" for layer in format.layers for part in _parts(format)]
     if missing := [name for name in needed if name not in files]:
         raise InputError(
-            f"Expected the weights in {folder} to have the head of the reward format {format.name!r}, but "
-            f"{', '.join(missing)} is missing. A head is never made up: choose the model's own `reward.format`."
+            f"{folder} has no head of {format.name!r}: {', '.join(missing)} is missing. A head is never made up."
         )
     known = {f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")}
     allowed = set(needed) if format.bias is False else known
     roots = tuple({layer.split(".")[0] + "." for layer in format.layers})
     if further := [name for name in files.names if name.startswith(roots) and name not in allowed]:
         raise InputError(
-            f"Expected the head of the reward format {format.name!r} to be {', '.join(needed)}, but {folder} has "
-            f"{', '.join(further)} too. Choose the model's own `reward.format`."
+            f"Expected {format.name!r} with the head {', '.join(needed)}, but {folder} has {', '.join(further)} too."
         )
     last = f"{format.layers[-1]}.weight"
-    if files.shape(last)[0] != format.num_outputs:
+    if (found := files.shape(last)[0]) != format.num_outputs:
         raise InputError(
-            f"Expected the head of the reward format {format.name!r} to have {format.num_outputs} outputs, but "
-            f"{last} in {folder} has {files.shape(last)[0]}. Choose the model's own `reward.format`."
+            f"Expected {format.name!r} to have {format.num_outputs} outputs, but {last} in {folder} has {found}."
         )
     if format.has_quantiles:
         _check_names(folder, format)
@@ -122,9 +119,7 @@ def _check_names(folder: Path, format: RewardFormat) -> None:
     wanted = {str(number): name for number, name in enumerate(quantile_outputs(format.num_outputs))}
     if stated not in (unnamed, wanted):
         raise InputError(
-            f"Expected `id2label` in {folder / 'config.json'} to be {wanted}, in which order the reward format "
-            f"{format.name!r} reads its outputs, but got {stated}. Put the rows of its head and their names into this "
-            "order, or choose the model's own `reward.format`."
+            f"Expected `id2label` in {folder / 'config.json'} to be {wanted} for {format.name!r}, but got {stated}."
         )
 
 
@@ -137,8 +132,7 @@ def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, outpu
     config: dict[str, Any] = trunk.config.get_text_config().to_dict()
     if changes := [name for name in _LOGIT_CHANGES if config.get(name) is not None]:
         raise InputError(
-            f"Expected a reward model whose logits are those of its output layer, but {folder} changes them "
-            f"({', '.join(changes)} in its configuration). Such models are not read yet."
+            f"{folder} changes its logits ({', '.join(changes)} in config.json); such reward models are not read yet."
         )
     if "lm_head.weight" in files:
         weight = torch.cat([files.read_rows("lm_head.weight", token, token + 1) for token in output_ids])
@@ -146,8 +140,7 @@ def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, outpu
         weight = cast(Tensor, trunk.get_input_embeddings().weight).detach()[list(output_ids)]
     else:
         raise InputError(
-            f"Expected the weights in {folder} to have an output layer, but lm_head.weight is missing. A head is never "
-            "made up: choose the model's own `reward.format`."
+            f"{folder}: lm_head.weight is missing. A head is never made up: name the model's own `reward.format`."
         )
     return _linear(weight, None)
 

@@ -36,8 +36,6 @@ class RewardInput:
 
 
 class RewardEncoder:
-    """Writes questions and steps for a reward model. Texts are encoded."""
-
     def __init__(self, format: RewardFormat, tokenizer: PreTrainedTokenizerBase) -> None:
         self._format, self._tokenizer = format, tokenizer
         self._last: tuple[tuple[Message, ...], tuple[int, ...]] | None = None
@@ -47,16 +45,14 @@ class RewardEncoder:
         self._control_tokens = tuple(sorted(added | set(tokenizer.all_special_tokens)))
         if format.renders_chat and tokenizer.chat_template is None:
             raise InputError(
-                f"Expected the reward model's tokenizer to have a chat template, which the format {format.name!r} is "
-                "written by, but got none. Choose its own `reward.format`."
+                f"Expected the tokenizer of a reward model of {format.name!r} to have a chat template, but got none."
             )
 
     def check_fits(self, num_tokens: int, *, of: str) -> None:
         """Raise InputError where the tokenizer has more tokens than the model ``of`` has embeddings."""
-        if len(self._tokenizer) > num_tokens:
+        if (known := len(self._tokenizer)) > num_tokens:
             raise InputError(
-                f"Expected the reward model to come with the tokenizer of its weights, but {of} has "
-                f"{len(self._tokenizer):,} tokens for {num_tokens:,} embeddings. Fetch both again."
+                f"Expected the tokenizer of its weights, but {of} has {known:,} tokens for {num_tokens:,} embeddings."
             )
 
     def encode(self, question: str, steps: Sequence[str]) -> RewardInput | None:
@@ -155,9 +151,9 @@ class RewardEncoder:
         try:
             text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
         except TemplateError as error:
+            roles = [turn["role"] for turn in turns]
             raise InputError(
-                f"Expected the reward model's chat template to accept the roles {[turn['role'] for turn in turns]} of "
-                f"the format {self._format.name!r}, but it refused them: {error}"
+                f"Expected the chat template to accept the roles {roles}, but it refused them: {error}"
             ) from error
         return tuple(self._plain(str(text)))
 
@@ -167,10 +163,9 @@ class RewardEncoder:
     def _single(self, text: str, option: str) -> int:
         ids = self._plain(text)
         if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id:
+            found = self._tokenizer.convert_ids_to_tokens(ids)
             raise InputError(
-                f"Expected `{option}` of the reward format {self._format.name!r} to be single tokens of the reward "
-                f"model's tokenizer, but {text!r} is {self._tokenizer.convert_ids_to_tokens(ids)}. The model has "
-                "another format: choose or register its own."
+                f"Expected `{option}` of {self._format.name!r} to be single tokens, but {text!r} is {found}."
             )
         return ids[0]
 

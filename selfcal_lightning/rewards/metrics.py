@@ -32,8 +32,6 @@ _ROUNDING = 1e-9
 
 
 class _PositionMetric(ExactMetric):
-    """Sums of columns over the prefixes of each position."""
-
     sums: Tensor
 
     def __init__(self, num_columns: int, **kwargs: Any) -> None:
@@ -103,7 +101,6 @@ class StepMetrics(_PositionMetric):
         self.edges = edges
 
     def update(self, score: Tensor, rate: Tensor, num_rollouts: Tensor, position: Tensor) -> None:
-        """Add prefixes to the sums of their positions."""
         check_vectors(score=score, rate=rate, num_rollouts=num_rollouts, position=position)
         check_probabilities(score, "score")
         check_probabilities(rate, "rate")
@@ -119,7 +116,6 @@ class StepMetrics(_PositionMetric):
         self.add(position, [ones, error, score - rate, is_repeated.double(), excess, *binned.unbind(1)])
 
     def values(self, sums: Tensor) -> dict[str, float]:
-        """Return the numbers of one line of sums."""
         count, error, bias, repeated, excess = sums[:5].tolist()
         ece = ReliabilityBins.from_sums(self.edges, *(part.cpu().numpy() for part in sums[5:].chunk(3))).expected_error
         return {
@@ -176,7 +172,6 @@ class QuantileMetrics(_PositionMetric):
         self.tolerance = tolerance
 
     def update(self, low: Tensor, high: Tensor, rate: Tensor, position: Tensor) -> None:
-        """Add prefixes to the sums of their positions."""
         check_vectors(low=low, high=high, rate=rate, position=position)
         for name, values in (("low", low), ("high", high), ("rate", rate)):
             check_probabilities(values, name)
@@ -186,7 +181,6 @@ class QuantileMetrics(_PositionMetric):
         self.add(position, [torch.ones_like(rate), losses, *(outside.double() for outside in beyond)])
 
     def values(self, sums: Tensor) -> dict[str, float]:
-        """Return the numbers of one line of sums."""
         count, pinball, below, above = sums.tolist()
         shares = {STEP_PINBALL: pinball, STEP_BELOW: below, STEP_ABOVE: above}
         return {key: _ratio(value, count) for key, value in shares.items()} | {PREFIXES: count}

@@ -28,8 +28,6 @@ _LOADING = logging.getLogger("transformers.modeling_utils")
 
 
 class RewardModel:
-    """Puts scores on positions."""
-
     def __init__(self, format: RewardFormat, trunk: PreTrainedModel, head: nn.Module) -> None:
         self._format, self._trunk, self._head = format, trunk, head
         self.num_tokens: int = cast(Tensor, trunk.get_input_embeddings().weight).shape[0]
@@ -136,8 +134,7 @@ def _load_trunk(folder: Path, format: RewardFormat, dtype: str) -> PreTrainedMod
                 held.clear()
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(
-            refusal_of_code(str(folder), error, option=_OPTION)
-            or f"Expected `{_OPTION}` to be the folder of a reward model, but {str(folder)!r} failed: {error}"
+            refusal_of_code(str(folder), error, option=_OPTION) or f"`{_OPTION}` {folder} failed: {error}"
         ) from error
     check_all_loaded(str(folder), loading, option=_OPTION)
     return trunk

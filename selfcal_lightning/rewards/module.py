@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -31,17 +31,18 @@ from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMet
 from selfcal_lightning.rewards.quantiles import StepScores, folded_outputs, monotone_quantiles
 from selfcal_lightning.rewards.rates import RewardTarget, check_target
 from selfcal_lightning.rewards.reading import RewardFile
-from selfcal_lightning.training.batches import FrozenBatch
-from selfcal_lightning.training.calibrated_model import CalibratedModel, trained_parameters
-from selfcal_lightning.training.checkpoints import check_base_model, check_optimizer_settings, check_trained
-from selfcal_lightning.training.contracts import ExportKind, check_stated, class_path
+from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
+from selfcal_lightning.training.calibrated_model import CalibratedModel
+from selfcal_lightning.training.checkpoints import check_base_model, check_trained
+from selfcal_lightning.training.contracts import check_stated, class_path
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.modules import plain_settings, trained_parameters
 from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.schedule import with_cosine
-from selfcal_lightning.training.scored import ScoredRows
+from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettings, check_not_negative, check_positive
 from selfcal_lightning.training.support import Support, Way, check_features
 
 if TYPE_CHECKING:
@@ -256,32 +257,6 @@ class ScoredRewardModel(CalibratedModel):
     def _outputs_of(self, hidden: Tensor) -> Tensor:
         return folded_outputs(cast("nn.Module", self.head)(hidden))
 
-    def on_validation_epoch_start(self) -> None:
-        """Forget the last pass; not at the end of it, so that callbacks can still read its points."""
-        self.val_metrics.reset()
-        self.val_places.reset()
-
-    def validation_step(self, batch: RewardBatch, batch_idx: int) -> None:
-        """Score a batch of the fixed pool of the policy's samples."""
-        self._score(batch, self.val_metrics, self.val_places)
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val/...``; the metrics synchronise themselves."""
-        self._log_scores("val", self.val_metrics, self.val_places)
-
-    def on_test_epoch_start(self) -> None:
-        """Forget the last pass."""
-        self.test_metrics.reset()
-        self.test_places.reset()
-
-    def test_step(self, batch: RewardBatch, batch_idx: int) -> None:
-        """Score a batch of the test pool."""
-        self._score(batch, self.test_metrics, self.test_places)
-
-    def on_test_epoch_end(self) -> None:
-        """Log ``test/...``."""
-        self._log_scores("test", self.test_metrics, self.test_places)
-
     def predict_step(self, batch: RewardBatch, batch_idx: int) -> ScoredRows:
         """Return the score of every response at its end; nan where it has no step."""
         mean = batch.at_ends(self.scores(batch).mean) if batch.batch_size else batch.target
@@ -291,9 +266,13 @@ class ScoredRewardModel(CalibratedModel):
         """Return the chance of a right answer and its quantiles at every place, [M] each."""
         return monotone_quantiles(self.raw_outputs(batch))
 
-    def _score(self, batch: RewardBatch, metrics: CalibrationMetrics, places: PlaceMetrics) -> None:
+    def _metrics(self, stage: str) -> tuple[Any, ...]:
+        return getattr(self, f"{stage}_metrics"), getattr(self, f"{stage}_places")
+
+    def _score(self, batch: RewardBatch, stage: str) -> None:
         if batch.batch_size == 0:  # a process with fewer questions than the others
             return
+        metrics, places = self._metrics(stage)
         scores = self.scores(batch)
         places.update(batch, scores)
         confidence = batch.at_ends(scores.mean)
@@ -305,11 +284,6 @@ class ScoredRewardModel(CalibratedModel):
             task=batch.task,
             yes_no_mass=torch.ones_like(confidence),
         )
-
-    def _log_scores(self, stage: str, metrics: CalibrationMetrics, places: PlaceMetrics) -> None:
-        # Every process computes the same values; `sync_dist` would weigh uneven processes wrongly (Lightning #21859).
-        values = {**metrics.compute(), **places.compute()}
-        self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, sync_dist=False)
 
 
 def starting_format(format: str | None) -> RewardFormat | None:
@@ -337,31 +311,31 @@ def head_of_public(
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
     check_head(files, folder, format)
-    encoder.check_fits(trunk.get_input_embeddings().weight.shape[0], of=base_model)
+    encoder.check_fits(cast("Tensor", trunk.get_input_embeddings().weight).shape[0], of=base_model)
     head = read_head(files, folder, format, trunk, encoder.output_ids)
     return head_with_quantiles(head, format).to(trunk.device)
 
 
-def check_start(
-    lora: LoraSettings | None, *, full: bool, low: float, high: float, pinball: float, warmup_steps: int
-) -> None:
-    """Raise InputError for settings of a reward model that cannot be."""
-    if lora is not None and full:
-        raise InputError(
-            "Expected `full` without `lora`, but got both: either all weights of the trunk are trained or an adapter "
-            "on it. Leave one of them out."
-        )
-    if lora is not None and lora.activated:
-        raise InputError(
-            "Expected `lora.activated` to be false for a reward model, which reads every token with its adapter, but "
-            "got true. Set `lora.activated: false`, or leave `lora` out for a frozen trunk."
-        )
-    if not 0.0 < low < high < 1.0:
-        raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {low} and {high}.")
-    if not 0.0 <= pinball < math.inf:
-        raise InputError(f"Expected `pinball` to be a number of at least 0, but got {pinball}.")
-    if warmup_steps < 0:
-        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
+@dataclass(frozen=True)
+class RewardModuleSettings:
+    """What a reward model learns, and from where it starts; ``QuantileRewardModule`` documents the fields."""
+
+    format: str | None = None
+    full: bool = False
+    steps: Steps = "auto"
+    target: RewardTarget = "outcome"
+    low: float = 0.1
+    high: float = 0.9
+    pinball: float = 1.0
+    head_lr: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_target(self.target)
+        check_steps("steps", self.steps)
+        if not 0.0 < self.low < self.high < 1.0:
+            raise InputError(f"Expected `low` and `high` to rise within (0, 1), but got {self.low} and {self.high}.")
+        check_not_negative(pinball=self.pinball)
+        check_positive(head_lr=self.head_lr)
 
 
 def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
@@ -439,8 +413,6 @@ class QuantileRewardModule(ScoredRewardModel):
         Park et al., Know What You Don't Know (arXiv 2506.09338), with a mean in the place of its median.
     """
 
-    export_kind: ExportKind = "module"
-
     def __init__(
         self,
         base_model: str,
@@ -464,30 +436,24 @@ class QuantileRewardModule(ScoredRewardModel):
         prompt: Prompt | None = None,
         seed: int = 0,
     ) -> None:
-        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
-        super().__init__()
-        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
-            lora = LoraSettings(**{**lora, "target_modules": tuple(lora["target_modules"])})
-        plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
-        if isinstance(prompt, Mapping):
-            prompt = Prompt.from_json(prompt)
-        plain["prompt"] = None if prompt is None else prompt.as_json()
-        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
-        check_optimizer_settings(lr=head_lr, weight_decay=weight_decay, seed=seed)
-        check_target(target)
-        check_steps("steps", steps)
-        check_start(lora, full=full, low=low, high=high, pinball=pinball, warmup_steps=warmup_steps)
-        self.base_model, self.revision, self.lora, self.full = base_model, revision, lora, full
-        self.format, self.public = format, starting_format(format)
-        self.steps, self.target, self.levels, self.pinball = steps, target, (low, high), pinball
-        self.lr, self.head_lr, self.weight_decay, self.warmup_steps = lr, head_lr, weight_decay, warmup_steps
-        self.torch_dtype, self.attn_implementation = torch_dtype, attn_implementation
-        self.query, self.prompt, self.seed = query, prompt, seed
-        self.gradient_checkpointing, self.quantization, self.optimizer_name = False, None, "adamw"
-        self.activated, self.beside = False, {}
-        self.exported_from: Path | None = None
+        adapter = AdapterSettings(
+            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
+            query=query, prompt=prompt, seed=seed,
+        )  # fmt: skip
+        if adapter.lora is not None and full:
+            raise InputError(
+                "Expected `full` without `lora`, but got both: all weights of the trunk, or an adapter on it."
+            )
+        if adapter.activated:
+            raise InputError(
+                "Expected `lora.activated` to be false for a reward model, which reads all tokens with it, but "
+                "got true. Set it so, or leave `lora` out for a frozen trunk."
+            )
+        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps))
+        self.settings = RewardModuleSettings(format, full, steps, target, low, high, pinball, head_lr)
+        self.levels, self.public = (low, high), starting_format(format)
         self.head: nn.Module | None = None
-        self.save_hyperparameters(plain)
+        self.save_hyperparameters(plain_settings(self.adapter, self.optimization, self.settings))
         self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
         self.val_places, self.test_places = PlaceMetrics(self.levels), PlaceMetrics(self.levels)
         self._step_log = RewardStepLog()
@@ -495,24 +461,22 @@ class QuantileRewardModule(ScoredRewardModel):
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
         super().check_support(trainer)
-        trainer = trainer or trainer_of(self)
-        if trainer is not None:
+        if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
-            if self.format is not None:
-                check_no_sampling([class_path(type(one)) for one in trainer.callbacks], self.format)
+            if (format := self.settings.format) is not None:
+                check_no_sampling([class_path(type(one)) for one in cast(Any, trainer).callbacks], format)
         check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
-    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
         """Check the names of model and adapted layers, and return what the model takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         if verb == "fit":
             self._check_trunk_can_learn(trainer)
-        memory = plan_memory(
-            self.base_model, self.revision, self.lora, dtype=self.torch_dtype, optimizer="adamw", nf4=False,
-            trains=verb == "fit" and (self.full or self.lora is not None), device=trainer.strategy.root_device,
-        )  # fmt: skip
-        frozen = "all weights of its trunk" if self.full else "a frozen trunk"
+        full, device = self.settings.full, trainer.strategy.root_device
+        trains = verb == "fit" and (full or self.lora is not None)
+        memory = plan_memory(self.adapter, self.memory, trains=trains, device=device)
+        frozen = "all weights of its trunk" if full else "a frozen trunk"
         trunk = frozen if self.lora is None else f"LoRA of rank {self.lora.r} on its trunk"
         return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
 
@@ -521,20 +485,20 @@ class QuantileRewardModule(ScoredRewardModel):
         if self.model is not None:
             return
         super().configure_model()
+        model: Any = self.model
         if self.lora is None:
-            self.model.requires_grad_(self.full)
-            self.model.get_output_embeddings().requires_grad_(False)
-        if not has_plain_head(self.model):
+            model.requires_grad_(self.settings.full)
+            model.get_output_embeddings().requires_grad_(False)
+        if not has_plain_head(model):
             raise InputError(
                 f"Expected `base_model` to have a plain output layer, before which its states are read, but got "
                 f"{self.base_model!r} with another one. Take it out of `lora.target_modules` if it is there."
             )
         if self.public is None:
-            self.head = first_head(self.model.config.get_text_config().hidden_size, device=self.model.device)
+            self.head = first_head(model.config.get_text_config().hidden_size, device=model.device)
         else:
-            self.head = head_of_public(
-                self.base_model, self.public, self._encoder, self.model, revision=self.revision
-            ).requires_grad_(True)
+            head = head_of_public(self.base_model, self.public, self._encoder, model, revision=self.revision)
+            self.head = head.requires_grad_(True)
         if self.exported_from is not None:
             self._take_up(self.exported_from)
 
@@ -547,19 +511,20 @@ class QuantileRewardModule(ScoredRewardModel):
         self._encoder = RewardEncoder(self.public, self.tokenizer)
 
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
-        return load_causal_lm(base_model, is_trunk=self.full or self.public is not None, **loading)
+        return load_causal_lm(base_model, is_trunk=self.settings.full or self.public is not None, **loading)
 
     def on_fit_start(self) -> None:
         """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
         self._check_trunk_can_learn(self.trainer)
-        if (data := self.trainer.datamodule) is not None:
-            stated = {"steps": self.steps, "target": self.target, "format": self.format}
-            check_stated({name: (value, getattr(data, name)) for name, value in stated.items()})
+        if (data := self.data_module) is not None:
+            check_stated({n: (getattr(self.settings, n), getattr(data, n)) for n in ("steps", "target", "format")})
         self._check_packing()
 
     def _check_trunk_can_learn(self, trainer: Trainer) -> None:
-        if self.full:
-            check_trunk_can_learn(torch_dtype=self.torch_dtype, precision=str(trainer.precision_plugin.precision))
+        if self.settings.full:
+            check_trunk_can_learn(
+                torch_dtype=self.adapter.torch_dtype, precision=str(trainer.precision_plugin.precision)
+            )
 
     # ---- training
 
@@ -569,11 +534,11 @@ class QuantileRewardModule(ScoredRewardModel):
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
         at = (self.current_epoch, batch_idx, self.global_rank)
-        with dropout_stream(self.seed, *at, device=self.device):
+        with dropout_stream(self.adapter.seed, *at, device=self.device):
             raw = self.raw_outputs(batch)
         losses = reward_losses(raw, batch, self.levels)
         self._step_log.add(batch, losses, raw[:, 0].sigmoid())
-        loss = losses.cross_entropy + self.pinball * losses.pinball
+        loss = losses.cross_entropy + self.settings.pinball * losses.pinball
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -581,16 +546,15 @@ class QuantileRewardModule(ScoredRewardModel):
         head = list(cast("nn.Module", self.head).parameters())
         own = {id(parameter) for parameter in head}
         adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
-        groups: list[dict[str, Any]] = [{"params": head, "lr": self.head_lr}]
-        groups += [{"params": adapter, "lr": self.lr}] if adapter else []
-        return with_cosine(
-            torch.optim.AdamW(groups, weight_decay=self.weight_decay), self.trainer, warmup_steps=self.warmup_steps
-        )
+        groups: list[dict[str, Any]] = [{"params": head, "lr": self.settings.head_lr}]
+        groups += [{"params": adapter, "lr": self.optimization.lr}] if adapter else []
+        optimizer = torch.optim.AdamW(groups, weight_decay=self.optimization.weight_decay)
+        return with_cosine(optimizer, self.trainer, warmup_steps=self.optimization.warmup_steps)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the losses of the step."""
         lr = optimizer.param_groups[-1]["lr"]
-        if logged := self._step_log.finish(self.trainer.strategy, pinball=self.pinball, lr=lr):
+        if logged := self._step_log.finish(self.trainer.strategy, pinball=self.settings.pinball, lr=lr):
             self.log_dict(logged)
             self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
 
@@ -611,14 +575,14 @@ class QuantileRewardModule(ScoredRewardModel):
             "kind": QUANTILE_PRM,
             "base_model": {name: self.identity[name] for name in DIGESTS},
             "lora": self.hparams["lora"],
-            "steps": self.steps,
-            **({} if self.format is None else {"format": self.format}),
+            "steps": self.settings.steps,
+            **({} if self.settings.format is None else {"format": self.settings.format}),
         }
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the whole model, its tokenizer, and what was trained by itself."""
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
-        trunk = self.model if self.full else merged_trunk(
+        trunk = self.model if self.settings.full else merged_trunk(
             self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,
             is_public=self.public is not None,
         )  # fmt: skip
@@ -627,16 +591,12 @@ class QuantileRewardModule(ScoredRewardModel):
         (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})
         format = QUANTILE_PRM if self.public is None else quantiles_of(self.public).name
-        RewardFile(format, self.steps, self.levels, self.target).write(folder)
-
-    def load_export(self, folder: Path) -> None:
-        """Start from the export in ``folder``, as soon as the model is loaded."""
-        self.exported_from = folder
+        RewardFile(format, self.settings.steps, self.levels, self.settings.target).write(folder)
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
         """Return the module of a checkpoint, on the CPU."""
-        place = {} if base_model is None else {"base_model": base_model, "revision": None}
+        place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
         return cls.load_from_checkpoint(path, map_location="cpu", torch_dtype=dtype, **place)
 
     def _take_up(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A predicted chance with quantiles around it: outputs that cannot cross, how well they cover, heads to start from.
+"""A predicted chance with quantiles around it: outputs that cannot cross, and heads to start from.
 
 The chance of success from a prefix of a response is often 0 or 1, so that the median of its distribution jumps between
 the two. The *mean* is the point score; the quantiles stand beside it.
@@ -7,7 +7,6 @@ the two. The *mean* is the point score; the quantiles stand beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import Array, as_counts, as_rates, check_same_length
-from selfcal_lightning.metrics.capability import squared_error
 from selfcal_lightning.training.losses import at_least_float32
 
 
@@ -42,15 +39,6 @@ class QuantileHead(NamedTuple):
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., M] of hidden states [..., D]: ``log sum_p exp(w_mp . h + b_mp)``."""
         return (torch.einsum("...d,mpd->...mp", hidden, self.weight) + self.bias).logsumexp(-1)
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How many observed rates fall outside a predicted quantile."""
-
-    outside: float
-    nominal: float
-    count: int
 
 
 def monotone_quantiles(raw: Tensor) -> StepScores:
@@ -79,42 +67,6 @@ def folded_outputs(outputs: Tensor) -> Tensor:
     return torch.cat([outputs[..., :-2].logsumexp(-1, keepdim=True), outputs[..., -2:]], dim=-1)
 
 
-def coverage(quantile: Array, rate: Array, level: float, *, tolerance: float = 0.0) -> Coverage | None:
-    """Count the observed rates that lie outside a predicted quantile.
-
-    A level below one half is a lower bound, which a rate misses when it is below it; any other one is an upper bound.
-    Rates of exactly 0 "miss" every positive lower quantile, however small; a tolerance keeps such misses out.
-    """
-    if not 0.0 < level < 1.0:
-        raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
-    if not tolerance >= 0.0:
-        raise InputError(f"Expected `tolerance` to be at least 0, but got {tolerance}.")
-    predicted, observed = as_rates(quantile, "quantile"), as_rates(rate, "rate")
-    check_same_length(quantile=predicted, rate=observed)
-    if not observed.size:
-        return None
-    beyond = predicted - observed if level < 0.5 else observed - predicted
-    # A rate at the tolerance itself is inside, in spite of floats.
-    return Coverage(float((beyond > tolerance + 1e-9).mean()), min(level, 1.0 - level), observed.size)
-
-
-def brier_excess(score: Array, rate: Array, num_rollouts: Array) -> float | None:
-    """Compute the Brier score against rates of a few rollouts, less the part that is noise of the rollouts.
-
-    ``mean((s - r)^2 - r (1 - r) / (n - 1))``, an unbiased estimate of the squared error against the true chances.
-    """
-    observed, rollouts = as_rates(rate, "rate"), as_counts(num_rollouts, "num_rollouts")
-    successes = observed * rollouts
-    uneven = abs(successes - successes.round()) > 1e-4
-    if uneven.any():
-        n = rollouts if rollouts.ndim == 0 else rollouts[uneven][0]
-        raise InputError(
-            "Expected `rate` to be a whole number of successes among `num_rollouts`, "
-            f"but got {observed[uneven][0]:g} of {int(n)}."
-        )
-    return squared_error(score, successes.round(), rollouts)
-
-
 def quantile_head_from(
     weight: Tensor, bias: Tensor | None, *, positive: Sequence[int], negative: int, num_outputs: int
 ) -> QuantileHead:
@@ -122,14 +74,14 @@ def quantile_head_from(
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]) or num_outputs < 1:
         shape = None if bias is None else tuple(bias.shape)
         raise InputError(
-            "Expected `weight` [C, D], `bias` [C] or None, and at least one output, "
-            f"but got {tuple(weight.shape)}, {shape} and {num_outputs}."
+            f"Expected `weight` [C, D], `bias` [C] or None, `num_outputs` >= 1, but got {tuple(weight.shape)}, "
+            f"{shape}, {num_outputs}."
         )
     classes = [*positive, negative]
     if not positive or len(set(classes)) < len(classes) or not 0 <= min(classes) <= max(classes) < len(weight):
         raise InputError(
-            f"Expected `positive` and `negative` to be different classes below {len(weight)}, "
-            f"but got {list(positive)} and {negative}."
+            f"Expected `positive` and `negative` to be different classes below {len(weight)}, but got {[*positive]} "
+            f"and {negative}."
         )
     constant = weight.new_zeros(len(weight)) if bias is None else bias
     rows, offsets = weight[list(positive)] - weight[negative], constant[list(positive)] - constant[negative]

@@ -27,10 +27,7 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
     index = _index_of(rollouts_dir, policy)
     labelled = ~np.isnan(index.correct)
     if not labelled.any():
-        raise InputError(
-            f"Expected rollouts whose answers were compared with references, but {rollouts_dir} has no labels. Sample "
-            "questions with references."
-        )
+        raise InputError(f"Rollouts in {rollouts_dir} have no labels. Sample questions with references.")
     right = np.nan_to_num(index.correct)
     return {
         name: Rate(float(right[rows].mean()), rows.stop - rows.start)
@@ -89,7 +86,6 @@ def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex
 
 
 def _prefixes_in(index: SampleIndex) -> Iterator[tuple[str, slice]]:
-    """Yield the id of every prefix with the rows of its rollouts."""
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
     for start, stop in pairwise(edges.tolist()):
         if MARK in index.question_id[start]:
@@ -100,8 +96,7 @@ def _check_policy(store: SampleStore, policy: StoreFingerprint) -> None:
     drawn = replace(store.round_manifest().fingerprint, seed=0, plan=None)
     if differences := drawn.differences(replace(policy, seed=0, plan=None)):
         raise InputError(
-            f"Expected the rollouts in {store.path} to be of the policy that sampled the responses, but got "
-            f"{'; '.join(differences)}. Roll out with that policy and its sampling, or leave `rollouts` out."
+            f"Rollouts in {store.path} are of another policy than the responses: {'; '.join(differences)}."
         )
 
 
@@ -113,7 +108,6 @@ OF_PREFIXES = "success_prob"  # of responses that are prefixes, rolled out elsew
 
 
 def check_target(target: str) -> None:
-    """Raise InputError unless it is one of the targets."""
     if target not in get_args(RewardTarget):
         raise unknown_name("target", target, get_args(RewardTarget))
 

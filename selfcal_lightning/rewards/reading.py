@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import read_json_object
@@ -52,15 +52,13 @@ def read_reward_file(folder: Path) -> RewardFile | None:
     wanted = {"format", "steps", "levels", "target"}
     if not wanted <= content.keys() or len(content["levels"]) != 2:
         raise InputError(
-            f"Expected {path} to hold {', '.join(sorted(wanted))} of a reward model, but got {content}. Export it "
-            "again."
+            f"Expected {path} to hold {', '.join(sorted(wanted))}, but got {content}. Export the model again."
         )
     check_steps(f"steps of {path}", str(content["steps"]))
     low, high = (float(level) for level in content["levels"])
     if not 0.0 < low < high < 1.0:
         raise InputError(
-            f"Expected `levels` in {path} to rise within (0, 1), the lower quantile's first, but got {low} and {high}. "
-            "Export it again."
+            f"Expected `levels` in {path} to rise within (0, 1), but got {low} and {high}. Export the model again."
         )
     return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))
 
@@ -97,20 +95,19 @@ class RewardReader:
         None stands for a response without text or steps, one that holds the separator or a special token, and one that
         has no room in the model's context: none is cut.
         """
-        return [
-            [None if one is None else [score.mean for score in one] for one in row] for row in self.read_scores(pool)
-        ]
+        return self._column(pool, "mean")
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``."""
         if not self.format.has_quantiles:
             raise InputError(
-                f"Expected a reward model with quantiles, but got one of the format {self.format.name!r}. Train one "
-                "with `QuantileRewardModule`, or read its scores."
+                f"Reward format {self.format.name!r} has no quantiles. Train a model with `QuantileRewardModule`."
             )
-        return [
-            [None if one is None else [score.low for score in one] for one in row] for row in self.read_scores(pool)
-        ]
+        return self._column(pool, "low")
+
+    def _column(self, pool: Sequence[QuestionSamples], name: Literal["mean", "low"]) -> list[list[list[float] | None]]:
+        rows = self.read_scores(pool)
+        return [[None if one is None else [getattr(score, name) for score in one] for one in row] for row in rows]
 
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         """Return the scores with their quantiles, [question][sample][step]; see ``read`` for what is None."""
@@ -122,20 +119,19 @@ class RewardReader:
         """Return what a model of the layout "continued" says of beginnings of responses, by their token ids."""
         if self.format.layout != "continued":
             raise InputError(
-                "Expected a reward model that reads the tokens of its policy, as `selfcal fit` trains one, but got one "
-                f"of the format {self.format.name!r}. Score whole responses by `selfcal score` instead."
+                f"Expected a reward model that reads the tokens of its policy, but got one of the format "
+                f"{self.format.name!r}."
             )
         inputs = [self._fitting(self._encoder.asked(question, path)) for path in paths]
         if any(one is None for one in inputs):
             raise InputError(
-                f"Expected responses to question {question.id!r} that fit into the reward model's context of "
-                f"{self._model.max_context} tokens, but got a longer one. Lower `sampling.max_new_tokens`."
+                f"A response to {question.id!r} exceeds the reward model's {self._model.max_context} tokens: lower "
+                f"`sampling.max_new_tokens`."
             )
         found = self._look_up([inputs])
         return [found[one][0] for one in inputs if one is not None]
 
     def close(self) -> None:
-        """Give the model back. Closing twice is allowed."""
         self._model.close()
 
     def _look_up(self, rows: Sequence[Sequence[RewardInput | None]]) -> dict[RewardInput, list[Score]]:
@@ -171,8 +167,8 @@ class RewardReader:
         scores = self._model.scores(batch)
         if not all(math.isfinite(value) for row in scores for score in row for value in score):
             raise RunError(
-                "Expected finite scores of the reward model, but got nan or infinity. Its weights are damaged, or the "
-                "numbers leave the range of its dtype: use `--engine.dtype float32`. Nothing of this batch was kept."
+                "Expected finite scores of the reward model, but got nan or infinity: use `--engine.dtype float32`, or "
+                "mend its weights."
             )
         return scores if self._scale is None else [self._scale(row) for row in scores]
 
@@ -198,13 +194,13 @@ def completed(settings: RewardSettings) -> RewardSettings:
         return settings
     if settings.format not in (None, stated.format):
         raise InputError(
-            f"Expected `reward.format` to be {stated.format!r}, as {settings.model} says, but got {settings.format!r}. "
-            "Leave it out."
+            f"Expected `reward.format` {stated.format!r}, as {settings.model} says, but got {settings.format!r}. Leave "
+            f"it out."
         )
     if settings.steps not in ("auto", stated.steps):
         raise InputError(
-            f"Expected `reward.steps` to be {stated.steps!r}, where the steps of {settings.model} ended in training, "
-            f"but got {settings.steps!r}. Leave it out."
+            f"Expected `reward.steps` {stated.steps!r}, as {settings.model} was trained, but got {settings.steps!r}. "
+            f"Leave it out."
         )
     return replace(settings, format=stated.format, steps=stated.steps)
 
@@ -214,14 +210,10 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
     settings = completed(settings)
     if settings.model is None:
         raise InputError(
-            "Expected `reward.model` to be the folder of a reward model, but got None. Give one that `selfcal fit "
-            f"--config {config_path('rewards/demo.yaml')}` wrote, or a public one with its `reward.format`."
+            f"Expected `reward.model`; `selfcal fit --config {config_path('rewards/demo.yaml')}` trains one."
         )
     if settings.format is None:
-        raise InputError(
-            f"Expected `reward.format` to be given with {settings.model!r}, which does not state its own as folders "
-            f"that `selfcal fit` wrote do, but got None. Give one of {', '.join(REWARD_FORMATS)}."
-        )
+        raise InputError(f"Expected `reward.format` with {settings.model!r}: one of {', '.join(REWARD_FORMATS)}.")
     format = reward_format(settings.format)
     if settings.scaler is not None and not Path(settings.scaler).is_file():
         raise InputError(
@@ -229,8 +221,7 @@ def check_rewards(settings: RewardSettings) -> RewardFormat:
         )
     if settings.scaler is not None and format.judges != "steps":
         raise InputError(
-            f"Expected no `reward.scaler` with the reward format {format.name!r}, which judges whole responses, but "
-            f"got {settings.scaler!r}. Scale what it says by `selfcal fit-confidence`."
+            f"Expected no `reward.scaler` with the reward format {format.name!r}, which judges whole responses."
         )
     if not Path(settings.model).is_dir():
         raise InputError(f"Expected `reward.model` to be a local folder, but got {settings.model!r}.")

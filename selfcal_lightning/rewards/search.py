@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_rates, as_scores, check_positive
 from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.rewards.formats import Score
+
+if TYPE_CHECKING:
+    from selfcal_lightning.rewards.reading import RewardReader
 
 _LEAST_SCORE = 1e-7
 
@@ -59,10 +62,7 @@ def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]])
 
 def distinct(paths: Sequence[Path]) -> list[int]:
     """Return the positions of the first of equal paths, in order: what is worth scoring or going on with."""
-    first: dict[Path, int] = {}
-    for position, path in enumerate(paths):
-        first.setdefault(path, position)
-    return list(first.values())
+    return sorted({path: position for position, path in reversed(list(enumerate(paths)))}.values())
 
 
 def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
@@ -126,13 +126,6 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
 By = Literal["mean", "low"]
 
 
-class PathScorer(Protocol):
-    """Says how likely the answer will be right, of beginnings of responses to a question."""
-
-    def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
-        """Return a score for each."""
-
-
 def check_counts(least: int = 1, **counts: int) -> None:
     """Raise InputError for whole numbers below ``least``; the keywords are their names."""
     for name, value in counts.items():
@@ -141,7 +134,6 @@ def check_counts(least: int = 1, **counts: int) -> None:
 
 
 def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -> None:
-    """Raise InputError for settings that cannot be; keywords in ``counts`` are names of whole numbers from 1."""
     check_counts(**counts)
     check_counts(0, lookahead=lookahead)
     if not 0.0 < target < 1.0:
@@ -151,11 +143,9 @@ def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -
 
 
 def tokens_of(sample: Sample) -> tuple[int, ...]:
-    """Return the tokens of a sample."""
     if sample.token_ids is None:
         raise InputError(
-            f"Expected samples with token ids for a reward model to score, but got one of question "
-            f"{sample.question_id!r} without. Sample with a model of your own."
+            f"Expected samples with token ids to score, but got one of question {sample.question_id!r} without."
         )
     return tuple(sample.token_ids)
 
@@ -167,14 +157,13 @@ Drawing = Generator[Ask, list[Sample], list[Path]]
 class SearchedPaths:
     """What is known of the paths of a question: their scores and the samples that ended them."""
 
-    def __init__(self, question: Question, scorer: PathScorer) -> None:
+    def __init__(self, question: Question, scorer: RewardReader) -> None:
         self._question, self._scorer = question, scorer
         self._known: dict[Tokens, Score] = {}
         self._ended: dict[Tokens, Sample] = {}
         self._seen: list[Sample] = []
 
     def begin(self, number: int) -> Drawing:
-        """Ask for first steps, and return their paths."""
         samples = yield Ask(number, to_step_end=True)
         return self._grown([Path()], [samples])
 
@@ -206,7 +195,6 @@ class SearchedPaths:
         return [self._known[tokens(path)] for path in paths]
 
     def verdict(self, paths: Sequence[Path]) -> Verdict:
-        """Return the answer of the best readable response."""
         answers = {path: self._ended[ids].answer for path in paths if (ids := tokens(path)) in self._ended}
         done = [path for path in paths if answers.get(path) is not None]
         if not done:
@@ -237,7 +225,6 @@ class SearchedPaths:
 
 
 def tokens(path: Path) -> Tokens:
-    """Return the token ids of a path."""
     return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
 
 
@@ -257,7 +244,7 @@ class BeamSearch:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     width: int = 8
     keep: int = 2
     max_steps: int = 16
@@ -274,10 +261,7 @@ class BeamSearch:
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.width % self.keep:
-            raise InputError(
-                f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}: each beginning gets "
-                f"as many samples. Use {self.width - self.width % self.keep}, or another `keep`."
-            )
+            raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
         if self.adaptive not in get_args(Adaptive):
             raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
         if self.duplicates not in get_args(Duplicates):
@@ -290,7 +274,6 @@ class BeamSearch:
         return self.width * (self.max_steps + choices * self.lookahead + 1)
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         search = SearchedPaths(question, self.scorer)
         paths = yield from search.begin(self.width)
         for step in range(1, self.max_steps):
@@ -306,7 +289,6 @@ class BeamSearch:
     def _kept(
         self, search: SearchedPaths, paths: Sequence[Path]
     ) -> Generator[Ask, list[Sample], tuple[list[Path], int]]:
-        """Return the paths to go on with, best first, and how many samples each gets."""
         if self.duplicates != "keep":
             paths = [paths[place] for place in distinct(paths)]
         ahead = yield from search.look_ahead(paths, self.lookahead)
@@ -338,7 +320,7 @@ class DiverseTreeSearch:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     width: int = 8
     trees: int = 4
     max_steps: int = 16
@@ -356,7 +338,6 @@ class DiverseTreeSearch:
         return self.width * self.max_steps * (1 + self.lookahead) + self.trees
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         search, each = SearchedPaths(question, self.scorer), self.width // self.trees
         first = yield from search.begin(self.width)
         trees = [first[start : start + each] for start in range(0, len(first), each)]
@@ -383,7 +364,7 @@ class ParticleFiltering:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     particles: int = 8
     max_steps: int = 16
     seed: int = 0
@@ -394,11 +375,9 @@ class ParticleFiltering:
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question, steps and whole responses."""
         return self.particles * (self.max_steps + 1)
 
     def solve(self, question: Question) -> Solving:
-        """Search, and return the answer of the best response."""
         digest = hashlib.sha256(f"{self.seed}/{question.id}".encode()).digest()
         generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
         search = SearchedPaths(question, self.scorer)
@@ -425,7 +404,7 @@ class AdaptiveBestOfN:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = False
 
-    scorer: PathScorer
+    scorer: RewardReader
     max_samples: int = 16
     target: float = 0.99
     by: By = "mean"
@@ -434,7 +413,6 @@ class AdaptiveBestOfN:
         check_search(target=self.target, by=self.by, max_samples=self.max_samples)
 
     def solve(self, question: Question) -> Solving:
-        """Score the question, ask for what it takes, and choose."""
         (prior,) = self.scorer.score_paths(question, [()])
         chance = prior.mean if self.by == "mean" else prior.low
         wanted = int(min(required_samples([chance], target=self.target)[0], self.max_samples))
@@ -444,13 +422,8 @@ class AdaptiveBestOfN:
             return make_verdict(question, samples, None, confidence=None, stopped_early=wanted < self.max_samples)
         scores = [score.mean for score in self.scorer.score_paths(question, [tokens_of(one) for one in readable])]
         best = int(np.argmax(scores))
-        return make_verdict(
-            question,
-            samples,
-            readable[best].answer,
-            confidence=scores[best],
-            stopped_early=wanted < self.max_samples,
-        )
+        answer, stopped = readable[best].answer, wanted < self.max_samples
+        return make_verdict(question, samples, answer, confidence=scores[best], stopped_early=stopped)
 
 
 SEARCHES = (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)

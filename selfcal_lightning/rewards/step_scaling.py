@@ -66,12 +66,10 @@ class StepScaler:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __call__(self, scores: Sequence[Score]) -> list[Score]:
-        """Return scaled scores, with their quantiles."""
         values = self.map.transform(np.array(scores, dtype=np.float64).reshape(-1))
         return [Score(*row) for row in values.reshape(-1, len(Score._fields)).tolist()]
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file."""
         content = {
             "parameters": asdict(self.map),
             "target": self.target,
@@ -107,11 +105,10 @@ def step_rows(
     steps: Steps,
     rates: Mapping[tuple[str, str], Rate],
 ) -> StepRows:
-    """Return the scores of all steps beside what they should say."""
     if target == OF_PREFIXES:
         raise InputError(
-            "Expected a `target` of whole responses to scale by, but got 'success_prob'. Use 'success_rate' with the "
-            "`rollouts` themselves, or 'outcome'."
+            "Expected a `target` of whole responses, but got 'success_prob'. Use 'outcome', or 'success_rate' with "
+            "`rollouts`."
         )
     found: list[tuple[float, float, int]] = []
     left_out = 0
@@ -144,8 +141,8 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
         raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
     if not len(rows.score):
         raise InputError(
-            f"Expected steps with a score and a target, but got none: {rows.num_left_out} responses have no steps, "
-            "hold a special token of the reward model, or nobody can tell whether they are right."
+            f"Expected steps with a score and a target, but got none: {rows.num_left_out} responses lack steps, scores "
+            f"or labels."
         )
     if kind == "isotonic":
         return IsotonicMap.fit(rows.score, rows.target)
@@ -159,8 +156,7 @@ def _rising(map_: PlattMap) -> PlattMap:
     if map_.slope >= 0.0 and math.isfinite(map_.slope):
         return map_
     raise InputError(
-        f"Expected scores that rise with the targets, but got a slope of {map_.slope:.3g}: the reward model ranks the "
-        "steps of this policy worse than chance does. Train it, or take another one."
+        f"Expected scores that rise with the targets, but got a slope of {map_.slope:.3g}: take another reward model."
     )
 
 
@@ -189,7 +185,7 @@ def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
     scaler = StepScaler.load(settings.scaler)
     if scaler.reward_model != reward_digest(settings):
         raise InputError(
-            f"Expected `reward.scaler` to be fitted to the reward model, format and steps that are read, but "
-            f"{settings.scaler} was fitted to others. Fit it again by `selfcal fit-step-scaler`, or leave it out."
+            f"Expected `reward.scaler` to be fitted to the reward model, format and steps, but {settings.scaler} was "
+            f"fitted to others."
         )
     return scaler

@@ -41,7 +41,6 @@ class VLLMRewardModel:
         return [[Score(*score) for score in linked(torch.tensor(row), self._format).tolist()] for row in read]
 
     def close(self) -> None:
-        """End vLLM, which gives its memory back."""
         self._outputs.close()
 
 
@@ -59,9 +58,5 @@ def check_vllm_reads(folder: Path, format: RewardFormat) -> dict[str, Any]:
     elif format.judges != "steps" or not architecture.endswith(CLASSIFIER):
         reason = f"its class is {architecture!r}, and vLLM reads tokens of a `...{CLASSIFIER}`"
     if reason is not None:
-        raise InputError(
-            f"Expected a reward model that vLLM's `token_classify` can run with `reward.engine: vllm`, but got "
-            f"{folder} of the format {format.name!r}: {reason}. Use `reward.engine: transformers`, or train one by "
-            "`QuantileRewardModule`, whose exports with one layer it runs."
-        )
+        raise InputError(f"vLLM cannot run {folder} ({format.name!r}): {reason}. Use `reward.engine: transformers`.")
     return config

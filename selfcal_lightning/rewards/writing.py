@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import step_prefixes
 from selfcal_lightning.records import Question
-from selfcal_lightning.rewards.layouts import RewardEncoder, bare_question
+from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_question, common_start
 
 _OTHER_STEP = "\u241e"  # begins like no step does
 
@@ -30,8 +30,6 @@ class WrittenResponse:
 
 
 class RewardWriter:
-    """Writes responses for a public reward model."""
-
     def __init__(self, encoder: RewardEncoder, steps: Steps) -> None:
         self._encoder, self._steps = encoder, steps
         self._last: tuple[str, tuple[int, ...]] | None = None
@@ -46,7 +44,8 @@ class RewardWriter:
         written = self._encoder.encode(asked, [step for step, _ in steps]) if steps else None
         if written is None:
             return None
-        start = min(_common(written.ids, self._other(asked)), written.positions[0])
+        begun = common_start([written, RewardInput(self._other(asked), ())])
+        start = min(begun, written.positions[0])
         return WrittenResponse(written.ids, start, written.positions, tuple(prefix for _, prefix in steps))
 
     def _other(self, question: str) -> tuple[int, ...]:
@@ -55,9 +54,3 @@ class RewardWriter:
             other = self._encoder.encode(question, [_OTHER_STEP])
             self._last = question, () if other is None else other.ids
         return self._last[1]
-
-
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return how many tokens two sequences begin with alike."""
-    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(differing, min(len(one), len(other)))

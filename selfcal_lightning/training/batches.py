@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -151,3 +151,13 @@ class SSCBatch(FrozenBatch):
     def separate_tokens(self) -> int | Tensor:
         """Tokens that the rows would take if none shared its prompt."""
         return sum(tree.separate_tokens for tree in self.trees) if self.trees else self.attention_mask.sum()
+
+
+class ScoredRows(NamedTuple):
+    """Confidences of a batch and where they belong: ``row`` in the pool's table and ``question_index``, int64 [B]."""
+
+    row: Tensor
+    question_index: Tensor
+    p_true: Tensor
+    yes_mass: Tensor
+    no_mass: Tensor

@@ -1,8 +1,7 @@
-"""What a SelfCalibrationModule refuses: settings out of range, and checkpoints of something else."""
+"""Checkpoints: written in one step, read without running code, refused where they are of something else."""
 
 from __future__ import annotations
 
-import math
 import re
 import zipfile
 import zlib
@@ -19,72 +18,8 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import open_atomically, remove_abandoned
 from selfcal_lightning.models.folders import same_base_model
 
-DEFAULT_OMEGA = 0.1  # of the paper
 # Where the model lies, and how its layers are computed: not what is learned.
 INCIDENTAL = frozenset({"base_model", "revision", "attn_implementation", "gradient_checkpointing", "recompute_above"})
-
-
-def check_loss_settings(
-    *, omega: float, beta: float, loss: str, ranking: float, p_true: str, warmup_steps: int
-) -> None:
-    """Raise InputError where one of them is out of range."""
-    if not 0.0 <= omega < math.inf:
-        raise InputError(f"Expected `omega` to be a number of at least 0, but got {omega}.")
-    if not 0.0 < beta < math.inf:
-        raise InputError(f"Expected `beta` to be a positive number, but got {beta}.")
-    if loss not in {"smooth_l1", "squared"}:
-        raise InputError(f'Expected `loss` to be "smooth_l1" or "squared", but got {loss!r}.')
-    if not 0.0 <= ranking < math.inf:
-        raise InputError(f"Expected `ranking` to be a number of at least 0, but got {ranking}.")
-    if p_true not in {"normalised", "raw"}:
-        raise InputError(f'Expected `p_true` to be "normalised" or "raw", but got {p_true!r}.')
-    if warmup_steps < 0:
-        raise InputError(f"Expected `warmup_steps` to be at least 0, but got {warmup_steps}.")
-
-
-def check_optimizer_settings(*, lr: float, weight_decay: float, seed: int) -> None:
-    """Raise InputError where one of them is out of range: the optimiser itself is built after all samples are drawn."""
-    if not 0.0 < lr < math.inf:
-        raise InputError(f"Expected `lr` to be a positive number, but got {lr}.")
-    if not 0.0 <= weight_decay < math.inf:
-        raise InputError(f"Expected `weight_decay` to be a number of at least 0, but got {weight_decay}.")
-    if seed < 0:
-        raise InputError(f"Expected `seed` to be at least 0, but got {seed}.")
-
-
-def generation_settings(
-    *, activated: bool, omega: float | None, generation_loss: bool | None, gradient_checkpointing: bool
-) -> dict[str, Any]:
-    """Return `omega` and `generation_loss` with what was left out as what it stands for."""
-    if not activated:
-        return {
-            "omega": DEFAULT_OMEGA if omega is None else omega,
-            "generation_loss": True if generation_loss is None else generation_loss,
-        }
-    way_out = "leave it out, or set `lora.activated: false` for joint training"
-    for name, value in {"omega": omega, "generation_loss": generation_loss}.items():
-        if value:
-            raise InputError(
-                f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
-                f"{value}: {way_out}."
-            )
-    if gradient_checkpointing:
-        raise InputError(
-            "Expected no `gradient_checkpointing` with an activated adapter, which keeps no activations of prompts and "
-            f"responses, but got True: {way_out}."
-        )
-    return {"omega": 0.0, "generation_loss": False}
-
-
-def check_recomputation(*, gradient_checkpointing: bool, recompute_above: int) -> None:
-    """Raise ValueError for a number of tokens that is none, or that nothing would read."""
-    if recompute_above < 0:
-        raise InputError(f"Expected `recompute_above` to be at least 0, but got {recompute_above}.")
-    if recompute_above and not gradient_checkpointing:
-        raise InputError(
-            f"Expected `recompute_above` with `gradient_checkpointing: true` only, but got {recompute_above} without "
-            "it: nothing is recomputed. Set it, or leave `recompute_above` out."
-        )
 
 
 def check_base_model(
@@ -146,8 +81,6 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with those of the adapter beside the others, as ``lora.r``."""
     lora = settings.get("lora") or {}
-    if lora:  # what was trained before there were activated adapters was trained jointly
-        lora = {"activated": False, **lora}
     adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
     return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import is_empty_folder, read_json_object
@@ -29,10 +29,13 @@ from selfcal_lightning.models.folders import (
     resolve_model,
     strange_files,
 )
-from selfcal_lightning.training.contracts import Exportable, class_path
+from selfcal_lightning.training.contracts import class_path
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from selfcal_lightning.training.calibrated_model import ConfidenceModel
+    from selfcal_lightning.training.modules import TrainedModule
 
 # What is compared to tell whether two exports are of one training, and what of it does not change what is learned.
 TRAINING_KEYS = (
@@ -323,7 +326,7 @@ OPTIONAL_PACKAGES = ("bitsandbytes",)
 
 
 def write_export(
-    module: Exportable,
+    module: TrainedModule,
     directory: Path,
     *,
     store: Mapping[str, Any] | None = None,
@@ -341,7 +344,7 @@ def write_export(
     manifest = {
         "kind": module.export_kind,
         **({} if module.export_kind != "module" else {"module": class_path(type(module))}),
-        **(module.describe() if beside is None else module.describe_beside(beside)),
+        **(module.describe() if beside is None else cast("ConfidenceModel", module).describe_beside(beside)),
         **(described or {}),
         "store": None if store is None else dict(store),
         # JSON has no nan: what is not defined is left out.
@@ -357,7 +360,7 @@ def write_export(
         if beside is None:
             module.save_export(folder, state=state)
         else:
-            module.save_beside(beside, folder)
+            cast("ConfidenceModel", module).save_beside(beside, folder)
         describe_folder(folder, manifest)
     if kept is not None:
         why = "; ".join(reasons[:3])

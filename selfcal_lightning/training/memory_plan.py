@@ -17,6 +17,7 @@ from selfcal_lightning.models.sharded_loading import (
     files_on_this_disk,
     frozen_bytes,
 )
+from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
 
 MEMORY_FILE = Path("/proc/meminfo")
 KIB = 1024
@@ -34,24 +35,18 @@ def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]
 
 
 def plan_memory(
-    base_model: str,
-    revision: str | None,
-    lora: LoraSettings | None,
-    *,
-    dtype: Literal["auto", "float32", "bfloat16"],
-    optimizer: str,
-    nf4: bool,
-    trains: bool,
-    device: torch.device,
-    adapters: int = 1,
+    adapter: AdapterSettings, memory: MemorySettings, *, trains: bool, device: torch.device, adapters: int = 1
 ) -> Memory:
-    """Return the bytes that the model and its training take at least, with so many adapters; see the module."""
+    """Return the bytes that the model and its training take at least, with so many adapters."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
-    files = files_on_this_disk(base_model, revision=revision)
+    dtype, lora, nf4 = adapter.torch_dtype, adapter.lora, memory.quantization is not None
+    files = files_on_this_disk(adapter.base_model, revision=adapter.revision)
     if files is None:
         return Memory(None, None, available, name)
-    held = "float32" if dtype == "auto" and (lora is None or device.type == "cpu") else dtype
-    each = BYTES_PER_TRAINED[optimizer] if trains else 4
+    held: Literal["auto", "float32", "bfloat16"] = dtype
+    if dtype == "auto" and (lora is None or device.type == "cpu"):
+        held = "float32"
+    each = BYTES_PER_TRAINED[memory.optimizer] if trains else 4
     if lora is None:
         return Memory(frozen_bytes(files, dtype=held, nf4=nf4), (each - 4) * all_numbers(files), available, name)
     numbers = adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)

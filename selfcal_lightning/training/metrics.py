@@ -20,12 +20,13 @@ from selfcal_lightning.metrics.arrays import (
     ECE,
     MCE,
     PASS_AT_1,
+    STOPPING_THRESHOLD,
     WITHIN_QUESTION_AUROC,
     Floats,
     Integers,
     question_codes,
 )
-from selfcal_lightning.metrics.calibration import brier_score, reliability_bins
+from selfcal_lightning.metrics.calibration import brier_score, half_budget_threshold, reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc, spearman, within_question_discrimination
 from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 from selfcal_lightning.metrics.streaming import ExactMetric, check_vectors
@@ -45,7 +46,7 @@ WITHOUT_LABEL = "count/WithoutLabel"
 WITHOUT_TARGET = "count/WithoutTarget"
 KEYS = (
     ECE, MCE, BRIER, AUROC, WITHIN_QUESTION_AUROC, WITHIN_QUESTION_PAIRS, MIXED_QUESTIONS, PASS_AT_1,
-    TARGET_MAE, TARGET_SPEARMAN, TARGET_SMOOTH_L1, YES_NO_MASS,
+    TARGET_MAE, TARGET_SPEARMAN, TARGET_SMOOTH_L1, YES_NO_MASS, STOPPING_THRESHOLD,
     RESPONSES, QUESTIONS, WITHOUT_CONFIDENCE, WITHOUT_LABEL, WITHOUT_TARGET,
 )  # fmt: skip
 
@@ -85,6 +86,8 @@ class CalibrationMetrics(ExactMetric):
     - ``accuracy/PassAt1``: mean over questions of the share of right responses;
     - ``target/MAE``, ``target/Spearman``, ``target/SmoothL1``: confidence against soft self-consistency;
     - ``mass/YesNo``: mean P(Yes) + P(No);
+    - ``stopping/Threshold``: where early stopping takes half of the responses on average, see
+      :func:`~selfcal_lightning.metrics.calibration.half_budget_threshold`;
     - ``count/Responses``, ``count/Questions``, ``count/WithoutConfidence``, ``count/WithoutLabel``,
       ``count/WithoutTarget``.
 
@@ -200,6 +203,8 @@ class CalibrationMetrics(ExactMetric):
             results[PASS_AT_1] = _pass_at_1(points.select(has_label))
         if has_target.any():
             results.update(_against_targets(points.select(has_target & has_confidence), self.beta))
+        sure = points.select(has_confidence)
+        results[STOPPING_THRESHOLD] = half_budget_threshold(sure.confidence, sure.questions)
         results[YES_NO_MASS] = _mean(points.yes_no_mass)
         results[RESPONSES] = len(points.confidence)
         results[QUESTIONS] = len(np.unique(points.questions))

@@ -27,7 +27,7 @@ from selfcal_lightning.models.attention_backends import without_cudnn
 from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
-from selfcal_lightning.training.contracts import RoundModule
+from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.export import write_export
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def checkpoint_file(store_dir: str | Path, round: int) -> Path:
     return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
 
 
-def keep_adapter(module: RoundModule, store_dir: str | Path, *, round: int, training: str) -> Path:
+def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, training: str) -> Path:
     """Write the module's adapter as that of ``round``, unless it lies there; to be called by one process.
 
     What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
@@ -84,7 +84,7 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
 
 
 @contextmanager
-def serving(module: RoundModule, folder: Path) -> Iterator[None]:
+def serving(module: ConfidenceModel, folder: Path) -> Iterator[None]:
     """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
 
     Afterwards it is as it was: its own adapter, the modes of all its parts, its attention implementation.

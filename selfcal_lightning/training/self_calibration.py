@@ -6,7 +6,6 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -14,26 +13,14 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
 from selfcal_lightning.models.causal_lm import recompute_layers
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.quantization import OptimizerName, Quantization, build_optimizer, check_settings
+from selfcal_lightning.models.quantization import OptimizerName, Quantization
 from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.calibrated_model import (
-    BesideSettings,
-    ExportedModel,
-    adapter_name,
-    plain_beside,
-    read_beside,
-    trained_parameters,
-)
-from selfcal_lightning.training.checkpoints import (
-    check_loss_settings,
-    check_optimizer_settings,
-    check_recomputation,
-    generation_settings,
-)
+from selfcal_lightning.training.calibrated_model import ConfidenceModel, adapter_name
 from selfcal_lightning.training.losses import (
     calibration_loss,
     group_ranking_loss,
@@ -41,38 +28,38 @@ from selfcal_lightning.training.losses import (
     share_of_step,
     squared_calibration_loss,
 )
-from selfcal_lightning.training.metrics import CalibrationMetrics
+from selfcal_lightning.training.modules import plain_settings, trained_parameters
 from selfcal_lightning.training.resume import dropout_stream
-from selfcal_lightning.training.schedule import with_cosine
-from selfcal_lightning.training.scored import ScoredModel
+from selfcal_lightning.training.settings import (
+    DEFAULT_OMEGA,
+    AdapterSettings,
+    BesideSettings,
+    LossSettings,
+    MemorySettings,
+    OptimizerSettings,
+    read_beside,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from torch.optim import Optimizer
 
 SMALLEST = 1e-6  # log-odds stay within +-13.8
 
 
 def calibration_part(
-    batch: SSCBatch,
-    confidence: Tensor,
-    *,
-    loss: str,
-    beta: float,
-    ranking: float = 0.0,
-    targets: Tensor | None = None,
+    batch: SSCBatch, confidence: Tensor, settings: LossSettings, *, targets: Tensor | None = None
 ) -> Tensor:
     """Return the part of the calibration loss, a scalar."""
     weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
     target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
-    per_row = squared_calibration_loss if loss == "squared" else partial(calibration_loss, beta=beta)
+    per_row = squared_calibration_loss if settings.loss == "squared" else partial(calibration_loss, beta=settings.beta)
     values = per_row(confidence, target)
-    if ranking > 0.0:
+    if settings.ranking > 0.0:
         # Rows without weight are ordered with nobody: among them are copies that fill a short step.
         alone = -1 - torch.arange(len(target), device=target.device)
         question = torch.where(weight > 0, batch.question_index, alone)
-        values = values + ranking * group_ranking_loss(torch.logit(confidence, eps=SMALLEST), target, question)
+        values = values + settings.ranking * group_ranking_loss(torch.logit(confidence, eps=SMALLEST), target, question)
     return share_of_step(values, weight, batch.calibration_total)
 
 
@@ -189,7 +176,7 @@ def peak_memory(device: torch.device) -> int:
 DEFAULT_LORA = LoraSettings()
 
 
-class SelfCalibrationModule(ScoredModel, ExportedModel):
+class SelfCalibrationModule(ConfidenceModel):
     """A causal language model trained to state its soft self-consistency.
 
     Over one optimiser step, for responses y to x with target c:
@@ -269,50 +256,40 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
         beside: dict[str, BesideSettings] | None = None,
         seed: int = 0,
     ) -> None:
-        plain = {name: value for name, value in locals().items() if name not in {"self", "__class__"}}
-        super().__init__()
-        if isinstance(lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
-            # One of before there were activated adapters does not say so, and was trained jointly.
-            lora = LoraSettings(**{"activated": False, **lora, "target_modules": tuple(lora["target_modules"])})
-        # Plain types only: a dataclass in a checkpoint could not be loaded with `weights_only=True`.
-        plain["lora"] = None if lora is None else {**asdict(lora), "target_modules": list(lora.target_modules)}
-        if isinstance(prompt, Mapping):
-            prompt = Prompt.from_json(prompt)
-        # Left out where there is none, as in checkpoints of before there were such.
-        plain.pop("prompt")
-        plain |= {} if prompt is None else {"prompt": prompt.as_json()}
-        self.activated = lora is not None and lora.activated
+        adapter = AdapterSettings(
+            base_model, revision=revision, lora=lora, torch_dtype=torch_dtype, attn_implementation=attn_implementation,
+            query=query, prompt=prompt, seed=seed,
+        )  # fmt: skip
+        memory = MemorySettings(quantization, optimizer, gradient_checkpointing, recompute_above)
+        if adapter.activated:
+            given = {
+                "omega": omega,
+                "generation_loss": generation_loss,
+                "gradient_checkpointing": gradient_checkpointing,
+            }
+            if name := next((name for name, value in given.items() if value), None):
+                raise InputError(
+                    f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
+                    f"{given[name]}: leave it out, or set `lora.activated: false` for joint training."
+                )
+            omega, generation_loss = 0.0, False
+        losses = LossSettings(
+            omega=DEFAULT_OMEGA if omega is None else omega,
+            generation_loss=True if generation_loss is None else generation_loss,
+            beta=beta, loss=loss, ranking=ranking, p_true=p_true,
+        )  # fmt: skip
+        if quantization is not None and lora is None:
+            raise InputError(
+                f"Expected `lora` with `quantization` {quantization!r}, but got None: four bits cannot be trained."
+            )
+        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses, memory)
         self.beside = read_beside(beside, activated=self.activated)
-        plain["beside"] = plain_beside(self.beside)
-        plain |= generation_settings(
-            activated=self.activated,
-            omega=omega,
-            generation_loss=generation_loss,
-            gradient_checkpointing=gradient_checkpointing,
+        self.omega = self.losses.omega if self.losses.generation_loss else 0.0
+        self.save_hyperparameters(
+            plain_settings(self.adapter, self.optimization, self.losses, self.memory)
+            | {"beside": {name: asdict(one) for name, one in self.beside.items()}}
         )
-        omega = plain["omega"]
-        check_loss_settings(
-            omega=omega, beta=beta, loss=loss, ranking=ranking, p_true=p_true, warmup_steps=warmup_steps
-        )
-        check_optimizer_settings(lr=lr, weight_decay=weight_decay, seed=seed)
-        check_recomputation(gradient_checkpointing=gradient_checkpointing, recompute_above=recompute_above)
-        check_settings(quantization=quantization, optimizer=optimizer, adapted=lora is not None)
-        self.quantization, self.optimizer_name = quantization, optimizer
-        self.base_model, self.revision, self.query, self.lora = base_model, revision, query, lora
-        self.prompt = prompt
-        self.omega, self.beta = (omega if plain["generation_loss"] else 0.0), beta
-        self.loss, self.ranking, self.p_true = loss, ranking, p_true
-        self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
-        self.torch_dtype, self.gradient_checkpointing, self.seed = torch_dtype, gradient_checkpointing, seed
-        self.recompute_above, self.attn_implementation = recompute_above, attn_implementation
-        self.save_hyperparameters(plain)
-        self.val_metrics = CalibrationMetrics(beta=beta)
-        self.test_metrics = CalibrationMetrics(beta=beta)
         self._step_log = StepLog()
-
-    def on_fit_start(self) -> None:
-        """Refuse a model that packed rows would train on wrong logits."""
-        self._check_packing()
 
     def on_validation_start(self) -> None:
         """Leave the time of validation out of the speed."""
@@ -326,21 +303,21 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
-        if self.gradient_checkpointing:
-            recompute_layers(self.model, batch.input_ids.numel() > self.recompute_above)
+        if self.memory.gradient_checkpointing:
+            recompute_layers(self.model, batch.input_ids.numel() > self.memory.recompute_above)
         at = (self.current_epoch, batch_idx, self.global_rank)
         # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
-        stream = partial(dropout_stream, self.seed, *at, device=self.device)
+        stream = partial(dropout_stream, self.adapter.seed, *at, device=self.device)
         contexts = self._contexts(batch) if self.beside else None
         with stream():
             calibration, generation, confidence = self._losses(batch, contexts)
-        data = self._row_data()
-        eta = None if data is None else data.eta
+        eta = None if self.data_module is None else self.data_module.eta
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         loss = calibration + self.omega * generation
-        for place, name in enumerate(self.beside):
-            with stream(), adapter_in_use(self.model, adapter_name(name)):
-                loss = loss + self._loss_beside(batch, contexts, place, name)
+        if contexts is not None:
+            for place, name in enumerate(self.beside):
+                with stream(), adapter_in_use(self.model, adapter_name(name)):
+                    loss = loss + self._loss_beside(batch, contexts, place, name)
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,23 +331,18 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
             outputs = ask(self.model, contexts, self.chat.query)
         else:
             outputs = self._outputs(batch, batch.label_position) if asks else self._query_outputs(batch)
-        confidence = outputs.p_true(self.chat.query, normalised=self.p_true == "normalised")
-        calibration = calibration_part(batch, confidence, loss=self.loss, beta=self.beta, ranking=self.ranking)
+        confidence = outputs.p_true(self.chat.query, normalised=self._is_normalised)
+        calibration = calibration_part(batch, confidence, self.losses)
         if not asks:
             return calibration, torch.zeros_like(calibration), confidence
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
     def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
         """Return the part of the calibration loss of an adapter beside the first one, which is in use; a scalar."""
-        own, query = self.beside[name], self.chats[name].query
-        return calibration_part(
-            batch,
-            ask(self.model, contexts, query).p_true(query, normalised=self.p_true == "normalised"),
-            loss=self.loss if own.loss is None else own.loss,
-            beta=self.beta,
-            ranking=self.ranking if own.ranking is None else own.ranking,
-            targets=batch.target if batch.beside_target is None else batch.beside_target[:, place],
-        )
+        query = self.chats[name].query
+        confidence = ask(self.model, contexts, query).p_true(query, normalised=self._is_normalised)
+        targets = batch.target if batch.beside_target is None else batch.beside_target[:, place]
+        return calibration_part(batch, confidence, self.losses_of(name), targets=targets)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -382,12 +354,6 @@ class SelfCalibrationModule(ScoredModel, ExportedModel):
         for name in map(adapter_name, (None, *self.beside)):
             own = [parameter for key, parameter in trained_parameters(self).items() if f".{name}." in key]
             torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW over what is trained, and a cosine over *optimiser* steps."""
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = build_optimizer(self.optimizer_name, parameters, lr=self.lr, weight_decay=self.weight_decay)
-        return with_cosine(optimizer, self.trainer, warmup_steps=self.warmup_steps)
 
     # ---- what is logged in training
 

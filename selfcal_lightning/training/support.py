@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import (
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
+from selfcal_lightning.training.settings import MemorySettings
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -62,22 +63,14 @@ REASONS: dict[tuple[str, Way], str] = {
 PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
 
 
-def check_support(
-    trainer: Trainer | None,
-    *,
-    lora: bool,
-    gradient_checkpointing: bool = False,
-    quantization: str | None = None,
-    optimizer: str = "adamw",
-    beside: bool = False,
-) -> None:
-    """Raise ValueError for a combination that does not work, naming what does."""
+def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, beside: bool = False) -> None:
+    """Raise InputError for a combination that does not work, naming what does."""
     if trainer is None:
         return
     asked = ["LoRA" if lora else "full fine-tuning"]
-    asked += ["QLoRA (nf4)"] if quantization is not None else []
-    asked += ["8-bit and paged optimisers"] if optimizer in CLASSES else []
-    asked += ["gradient checkpointing"] if gradient_checkpointing else []
+    asked += ["QLoRA (nf4)"] if memory.quantization is not None else []
+    asked += ["8-bit and paged optimisers"] if memory.optimizer in CLASSES else []
+    asked += ["gradient checkpointing"] if memory.gradient_checkpointing else []
     asked += ["adapters side by side"] if beside else []
     check_features(trainer, asked)
 

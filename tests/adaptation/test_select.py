@@ -180,7 +180,7 @@ def test_a_moved_store_is_found_by_its_name_and_another_one_is_refused(store: Pa
     other = SampleStore.create_or_open(
         tmp_path / "third", replace(other.round_manifest().fingerprint, seed=5), num_samples=4, engine={}
     )
-    with pytest.raises(ValueError, match=r"to be the store that .* was made of .* but got another one"):
+    with pytest.raises(ValueError, match=r"to be the store that .* was made of, but got another one"):
         next(examples(selection, store_dir=other.path))
     fewer = sums_store(tmp_path / "fewer", num_questions=2)
     with pytest.raises(ValueError, match=r"sampled anew\. Run `selfcal select` again"):
@@ -193,7 +193,7 @@ def test_answers_that_were_read_anew_are_noticed(store: Path, tmp_path: Path) ->
     SampleStore(tmp_path / "store").reread(
         lambda entry: replace(entry, samples=tuple(replace(s, answer="0") for s in entry.samples)), readers={}
     )
-    with pytest.raises(ValueError, match="but got '0': answers were read anew since"):
+    with pytest.raises(ValueError, match=r"read '.*', now '0'"):
         list(examples(selection))
 
 
@@ -226,8 +226,8 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 2.0}, r"to hold at least one of 12 questions, but got none: scores lie between 0.25 and 1"),
-        ({"label": "reference"}, "Set `references` if gold answers may be read"),
+        ({"threshold": 2.0}, r"at least one of 12 questions, but got none: scores lie between 0.25 and 1"),
+        ({"label": "reference"}, "without `references`"),
         ({"keep_top": 0.5, "keep_count": 3}, "Expected one of `threshold`, `keep_top` and `keep_count`"),
         ({"keep_top": 0.0}, r"`keep_top` to lie in \(0, 1\]"),
         ({"keep_count": 0}, "`keep_count` to be at least 1"),
@@ -278,7 +278,7 @@ def test_votes_cannot_be_learnt_from_votes_nor_from_nothing() -> None:
 
 def test_other_folders_are_left_as_they_are(store: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="which is something else and is left as it is"):
+    with pytest.raises(ValueError, match="is left as it is"):
         select(store, tmp_path)
     with pytest.raises(ValueError, match="Expected `output` to lie apart from the store"):
         select(store, store / "chosen")

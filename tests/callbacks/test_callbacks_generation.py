@@ -109,7 +109,7 @@ def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) ->
 
 
 def test_a_data_module_is_needed(tiny_model: str) -> None:
-    with pytest.raises(ValueError, match="data module with questions"):
+    with pytest.raises(ValueError, match="data module for SSCGeneration"):
         trainer_with(generation()).validate(module_of(tiny_model), dataloaders=[])
 
 

@@ -184,7 +184,7 @@ def test_without_its_round_a_run_resumed_inside_an_epoch_fails(
     tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
 ) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
-    with pytest.raises(ValueError, match="round 1 for the split 'train', but got none"):
+    with pytest.raises(ValueError, match="no samples of round 1 for the split 'train'"):
         run(tiny_model, store, ckpt_path=whole[0] / "batch_end-6.ckpt")
     assert not adapter_folder(store, 1).exists()
 

@@ -138,8 +138,8 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
         ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),
         ({"calibration_pool": store, "estimator": "other"}, "Expected 'other' to be a value"),
-        ({"calibration_pool": store, "calibration_split": "test"}, "values of 'probe', but got none"),
-        ({"calibration_pool": store, "calibration_split": "train"}, "that 'probe' was not fitted on"),
+        ({"calibration_pool": store, "calibration_split": "test"}, "has a value of 'probe'"),
+        ({"calibration_pool": store, "calibration_split": "train"}, "'probe' was fitted on"),
     ):
         with pytest.raises(InputError, match=words):
             run_allocate(scores, output, **options)  # type: ignore[arg-type]
@@ -161,11 +161,11 @@ def test_scores_and_calibration_have_one_origin(written: Path, tmp_path: Path) -
     questions = load_capability_pool(store, split="calibration", task=None).questions
     values = {(question.id, question_digest(question)): 0.5 for question in questions}
     QuestionAnnotation(store, "probe").write(values, origin={"estimator": "another"})
-    with pytest.raises(InputError, match="but got those of another probe, model or query"):
+    with pytest.raises(InputError, match="of another probe, model or query"):
         run_predict_pass_at_k(str(written / "scores.jsonl"), str(tmp_path / "o.jsonl"), calibration_pool=store)
     rows = [QuestionScore(question.id, "t", "?", 0.5) for question in questions[:3]]
     write_scores(tmp_path / "same.jsonl", rows)
-    with pytest.raises(InputError, match="calibration questions that are not predicted, but got 3 of them"):
+    with pytest.raises(InputError, match="3 calibration questions, such as"):
         run_predict_pass_at_k(str(tmp_path / "same.jsonl"), str(tmp_path / "o.jsonl"), calibration_pool=store)
 
 

@@ -64,7 +64,7 @@ def test_every_name_is_scored_into_a_store_and_judged(name: str, store: Path, mo
     )
     assert (test.costs, set(test.truth.num_samples.tolist())) == ({name: 0, "random": 0}, {8})
     np.testing.assert_allclose(test.estimates[name], values)
-    with pytest.raises(InputError, match=f"`probe` with the estimator 'probe' and with no other.*{name}"):
+    with pytest.raises(InputError, match=f"`probe` goes with the estimator 'probe'.*{name}"):
         run_score_questions(name, probe="x", store_dir=str(store), model="bundled")
 
 
@@ -74,9 +74,9 @@ def test_means_over_responses(store: Path) -> None:
     assert test.num_dropped == 1, "nobody knows the mean of nothing"
     np.testing.assert_allclose(test.estimates["verbalized_words"], 0.25 + 0.5 * test.estimates["oracle"])
     assert (test.costs, test.needs_labels) == ({"verbalized_words": 4, "oracle": 4}, {"oracle"})
-    with pytest.raises(InputError, match="responses with the confidence 'p_true', but got none"):
+    with pytest.raises(InputError, match="has the confidence 'p_true'"):
         estimates.test_questions(read, ["p_true"], estimate_samples=4)
-    with pytest.raises(InputError, match="`estimate_samples` to be at least 1 for verbalized_words, but got 0"):
+    with pytest.raises(InputError, match="verbalized_words needs `estimate_samples` of at least 1, but got 0"):
         estimates.test_questions(read, ["verbalized_words"], estimate_samples=0)
 
 

@@ -80,7 +80,7 @@ def test_scores_are_mapped_by_name(written: Path, tmp_path: Path) -> None:
         output = str(tmp_path / f"{name}.jsonl")
         mapped = run_map_scores(scores, str(written / "maps.json"), output, map=name)  # type: ignore[arg-type]
         np.testing.assert_allclose([one.capability for one in read_scores(output)], maps.apply(name, plain))  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="computed as the values 'probe'"):
+        with pytest.raises(InputError, match="another probe, model or query than the values 'probe'"):
             run_map_scores(output, str(written / "maps.json"), str(tmp_path / "twice.jsonl"))
     assert len({one.scored_by for one in mapped}) == 1
 
@@ -134,4 +134,4 @@ def test_the_command_line(written: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run(["map-scores", "--scores", str(written / "scores.jsonl"), "--maps", maps, "--output", out]) == 0
     assert "isotonic: mean capability" in capsys.readouterr().out
     assert run(["map-scores", "--scores", out, "--maps", str(tmp_path / "no.json"), "--output", f"{out}.2"]) == 1
-    assert "Expected `maps` to be a file of maps, but there is none" in capsys.readouterr().err
+    assert "`maps`: there is no file" in capsys.readouterr().err

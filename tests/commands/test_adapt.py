@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
         ({"reward": "entropy", "rounds": 1, "store_dir": "s"}, "`store_dir` with a `selection` alone, but got 's'"),
         ({"evaluation_samples": 0}, "`evaluation_samples` to be at least 1, but got 0"),
         ({"temperatures": [0.7, -1.0]}, r"`temperatures` to lie in \(0, 2\], but got -1\.0"),
-        ({"inductive": ADAPTED}, "share no question"),
+        ({"inductive": ADAPTED}, r"share \d+ questions"),
         ({"reward": "votes"}, "vote_share"),
     ):
         with pytest.raises(InputError, match=message):
@@ -124,7 +124,7 @@ def test_a_selection_teaches_the_questions_that_are_adapted_on_alone(tmp_path: P
     sets = {"transductive": own[1:], "inductive": others, "out_of_domain": own[:1]}
     with pytest.raises(InputError, match=r"the 6 questions that .* among the 5 of `questions`, but got 1 .* 1 of them"):
         check_learnt(chosen, str(store.path), sets, learns_confidence=False)
-    with pytest.raises(InputError, match=r"but got 1 that are not, 0 of them in .* Name them in `questions`, or run"):
+    with pytest.raises(InputError, match=r"but got 1 that are not, 0 of them in"):
         check_learnt(chosen, str(store.path), {"transductive": own[1:]}, learns_confidence=False)
     with pytest.raises(InputError, match=r"questions that .* keeps to be among the 3 of `questions`"):
         adapt(tmp_path / "adapt", reward="none", selection=chosen, store_dir=str(store.path), check=True)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from selfcal_lightning.cli import VERBS, run
+from selfcal_lightning.core.last_resort import explain
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import config_path
 
@@ -115,6 +116,15 @@ def test_too_little_memory_says_what_to_lower(
     shown = capsys.readouterr().err
     assert len(shown.splitlines()) == 1
     assert "`max_batch`" in shown
+
+
+def test_a_lost_peer_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:32105")
+    assert "a defect" in explain(error, who="selfcal fit")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = explain(error, who="selfcal fit")
+    assert "Another process of this training was lost" in said
+    assert "ckpt_path: last" in said
 
 
 def test_a_worker_tells_a_defect_from_a_mistake(

@@ -123,9 +123,11 @@ def test_a_broken_run_goes_on_where_it_stopped(
 
 
 def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:
-    with pytest.raises(ValueError, match=r"judges whole responses without a probability, but got 'orm'\. Use reward\."):
+    with pytest.raises(
+        ValueError, match=r"'orm' cannot read .* judges whole responses without a probability\. Use reward\."
+    ):
         run_score("orm", str(store), reward=outcomes)
-    with pytest.raises(ValueError, match="but got 'prm'"):
+    with pytest.raises(ValueError, match="'prm' cannot read"):
         run_score("prm", str(store), reward=outcomes)
     (report,) = run_score("reward", str(store), reward=outcomes)
     assert (report.scored, report.unknown) == (TOTAL, 0)

@@ -58,9 +58,9 @@ def test_what_is_stated_is_kept(pool: Pool, store_dir: str) -> None:
 
 def test_the_target_follows_from_what_is_trained(pool: Pool, store_dir: str) -> None:
     joint, activated = (connected(pool.data(store_dir), activated=awake) for awake in (False, True))
-    assert (joint.target, activated.target) == ("ssc", "leave_one_out_ssc")
-    assert pool.data(store_dir).target == "ssc"
-    assert connected(pool.data(store_dir, target="ssc"), activated=True).target == "ssc"
+    assert (joint.row_target, activated.row_target) == ("ssc", "leave_one_out_ssc")
+    assert pool.data(store_dir).row_target == "ssc"
+    assert connected(pool.data(store_dir, target="ssc"), activated=True).row_target == "ssc"
     assert activated.training_settings()["target"] == "leave_one_out_ssc"
     (recipe,) = activated.recipes()
     assert recipe.target == "leave_one_out_ssc"

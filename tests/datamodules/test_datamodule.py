@@ -13,10 +13,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
+from support.ssc_pools import TRAIN, VALIDATION, MakeSamples, Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.data.pools.importing import import_pool
+from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.datamodules.rewards import RewardDataModule
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
+from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 from selfcal_lightning.records import Question
 
 
@@ -157,7 +161,7 @@ def test_an_epoch_without_rows_says_what_to_do(group_size: int, pool: Pool, stor
 
 def test_counts_are_printed(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.datamodule.rank_zero_info", lines.append)
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_data.rank_zero_info", lines.append)
     table = pool.data(store_dir, max_length=110).train_dataloader().dataset.table
     text = "\n".join(lines)
     assert text.startswith(f"22 tuples in an epoch, from {len(table)} rows with a target")
@@ -172,7 +176,7 @@ def test_the_worth_of_the_targets_is_printed(
     pool: Pool, store_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.datamodule.rank_zero_info", lines.append)
+    monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_data.rank_zero_info", lines.append)
     table = pool.data(store_dir, target="consistency").train_dataloader().dataset.table
     right = table.correct.astype(bool)
     pairs = table.target[right][:, None] - table.target[~right][None, :]
@@ -210,15 +214,15 @@ def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, 
         (store_dir, {"num_samples": 1}, "`num_samples` to be at least 2"),
         (store_dir, {"max_length": 20}, "too short for every question of the split 'train'"),
         (store_dir, {"query": "Right? (Yes/No)"}, "`query` was 'Is the answer correct"),
-        (pool.write("silent", one(answer=None)), {}, "got none: unreadable.*max_new_tokens"),
-        (pool.write("unasked", one(yes_mass=None, no_mass=None)), {}, "got none: no confidence.*target='consistency'"),
-        (pool.write("sure", one(yes_mass=0.0)), {}, "got none: zero confidence mass"),
+        (pool.write("silent", one(answer=None)), {}, "unreadable.*max_new_tokens"),
+        (pool.write("unasked", one(yes_mass=None, no_mass=None)), {}, "no confidence.*target='consistency'"),
+        (pool.write("sure", one(yes_mass=0.0)), {}, "zero confidence mass"),
         (store_dir, {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", one())}, "no label"),
         (pool.write("single", lambda q, rng: one()(q, rng)[:1]), {}, "at least 2 responses"),
         (
             pool.write("alone", lambda q, rng: [*one()(q, rng)[:1], *one(answer=None)(q, rng)[:2]]),
             {"target": "leave_one_out"},
-            "got none: no other readable response and unreadable. Generate more samples",
+            "no other readable response and unreadable. Generate more samples",
         ),
         (store_dir, {"target": "leave_one_out", "num_samples": 1}, "no other to agree with"),
     ]
@@ -386,3 +390,24 @@ def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sam
     module.attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):
         fit(pool.data(str(tmp_path / "no-store-yet")), module=module)
+
+
+SETTINGS_OF_A_TRAINING = """
+    num_samples generation_ratio total_tuples max_length eta target teacher teacher_share p_true drop_none exact fill
+    max_repeats num_buckets packing group_size query seed round regenerate_every_n_epochs round_rule rows_per_step
+    shares questions
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (SSCDataModule, set()),
+        (RewardDataModule, {"format", "steps", "rollouts"}),
+        (RolloutDataModule, {"reward", "selection", "scale", "leave_one_out", "normalise"}),
+    ],
+)
+def test_a_training_is_known_by_these_settings(pool: Pool, kind: type[StoredDataModule], more: set[str]) -> None:
+    """Exports and kept adapters of rounds are compared by them: a setting that is added must be added here."""
+    settings = kind(pool.model, "no store", train=TRAIN, validation=VALIDATION).training_settings()
+    assert settings.keys() == set(SETTINGS_OF_A_TRAINING.split()) | more

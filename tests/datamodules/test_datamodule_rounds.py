@@ -76,7 +76,7 @@ def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> No
         path = pool.write("mixed", lambda question, rng, samples=samples: samples, round=round)
     data = pool.data(path, num_samples=3)
     store, collator, questions = SampleStore(path), data.collator(), data.questions("train")
-    settings = {"recipe": TargetRecipe("ssc"), "p_true": "normalised", "drop_none": True}
+    settings = {"recipes": [TargetRecipe("ssc")], "p_true": "normalised", "drop_none": True}
     targets = {}
     for rule in ("mix", "replace"):
         rounds = rounds_to_read(1, rule)
@@ -138,7 +138,7 @@ def test_a_missing_round_is_named(pool: Pool) -> None:
 
 def test_lightning_must_build_the_loader_anew(pool: Pool, store_dir: str) -> None:
     for n in (0, 2):
-        with pytest.raises(ValueError, match=r"`reload_dataloaders_every_n_epochs`.* to be 1"):
+        with pytest.raises(ValueError, match=r"reload_dataloaders_every_n_epochs: 1"):
             fit(pool.data(store_dir, regenerate_every_n_epochs=1), reload_dataloaders_every_n_epochs=n)
 
 
@@ -146,7 +146,7 @@ def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, store_dir: str) -
     sampler = pool.data(store_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
     assert len(sampler.draw(0).rows) == len(sampler.draw(1).rows) == 22
     for epoch in (2, 4):
-        with pytest.raises(RuntimeError, match=f"epoch {epoch} to be trained on round {round_of_epoch(epoch, 2)}"):
+        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round_of_epoch(epoch, 2)}"):
             sampler.draw(epoch)
 
 

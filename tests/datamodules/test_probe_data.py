@@ -121,5 +121,5 @@ def test_what_cannot_be(store: str, settings: dict[str, Any], words: str) -> Non
 
 
 def test_a_store_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="Expected `store_dir` to be a store, but there is none"):
+    with pytest.raises(InputError, match="`store_dir`: there is no store"):
         ready(str(tmp_path / "none"))

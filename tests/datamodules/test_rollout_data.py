@@ -119,9 +119,9 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
         (answers_of("7", "7", "8"), {"sampling": SamplingSettings()}, "edt_scale 0.8"),
         (answers_of("7", "7", "8"), {"sampling": replace(AT_ONE, top_p=0.9)}, "top_p 0.9"),
         (answers_of("7", "7", "8"), {}, "no record of how they were"),
-        (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "one reward throughout for all 12 questions"),
+        (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "same within each of 12 questions"),
         (answers_of(None, ""), {"sampling": AT_ONE}, "no response can be read"),
-        (answers_of("7"), {"sampling": AT_ONE}, "at least 2 responses"),
+        (answers_of("7"), {"sampling": AT_ONE}, "12 of 12 questions have 1"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(
@@ -210,10 +210,13 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
     ("changes", "message"),
     [
         ({"num_samples": 1}, "compared with the others of its group"),
-        ({"reward": "none"}, "something to learn"),
+        ({"reward": "none"}, "nothing to learn"),
         ({"reward": "best"}, "best"),
         ({"selection": "runs/selection"}, "`reward: none` with a `selection`"),
-        ({"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1}, "no later rounds"),
+        (
+            {"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1},
+            "leave out `regenerate_every_n_epochs`",
+        ),
         ({"reward": "entropy", "regenerate_every_n_epochs": 1}, "selfcal score --estimator token_entropy"),
         ({"scale": "sample"}, "`scale`"),
         ({"normalise": "rows"}, "`normalise`"),

@@ -18,6 +18,7 @@ from selfcal_lightning.datamodules.ssc.tuples import read_recipe
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.training.losses import calibration_loss, group_ranking_loss
 from selfcal_lightning.training.self_calibration import calibration_part
+from selfcal_lightning.training.settings import LossSettings
 
 
 def teacher_of(store: str, path: Path, features: tuple[str, ...] = ("logit:p_true",)) -> Fusion:
@@ -115,14 +116,13 @@ def test_the_term_is_part_of_the_calibration_loss(tiny_model: str) -> None:
     rows = [Row(3, target=0.2), Row(3, target=0.8), Row(3, target=0.4, calibration_weight=0.0), Row(5, target=0.6)]
     batch = batch_of(rows, chat, totals=(4.0, 0.0))
     confidence = torch.tensor([0.7, 0.6, 0.9, 0.5])
-    settings = {"loss": "smooth_l1", "beta": 0.25}
-    plain = calibration_part(batch, confidence, **settings)
+    plain = calibration_part(batch, confidence, LossSettings())
     difference = (torch.logit(torch.tensor(0.7)) - torch.logit(torch.tensor(0.6))).item()
     pair = math.log1p(math.exp(difference))
     wanted = plain + 0.5 * 2 * pair / 4.0  # the row without weight is ordered with nobody
-    torch.testing.assert_close(calibration_part(batch, confidence, **settings, ranking=0.5), wanted)
+    torch.testing.assert_close(calibration_part(batch, confidence, LossSettings(ranking=0.5)), wanted)
     others = torch.tensor([0.2, 0.8, float("nan"), 0.1])
-    replaced = calibration_part(batch, confidence, **settings, targets=others)
+    replaced = calibration_part(batch, confidence, LossSettings(), targets=others)
     expected = calibration_loss(confidence, others.nan_to_num()) * batch.calibration_weight
     torch.testing.assert_close(replaced, expected.sum() / 4.0)
 

@@ -24,7 +24,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.checks import check_beside, check_generation_ratio, check_taught
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.calibrated_model import BesideSettings
+from selfcal_lightning.training.settings import BesideSettings
 
 OF_LABELS = "expected_accuracy"
 OF_TARGETS: dict[str, Callable[[list[Any]], float | None]] = {
@@ -120,7 +120,7 @@ def test_an_adapter_that_was_not_taught_is_another_model(answered: Path, tmp_pat
 def test_what_does_not_go_together() -> None:
     with pytest.raises(InputError, match="`generation_ratio` to be 0 with the target 'agreeing_pairs'"):
         check_generation_ratio(0.3, activated=False, target="agreeing_pairs")
-    with pytest.raises(InputError, match="no `teacher` with the target 'top_share'"):
+    with pytest.raises(InputError, match="no `teacher` with 'top_share'"):
         check_taught("top_share", "teacher.json")
     with pytest.raises(InputError, match="all of responses or all of questions, but got 'label' and 'agreeing_pairs'"):
         check_beside({"a": BesideSettings(target="agreeing_pairs")}, target="label", num_buckets=None, num_samples=4)

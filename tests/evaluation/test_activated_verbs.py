@@ -148,7 +148,7 @@ def test_evaluate_scores_the_same_responses_again(
         before=tiny_model, adapter=adapter, output_dir=str(tmp_path / "out"), tests=tests, **nested(**options)
     )
     assert "(16 had it before)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="`before` and an `adapter` on it"):
+    with pytest.raises(ValueError, match="`before` and `after` or `adapter`"):
         run_evaluate(before=tiny_model, after=tiny_model, adapter=adapter, tests=tests)
 
 
@@ -161,6 +161,22 @@ def test_evaluate_samples_a_joint_adapter_itself(tiny_model: str, tmp_path: Path
     )  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "out" / "samples").iterdir()) == ["after", "before"]
     assert results["own.id.num_responses.after"] == 4
+
+
+def test_questions_that_were_trained_on_are_told(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taught = OPTIONS | {"split": "test_id", "store_split": "train", "limit": 2, "num_samples": 2}
+    run_generate(tiny_model, str(tmp_path / "store"), **nested(**taught))
+    joint = write_export(shaken(tiny_model), tmp_path / "joint", store={"path": str(tmp_path / "store"), "digests": {}})
+    results = run_evaluate(
+        before=tiny_model, adapter=str(joint), output_dir=str(tmp_path / "out"), num_samples=2,
+        sampling=SamplingSettings(max_new_tokens=20),
+        tests=[TestSet("id", "word_problems", split="test_id", limit=3)], num_resamples=5, strategies=[],
+    )  # fmt: skip
+    assert results["own.id.trained_on.after"] == 2
+    assert "own.id.trained_on.before" not in results
+    assert "'after' was trained on 2 of these questions" in capsys.readouterr().err
 
 
 def write_config(folder: Path, tiny_model: str, store: Path, lora: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def test_sets_must_not_share_questions() -> None:
         {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=4, limit=4)}
     )
     assert [len(questions) for questions in apart.values()] == [4, 4]
-    with pytest.raises(InputError, match="`transductive` and `inductive` to share no question, but got 2"):
+    with pytest.raises(InputError, match="`transductive` and `inductive` share 2 questions"):
         load_sets(
             {"transductive": first, "inductive": QuestionSlice("word_problems", split="test_id", offset=2, limit=4)}
         )

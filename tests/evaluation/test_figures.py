@@ -97,7 +97,7 @@ def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
             assert axes.get_title() == title
             assert _bars(axes) == pytest.approx({b: bins.accuracy[b] for b in np.flatnonzero(bins.count).tolist()})
     assert _png(figure).startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="to hold the same splits"):
+    with pytest.raises(ValueError, match="to hold the same columns"):
         reliability_comparison(before, {})
 
 

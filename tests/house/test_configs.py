@@ -92,7 +92,7 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(cli.datamodule, RewardDataModule)
     # What a class takes over is found although both are named by the face of their package.
     stated = ("base_model", "steps", "target", "query")
-    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert [getattr(cli.datamodule, name) for name in stated] == [cli.model.hparams[name] for name in stated]
     assert cli.datamodule.target == "vote_share"
 
 
@@ -111,7 +111,7 @@ def test_training_from_a_public_reward_model_instantiates(
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", folder], monkeypatch)
     cli.model.configure_model()
     stated = ("base_model", "format", "steps", "target")
-    assert [getattr(cli.datamodule, name) for name in stated] == [getattr(cli.model, name) for name in stated]
+    assert [getattr(cli.datamodule, name) for name in stated] == [cli.model.hparams[name] for name in stated]
     assert type(cli.datamodule.collator()).__name__ == "WrittenCollator"
     names = {type(callback).__name__ for callback in cli.trainer.callbacks}
     assert "AdapterExport" in names
@@ -138,6 +138,7 @@ def test_training_config_instantiates(
     from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
     from selfcal_lightning.models.lora import LoraSettings
     from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+    from selfcal_lightning.training.settings import OptimizerSettings
     from selfcal_lightning.training.support import way_of
 
     monkeypatch.chdir(tmp_path)
@@ -146,7 +147,7 @@ def test_training_config_instantiates(
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch)
     assert isinstance(cli.model, SelfCalibrationModule)
     assert isinstance(cli.datamodule, SSCDataModule)
-    trained_in = (cli.model.quantization, cli.model.optimizer_name)
+    trained_in = (cli.model.memory.quantization, cli.model.memory.optimizer)
     assert trained_in == (("nf4", "paged_adamw_8bit") if "qlora" in path.name else (None, "adamw"))
     assert cli.model.base_model == tiny_model
     assert cli.model.activated == ("activated" in path.name or path.name == "demo.yaml")
@@ -164,8 +165,8 @@ def test_training_config_instantiates(
         assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
         assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
-        assert (model.lr, model.weight_decay, model.warmup_steps) == (5e-5, 0.01, 0)
-        assert (model.omega, model.beta, model.loss) == (0.1, 0.25, "smooth_l1")
+        assert model.optimization == OptimizerSettings(5e-5, weight_decay=0.01, warmup_steps=0)
+        assert (model.omega, model.losses.beta, model.losses.loss) == (0.1, 0.25, "smooth_l1")
         assert sampling == SamplingSettings(0.8, 0.8, 1.0, 1.0, 1024)
         assert (cli.datamodule.num_samples, cli.datamodule.eta, cli.datamodule.max_length) == (32, 0.75, 1024)
         assert not {source["split"] for source in data["train"]} - {"train"}
@@ -183,11 +184,11 @@ def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPa
         assert cli.datamodule.query == cli.model.query == BEFORE_QUERY
         return
     assert "CapabilityCurve" in names
-    assert (cli.model.hparams["head"], cli.model.loss) == ("linear", "bce")
+    assert (cli.model.settings.head, cli.model.settings.loss) == ("linear", "bce")
     if path.stem == "paper":  # the settings of the published training script
         hyper = cli.model.hparams
         assert (hyper["optimizer"], hyper["momentum"], hyper["weight_decay"]) == ("sgd", 0.9, 0.01)
-        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.levels.average) == (
+        assert (cli.datamodule.target, cli.datamodule.features, cli.datamodule.average) == (
             "label", "last_token", True,
         )  # fmt: skip
         assert cli.datamodule.batch_size == 32
@@ -212,9 +213,9 @@ def test_the_training_of_an_adaptation_instantiates(
     settings = fit_settings(one, tmp_path, engine=EngineSettings(), guard=given["guard"], options=options)
     write_settings(tmp_path / "config.yaml", settings)
     cli = instantiated(["fit", "--config", str(tmp_path / "config.yaml"), *ON_CPU], monkeypatch)
-    assert (cli.model.reward, cli.model.target) == (cli.datamodule.reward, cli.datamodule.learnt_target)
-    assert cli.model.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
-    assert cli.model.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
+    assert (cli.model.policy.reward, cli.model.policy.target) == (cli.datamodule.reward, cli.datamodule.target)
+    assert cli.model.policy.reward == {"rent": "entropy", "sft": "none"}.get(path.stem, "majority")
+    assert cli.model.policy.target == ("anchor" if path.stem in ("demo", "calibrated") else None)
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert names.index("SSCGeneration") < names.index("AdaptationGuard") < names.index("AdapterExport")
 
@@ -276,6 +277,7 @@ def test_batch_script_runs_the_config(tmp_path: Path, status: int) -> None:
     [
         ("exit 75", False, 0, True),
         ("kill -KILL $$", False, 0, True),  # what --kill-on-bad-exit makes of the other tasks
+        ("trap - USR1; kill -USR1 $$", False, 0, True),  # it had no handler yet
         ("exit 75", True, 75, True),
         ("exit 3", False, 3, False),
         ("exit 0", False, 0, False),
@@ -305,6 +307,25 @@ def test_batch_script_passes_the_warning_on_and_requeues_what_it_stopped(
     if requeued:
         assert (tmp_path / "calls").read_text() == f"requeue {'77_2' if array else '79'}\n"
     assert ("submit it again by hand" in said) == refused
+
+
+@pytest.mark.parametrize("warned", [False, True])
+def test_a_job_of_an_array_samples_its_share(tmp_path: Path, warned: bool) -> None:
+    stand_in(
+        tmp_path, "selfcal", f'echo "$@" > {tmp_path}/started', "trap 'exit 143' TERM", "sleep 0.2 & wait", "exit 3"
+    )
+    stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/calls')
+    array = {"JOB_ID": "77", "TASK_ID": "3", "TASK_MIN": "1", "TASK_COUNT": "4"}
+    environment = {f"SLURM_ARRAY_{name}": value for name, value in array.items()}
+    command = ["bash", str(ROOT / "configs/slurm-generate.sbatch"), "--model", "bundled"]
+    script = subprocess.Popen(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment})
+    while not (tmp_path / "started").exists():
+        time.sleep(0.01)
+    if warned:
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=60) == (0 if warned else 3)
+    assert (tmp_path / "started").read_text() == "generate --model bundled --shard 2/4\n"
+    assert (tmp_path / "calls").exists() == warned
 
 
 def test_a_warning_that_comes_before_the_step_has_a_number_is_passed_on(tmp_path: Path) -> None:

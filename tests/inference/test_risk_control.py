@@ -123,7 +123,7 @@ def test_the_stated_error_level_holds(procedure: str, num_sets: int) -> None:
     for _ in range(num_sets):
         confidence, loss = _simulate(draw)
         if procedure == "guided":
-            grid = guided_grid(*_simulate(draw), num_questions=NUM_QUESTIONS, risk=RISK, delta=DELTA)
+            grid = guided_grid(*_simulate(draw), num_questions=NUM_QUESTIONS, risk=RISK)
         found = certify_threshold(confidence, loss, grid, risk=RISK, delta=DELTA, **settings)
         violations += _violates(found.threshold)
         certified += found.threshold is not None
@@ -150,7 +150,7 @@ def test_a_grid_from_the_calibration_questions_themselves_breaks_the_level() -> 
         sets = [(draw.random(200), (draw.random(200) < 0.12).astype(float)) for _ in range(2)]
         certified = []
         for source in sets:
-            grid = guided_grid(*source, num_questions=200, risk=0.12, delta=DELTA)
+            grid = guided_grid(*source, num_questions=200, risk=0.12)
             certified.append(certify_threshold(*sets[0], grid, risk=0.12, delta=DELTA).threshold is not None)
         own, other = own + certified[0], other + certified[1]
     assert other / 600 <= DELTA + _slack(600)

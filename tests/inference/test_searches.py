@@ -270,7 +270,7 @@ def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp
     settings = RewardSettings(folder)
     assert check_search("particle_filtering", {"particles": 2}, settings)
     for name in ("beam_search", "adaptive_best_of_n"):
-        with pytest.raises(InputError, match="the tokenizer and the chat template of the policy"):
+        with pytest.raises(InputError, match="the tokenizer or the chat template of the policy"):
             open_search(name, {}, settings, tokenizer=load_tokenizer(tiny_model), dtype="float32")
 
 
@@ -289,7 +289,7 @@ def test_searches_are_refused_on_recorded_samples() -> None:
 def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="`keep` to be at most `width`, 2, but got 3"):
         BeamSearch(Scripted(), width=2, keep=3)
-    with pytest.raises(InputError, match=r"`width` to be a multiple of `keep`, 3, but got 8.* Use 6, or"):
+    with pytest.raises(InputError, match=r"`width` to be a multiple of `keep`, 3, but got 8"):
         BeamSearch(Scripted(), width=8, keep=3)
     with pytest.raises(InputError, match="`width` to be a multiple of `trees`, 3, but got 8"):
         DiverseTreeSearch(Scripted(), trees=3)
@@ -303,14 +303,14 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.Captur
         AdaptiveBestOfN(Scripted(), target=1.0)
     with pytest.raises(InputError, match="`adaptive` to be one of"):
         BeamSearch(Scripted(), adaptive="n")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"`reward\.model` to be the folder"):
+    with pytest.raises(InputError, match=r"Expected `reward\.model`"):
         check_search("beam_search", {}, RewardSettings())
     with pytest.raises(InputError, match="one rule for the ends of steps for a search"):
         StepStops.of(None, "auto")  # type: ignore[arg-type]
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
-    with pytest.raises(InputError, match="samples with token ids for a reward model"):
+    with pytest.raises(InputError, match="samples with token ids"):
         run_strategy(
             AdaptiveBestOfN(Scripted(0.99)), [QUESTION], ReplaySource([QuestionSamples(QUESTION, samples, "t")])
         )
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
-    assert "Expected `reward.model` to be the folder of a reward model" in capsys.readouterr().err
+    assert "Expected `reward.model`" in capsys.readouterr().err

@@ -1,9 +1,10 @@
-"""Formats of reward models: stand-ins load, score as a plain forward pass, or are refused."""
+"""Formats of reward models: stand-ins of several families score as a plain forward pass does, or are refused."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,13 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.reward_models import HIDDEN, head_of, stand_in
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma2Config,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.answering import open_search
-from selfcal_lightning.rewards.formats import REWARD_FORMATS, RewardFormat, register_reward_format, reward_format
+from selfcal_lightning.rewards.formats import REWARD_FORMATS, register_reward_format, reward_format
 from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards
 
 QUESTION = "Tom has 34 apples and buys 75. How many?"
@@ -57,47 +66,6 @@ def test_every_format_loads_and_gives_a_score_a_step(name: str, tiny_model: str,
     assert two != three
 
 
-def test_marked_steps_equal_the_logits_of_a_plain_causal_model(tiny_model: str, tmp_path: Path) -> None:
-    folder = stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd"))
-    ((_, scores, _),) = open_rewards(settings_of(folder, "math-shepherd")).read(pool_of(*TEXTS))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = f"{QUESTION} First 34+75=108. ки\nSo 108+1=109. ки\nThe answer is 109. ки"
-    ids = tokenizer.encode(text)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    right, wrong, marker = tokenizer.convert_tokens_to_ids(["+", "-", "ки"])
-    with torch.no_grad():
-        logits = network(torch.tensor([ids])).logits[0][:, [right, wrong]].softmax(-1)[:, 0]
-    assert scores == pytest.approx(logits[torch.tensor(ids) == marker].tolist(), abs=1e-5)
-
-
-def test_a_token_head_in_a_chat_equals_its_layers_by_hand(tiny_model: str, tmp_path: Path) -> None:
-    format = reward_format("qwen2.5-math-prm")
-    folder = stand_in(tiny_model, tmp_path / "m", format)
-    ((scores, _, _),) = open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    steps = "First 34+75=109.<extra_0>The answer is 109.<extra_0>"
-    text = f"<|bos|><|system|>{format.system}<|end|><|user|>{QUESTION}<|end|><|assistant|>{steps}<|end|>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    states = _reference_plain_states(folder, ids)[torch.tensor(ids) == tokenizer.convert_tokens_to_ids("<extra_0>")]
-    head = load_file(Path(folder) / "model.safetensors")
-    hidden = (states @ head["score.0.weight"].T + head["score.0.bias"]).relu()
-    outputs = hidden @ head["score.2.weight"].T + head["score.2.bias"]
-    assert scores == pytest.approx(outputs.softmax(-1)[:, 1].tolist(), abs=1e-5)
-
-
-def test_a_sequence_classifier_equals_the_stock_class(tiny_model: str, tmp_path: Path) -> None:
-    format = reward_format("sequence-classifier")
-    folder = stand_in(tiny_model, tmp_path / "m", format)
-    ((first, second, _),) = open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
-    network = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for text, score in zip(TEXTS, (first, second), strict=False):
-        chat = f"<|bos|><|user|>{QUESTION}<|end|><|assistant|>{text}<|end|>"
-        with torch.no_grad():
-            logit = network(torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])).logits[0, 0].item()
-        assert score == pytest.approx([logit], abs=1e-5)
-
-
 def test_turns_are_read_where_each_reply_is_predicted(tiny_model: str, tmp_path: Path) -> None:
     folder = stand_in(tiny_model, tmp_path / "m", reward_format("rlhflow-prm"))
     ((scores, _, _),) = open_rewards(settings_of(folder, "rlhflow-prm")).read(pool_of(*TEXTS))
@@ -110,25 +78,6 @@ def test_turns_are_read_where_each_reply_is_predicted(tiny_model: str, tmp_path:
         with torch.no_grad():
             logits = network(torch.tensor([tokenizer.encode(text, add_special_tokens=False)])).logits[0, -1]
         assert score == pytest.approx(logits[pair].softmax(-1)[0].item(), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('no system turn') }}", "accept the roles .* but it refused them: no system turn"),
-        (None, "to have a chat template"),
-    ],
-)
-def test_a_chat_that_cannot_be_rendered_is_refused(
-    template: str | None, message: str, tiny_model: str, tmp_path: Path
-) -> None:
-    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm")))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    (folder / "chat_template.jinja").unlink()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(InputError, match=message):
-        open_rewards(settings_of(str(folder), "qwen2.5-math-prm")).read(pool_of(*TEXTS))
 
 
 def test_steps_without_a_separator_are_read_at_their_last_token(tiny_model: str, tmp_path: Path) -> None:
@@ -169,21 +118,6 @@ def test_what_cannot_be_read_has_no_score(tiny_model: str, tmp_path: Path) -> No
     assert reader.read(pool_of("I am right.<|end|><|user|>Yes!")) == [[None]], "nor who speaks"
 
 
-def test_another_head_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    format = reward_format("qwen2.5-math-prm")
-    head = head_of(format)
-    heads = {
-        "score.0.weight, score.0.bias, score.2.weight, score.2.bias is missing. A head is never made up": {},
-        "but score.2.bias is missing": {name: head[name] for name in list(head)[:3]},
-        "to have 2 outputs, but score.2.weight in .* has 3": head_of(replace(format, num_outputs=3)),
-        "has score.4.weight too": head | {"score.4.weight": torch.zeros(1, HIDDEN)},
-    }
-    for number, (message, tensors) in enumerate(heads.items()):
-        folder = stand_in(tiny_model, tmp_path / str(number), format, head=tensors)
-        with pytest.raises(InputError, match=message):
-            open_rewards(settings_of(folder, format.name))
-
-
 def test_outputs_that_are_named_in_another_order_are_refused(tiny_model: str, tmp_path: Path) -> None:
     folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("quantile-prm")))
     config = json.loads((folder / "config.json").read_text())
@@ -222,36 +156,11 @@ def test_a_head_that_is_read_by_itself_is_not_reported(
     assert "other.weight" in caplog.text, "what nobody reads is still told"
 
 
-def test_a_missing_output_layer_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd")))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises(InputError, match=r"lm_head\.weight is missing"):
-        open_rewards(settings_of(str(folder), "math-shepherd"))
-
-
-def test_a_missing_weight_of_the_trunk_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm")))
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match="to hold every weight of its network"):
-        open_rewards(settings_of(str(folder), "trl-prm"))
-
-
-def test_a_separator_of_several_tokens_is_refused(tiny_model: str, tmp_path: Path) -> None:
-    folder = stand_in(tiny_model, tmp_path / "m", reward_format("qwen2.5-math-prm"), words=[])
-    with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
-        open_rewards(settings_of(folder, "qwen2.5-math-prm"))
-
-
 def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path) -> None:
     policy, name = AutoTokenizer.from_pretrained(tiny_model), "quantile-prm"
     other = stand_in(tiny_model, tmp_path / "other", reward_format(name), words=["<one>"])
     settings: dict[str, Any] = {"tokenizer": policy, "dtype": "auto"}
-    with pytest.raises(
-        InputError, match=r"the tokenizer and the chat template of the policy.*Train one on this policy"
-    ):
+    with pytest.raises(InputError, match=r"other lacks the tokenizer or the chat template of the policy"):
         open_search("adaptive_best_of_n", {}, settings_of(other, name), **settings)
     public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
     search, _ = open_search("adaptive_best_of_n", {}, settings_of(public, "reasoneval"), **settings)
@@ -259,27 +168,10 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
         search.scorer.score_paths(pool_of("x")[0].question, [()])  # type: ignore[attr-defined]
 
 
-def test_more_words_than_the_weights_know_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    folder = stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<one>"])
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(InputError, match=r"the tokenizer of its weights, but .* has 629 tokens for 628"):
-        open_rewards(settings_of(folder, "reasoneval"))
-
-
-def test_scores_that_are_not_finite_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    format = reward_format("trl-prm")
-    head = {name: torch.full_like(tensor, float("nan")) for name, tensor in head_of(format).items()}
-    folder = stand_in(tiny_model, tmp_path / "m", format, head=head)
-    with pytest.raises(RunError, match="finite scores of the reward model"):
-        open_rewards(settings_of(folder, format.name)).read(pool_of(*TEXTS))
-
-
 def test_settings_name_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"`reward\.model` to be the folder .*--config .*rewards/demo\.yaml"):
+    with pytest.raises(InputError, match=r"`reward\.model`.*--config .*rewards/demo\.yaml"):
         check_rewards(RewardSettings())
-    with pytest.raises(InputError, match=r"`reward\.format` to be given with 'm', .*one of qwen2\.5-math-prm, math-"):
+    with pytest.raises(InputError, match=r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"):
         check_rewards(RewardSettings("m"))
     with pytest.raises(InputError, match=r"`reward.format` to be one of .* Did you mean 'math-shepherd'\?"):
         check_rewards(RewardSettings("m", "math-sheperd"))
@@ -309,6 +201,7 @@ def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.Monkey
         ({"link": "none"}, "one output"),
         ({"output_tokens": ("+",)}, "`output_tokens` with the layer lm_head alone"),
         ({"question": "Solve."}, "`question` to hold"),
+        ({"name": ""}, "`name` to be some text"),
     ],
 )
 def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
@@ -316,6 +209,143 @@ def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message:
         replace(reward_format("reasoneval"), **changes)  # type: ignore[arg-type]
 
 
-def test_a_format_needs_a_name() -> None:
-    with pytest.raises(InputError, match="`name` to be some text"):
-        RewardFormat(name="", judges="steps", layout="pieces", layers=("score",), num_outputs=1, link="sigmoid")
+TWO_LAYERS = reward_format("qwen2.5-math-prm")
+HEAD = head_of(TWO_LAYERS)
+NAN_HEAD = {name: torch.full_like(tensor, float("nan")) for name, tensor in head_of(reward_format("trl-prm")).items()}
+
+
+def _without_output_layer(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+
+
+def _without_a_norm(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _with_another_word(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<one>"])
+    tokenizer.save_pretrained(folder)
+
+
+def _with_template(template: str | None) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        (folder / "chat_template.jinja").unlink()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "damage", "message"),
+    [
+        (TWO_LAYERS.name, {"head": {}}, None, "score.0.weight, score.0.bias, score.2.weight, score.2.bias is missing"),
+        (TWO_LAYERS.name, {"head": dict(list(HEAD.items())[:3])}, None, "score.2.bias is missing"),
+        (TWO_LAYERS.name, {"head": head_of(replace(TWO_LAYERS, num_outputs=3))}, None, "2 outputs, but .* has 3"),
+        (TWO_LAYERS.name, {"head": HEAD | {"score.4.weight": torch.zeros(1, HIDDEN)}}, None, "score.4.weight too"),
+        (TWO_LAYERS.name, {"words": []}, None, r"`separator` of 'qwen2\.5-math-prm' to be single tokens"),
+        (TWO_LAYERS.name, {}, _with_template("{{ raise_exception('no system turn') }}"), "roles .*: no system turn"),
+        (TWO_LAYERS.name, {}, _with_template(None), "to have a chat template"),
+        ("math-shepherd", {}, _without_output_layer, r"lm_head\.weight is missing"),
+        ("trl-prm", {}, _without_a_norm, "to hold every weight of its network"),
+        ("trl-prm", {"head": NAN_HEAD}, None, "finite scores of the reward model"),
+        ("reasoneval", {}, _with_another_word, "the tokenizer of its weights, but .* has 629 tokens for 628"),
+    ],
+)
+def test_a_damaged_model_is_refused(
+    name: str, made: Any, damage: Callable[[Path], None] | None, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format(name), **made)
+    if damage is not None:
+        damage(Path(folder))
+    with pytest.raises((InputError, RunError), match=message):
+        open_rewards(settings_of(folder, name)).read(pool_of(*TEXTS))
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def family(config: type[PreTrainedConfig], tiny_model: str, folder: Path, name: str, **options: Any) -> str:
+    """Write a small random model of a family with the head of a format and the tiny model's tokenizer."""
+    format = reward_format(name)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    wanted = [text for text in (format.separator, *format.output_tokens) if text]
+    tokenizer.add_tokens([text for text in wanted if len(tokenizer.encode(text, add_special_tokens=False)) != 1])
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    # Some rows more than words, as public models have them.
+    own = config(vocab_size=len(tokenizer) + 8, pad_token_id=0, **SIZES, **options)
+    AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(folder, safe_serialization=True)
+    weights = load_file(folder / "model.safetensors")
+    for tensor in weights.values():  # sharper than what training starts from, so that scores differ
+        tensor.mul_(3.0 if tensor.ndim == 2 else 1.0)
+    save_file({**weights, **head_of(format)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _scores(folder: str, name: str) -> list[list[float] | None]:
+    (rows,) = open_rewards(settings_of(folder, name), dtype="float32").read(pool_of(*TEXTS[:2]))
+    return rows
+
+
+@pytest.mark.parametrize(("window", "is_tied"), [(None, True), (None, False), (8, False)])
+def test_a_mistral_with_rows_of_its_output_layer(
+    window: int | None, is_tied: bool, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = family(
+        MistralConfig, tiny_model, tmp_path, "math-shepherd", sliding_window=window, tie_word_embeddings=is_tied
+    )
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != is_tied
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    right, wrong, marker = tokenizer.convert_tokens_to_ids(["+", "-", "ки"])
+    steps = (
+        "First 34+75=108. ки\nSo 108+1=109. ки\nThe answer is 109. ки",
+        "First 34+75=109. ки\nThe answer is 109. ки",
+    )
+    for text, scores in zip(steps, reversed(_scores(folder, "math-shepherd")), strict=True):
+        ids = tokenizer.encode(f"{QUESTION} {text}")
+        with torch.no_grad():
+            logits = network(torch.tensor([ids])).logits[0][:, [right, wrong]].softmax(-1)[:, 0]
+        assert scores == pytest.approx(logits[torch.tensor(ids) == marker].tolist(), abs=1e-5)
+
+
+def test_a_qwen2_with_a_head_of_two_layers(tiny_model: str, tmp_path: Path) -> None:
+    format = reward_format("qwen2.5-math-prm")
+    folder = family(Qwen2Config, tiny_model, tmp_path, format.name, tie_word_embeddings=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    head = head_of(format)
+    first, _ = _scores(folder, format.name)
+    steps = "First 34+75=109.<extra_0>The answer is 109.<extra_0>"
+    text = f"<|bos|><|system|>{format.system}<|end|><|user|>{QUESTION}<|end|><|assistant|>{steps}<|end|>"
+    ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+    with torch.no_grad():
+        states = network.model(ids[None]).last_hidden_state[0][ids == tokenizer.convert_tokens_to_ids("<extra_0>")]
+    hidden = (states @ head["score.0.weight"].T + head["score.0.bias"]).relu()
+    outputs = hidden @ head["score.2.weight"].T + head["score.2.bias"]
+    assert first == pytest.approx(outputs.softmax(-1)[:, 1].tolist(), abs=1e-5)
+
+
+def test_a_gemma2_that_classifies_sequences(tiny_model: str, tmp_path: Path) -> None:
+    """As Skywork's: soft caps on attention, windows in every other layer, and a stock head."""
+    folder = family(
+        Gemma2Config, tiny_model, tmp_path, "sequence-classifier", sliding_window=16, query_pre_attn_scalar=32,
+        attn_logit_softcapping=5.0,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+    for text, scores in zip(TEXTS[:2], _scores(folder, "sequence-classifier"), strict=True):
+        chat = f"<|bos|><|user|>{QUESTION}<|end|><|assistant|>{text}<|end|>"
+        ids = torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])
+        with torch.no_grad():
+            logit = network(ids, attention_mask=torch.ones_like(ids)).logits[0, 0].item()
+        assert scores == pytest.approx([logit], abs=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,11 +16,10 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.models.folders import base_model_identity, read_manifest, same_base_model
-from selfcal_lightning.training.batches import SSCBatch
-from selfcal_lightning.training.calibrated_model import TrainedCheckpoint
+from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import trainer_of
-from selfcal_lightning.training.scored import ScoredRows
+from selfcal_lightning.training.modules import ScoringModule
 from selfcal_lightning.training.support import Support, Way, check_features
 
 FILE = "probe.safetensors"
@@ -29,7 +28,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP":
 REASONS: dict[tuple[str, Way], str] = {(FEATURE, "FSDP2"): "its trunk is loaded whole. Use `trainer.strategy: ddp`"}
 
 
-class LinearProbe(LightningModule):
+class LinearProbe(ScoringModule):
     """Reads a confidence from the last hidden state of the query, by a linear function under dropout.
 
     Args:
@@ -40,8 +39,6 @@ class LinearProbe(LightningModule):
         dropout: Share of the features that are dropped, by the global random numbers.
     """
 
-    activated, attn_implementation, export_kind = True, None, "module"
-
     def __init__(
         self,
         base_model: str,
@@ -51,17 +48,12 @@ class LinearProbe(LightningModule):
         lr: float = 0.05,
         dropout: float = 0.3,
     ) -> None:
-        super().__init__()
+        super().__init__(base_model, revision=revision, query=query)
         self.save_hyperparameters()
-        self.strict_loading = False
-        self.base_model, self.revision, self.query, self.lr, self.dropout = base_model, revision, query, lr, dropout
-        self.prompt = None  # questions are put as their tasks do
-        self.identity: dict[str, Any] = {}
-        self.exported_from: Path | None = None
+        self.lr, self.dropout, self.activated = lr, dropout, True
         self.trunk: Any = None
         self.head: Any = None
         self.val_metrics = CalibrationMetrics()
-        self._checkpoint = TrainedCheckpoint()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Refuse FSDP2, by a row of the probe's own."""
@@ -103,36 +95,16 @@ class LinearProbe(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.head.parameters(), lr=self.lr)
 
-    def on_validation_epoch_start(self) -> None:
-        self.val_metrics.reset()
-
     def validation_step(self, batch: SSCBatch, batch_idx: int) -> None:
         p = self.logits(batch).sigmoid()
         facts = {"correct": batch.correct, "target": batch.target, "question_index": batch.question_index}
         self.val_metrics.update(confidence=p, task=batch.task, yes_no_mass=torch.ones_like(p), **facts)
 
-    def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"val/{name}": value for name, value in self.val_metrics.compute().items()})
-
     def predict_step(self, batch: SSCBatch, batch_idx: int) -> ScoredRows:
         p = self.logits(batch).sigmoid()
         return ScoredRows(batch.row, batch.question_index, p, p, 1.0 - p)
 
-    # ---- checkpoints
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._checkpoint.save(self, checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._checkpoint.load(self, checkpoint)
-
-    def on_train_start(self) -> None:
-        self._checkpoint.start(self)
-
     # ---- exports
-
-    def describe(self) -> dict[str, Any]:
-        return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
 
     def confidence_origin(self) -> dict[str, Any]:
         return {"kind": "linear probe", "weights_sha256": self.identity["weights_sha256"], "query": self.query}
@@ -140,14 +112,6 @@ class LinearProbe(LightningModule):
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         own = self.head.state_dict() if state is None else {n.removeprefix("head."): v for n, v in state.items()}
         save_file({name: value.contiguous() for name, value in own.items()}, folder / FILE)
-
-    def load_export(self, folder: Path) -> None:
-        self.exported_from = folder
-
-    @classmethod
-    def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        place = {} if base_model is None else {"base_model": base_model}
-        return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
 
 class StopAt(Callback):

@@ -26,7 +26,6 @@ from selfcal_lightning.core.files import sealed
 from selfcal_lightning.datamodules.probe import ProbeDataModule
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.models.folders import check_files, read_manifest
-from selfcal_lightning.training.contracts import Exportable, SampledData, missing_members
 
 MODULE = "selfcal_lightning.capability.probe_module.LinearProbeModule"
 MLP = {"head": "mlp", "hidden_size": 6, "dropout": 0.2, "lr": 0.02}
@@ -107,11 +106,6 @@ def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
     assert module.probe.head.biases[0][0] == pytest.approx(best[0], abs=2e-3)
 
 
-def test_the_contracts_are_kept(store: Path) -> None:
-    assert missing_members(LinearProbeModule("bundled"), Exportable) == []
-    assert missing_members(ProbeDataModule("bundled", str(store)), SampledData) == []
-
-
 # ---- the command line, checkpoints and resume
 
 
@@ -178,7 +172,7 @@ def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path,
         ({}, {"lr": 0.5}, "Expected `lr` to be 0.02, as in the run that is resumed, but got 0.5"),
         ({"target": "label"}, {}, "`target` was 'agreeing_pairs' and is 'label'"),
         ({"validation_share": 0.3}, {}, "36 questions were others"),
-        ({"batch_size": 8}, {}, "the order of questions of the checkpoint, but got another: `batch_size` was 16"),
+        ({"batch_size": 8}, {}, "another order of questions: `batch_size` was 16"),
     ],
 )
 def test_other_settings_do_not_go_on(
@@ -219,15 +213,15 @@ def test_an_export_is_taken_up(whole: Path) -> None:
     ("settings", "words"),
     [
         ({"head": "linea"}, "`head` to be one of linear, mlp, classifier, but got 'linea'. Did you mean 'linear'"),
-        ({"head": "classifier", "loss": "bce"}, "the loss cross_entropy with the head classifier"),
-        ({"loss": "cross_entropy"}, "with no other, but got 'cross_entropy' with 'linear'"),
+        ({"head": "classifier", "loss": "bce"}, "cross_entropy, others do not: got 'bce' with 'classifier'"),
+        ({"loss": "cross_entropy"}, "got 'cross_entropy' with 'linear'"),
         ({"link": "clip"}, "the link 'clip' with the loss 'mse' only, but got 'bce'"),
         ({"head": "classifier", "link": "sigmoid"}, "no `link` with the head classifier"),
         ({"lr": 0.0}, "`lr` to be a positive number, but got 0.0"),
         ({"dropout": 1.0}, r"`dropout` to lie in \[0, 1\), but got 1.0"),
         ({"num_classes": 1}, "`num_classes` to be at least 2, but got 1"),
         ({"optimizer": "adam"}, "`optimizer` to be one of adamw, sgd, lbfgs"),
-        ({"optimizer": "lbfgs"}, "`schedule` constant and no `dropout` with the optimizer lbfgs"),
+        ({"optimizer": "lbfgs"}, "lbfgs needs `schedule` constant and no `dropout`"),
     ],
 )
 def test_settings_that_contradict_one_another(settings: dict[str, Any], words: str) -> None:
@@ -238,9 +232,9 @@ def test_settings_that_contradict_one_another(settings: dict[str, Any], words: s
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"world_size": 2}, "one process where a probe is trained, but got 2 processes"),
-        ({"precision": "bf16-true"}, "32-true or 64-true where a probe is trained, but got bf16-true"),
-        ({"accumulate_grad_batches": 4}, "`trainer.accumulate_grad_batches` 1 where a probe is trained, but got 4"),
+        ({"world_size": 2}, "one process .* but got 2 processes"),
+        ({"precision": "bf16-true"}, "32-true or 64-true .* but got bf16-true"),
+        ({"accumulate_grad_batches": 4}, "`trainer.accumulate_grad_batches` 1 .* but got 4"),
     ],
 )
 def test_runs_that_it_is_not_made_for(changed: dict[str, Any], words: str) -> None:

@@ -24,15 +24,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.models.folders import check_files, read_manifest
-from selfcal_lightning.training.calibrated_model import CLASS_KEY
-from selfcal_lightning.training.contracts import (
-    BasedModule,
-    Exportable,
-    Mergeable,
-    RoundModule,
-    ScoringModule,
-    missing_members,
-)
+from selfcal_lightning.training.modules import CLASS_KEY
 
 PROBE = "support.probe_plugin.LinearProbe"
 STEPS = 8
@@ -95,18 +87,6 @@ def whole(fit: Callable[..., tuple[int, Path]]) -> Path:
     return folder
 
 
-def test_the_plug_in_keeps_the_contracts(tiny_model: str) -> None:
-    probe, own = LinearProbe(tiny_model), module_of(tiny_model)
-    theirs = (BasedModule, Exportable, ScoringModule)
-    assert {
-        contract.__name__: missing_members(probe, contract) for contract in theirs if missing_members(probe, contract)
-    } == {}
-    assert missing_members(probe, Mergeable) == ["merged"]
-    assert "lora" in missing_members(probe, RoundModule)
-    for contract in (*theirs, Mergeable, RoundModule):
-        assert missing_members(own, contract) == []
-
-
 def test_a_run_of_the_plug_in_ends_in_an_export(whole: Path, tiny_model: str) -> None:
     manifest = read_manifest(whole / "probe")
     check_files(whole / "probe")
@@ -156,7 +136,7 @@ def test_a_checkpoint_of_the_plug_in_is_exported(whole: Path, tmp_path: Path) ->
     checkpoint = str(whole / "checkpoints" / "last.ckpt")
     with pytest.raises(InputError, match=rf"the class that the checkpoint is of, {PROBE}.*if you trust"):
         run_export(checkpoint, str(tmp_path / "out"), merge=False)
-    with pytest.raises(InputError, match="a module with `merged` for a merged model, but got LinearProbe"):
+    with pytest.raises(InputError, match="can be merged, but got LinearProbe"):
         run_export(checkpoint, str(tmp_path / "out"), module=PROBE)
     with pytest.raises(InputError, match="Expected `module` to be"):
         run_export(checkpoint, str(tmp_path / "out"), merge=False, module="support.probe_plugin.Nothing")

@@ -160,7 +160,7 @@ def test_a_start_that_cannot_be_is_refused(
     publics: dict[str, str], tiny_model: str, store_dir: str, tmp_path: Path
 ) -> None:
     public = publics["trl-prm"]
-    with pytest.raises(InputError, match=r"whose models judge steps by a probability.*'rlhflow-orm'.*leave `format`"):
+    with pytest.raises(InputError, match=r"`format` 'rlhflow-orm'"):
         module_of(public, "rlhflow-orm")
     with pytest.raises(InputError, match=r"`reward\.format` to be one of .* Did you mean 'trl-prm'"):
         module_of(public, "trl-prn")
@@ -174,7 +174,7 @@ def test_a_start_that_cannot_be_is_refused(
         )
     with pytest.raises(InputError, match=r"score\.weight, score\.bias is missing"):
         module_of(publics["reasoneval"], "trl-prm").configure_model()
-    with pytest.raises(InputError, match=r"`separator` of the reward format 'qwen2\.5-math-prm' to be single tokens"):
+    with pytest.raises(InputError, match=r"`separator` of 'qwen2\.5-math-prm' to be single tokens"):
         module_of(tiny_model, "qwen2.5-math-prm").configure_model()
     headless = Path(stand_in(tiny_model, tmp_path / "headless", reward_format("math-shepherd")))
     config = json.loads((headless / "config.json").read_text())
@@ -185,7 +185,7 @@ def test_a_start_that_cannot_be_is_refused(
     tokenizer = AutoTokenizer.from_pretrained(grown)
     tokenizer.add_tokens(["<one>"])
     tokenizer.save_pretrained(grown)
-    with pytest.raises(InputError, match="come with the tokenizer of its weights"):
+    with pytest.raises(InputError, match="the tokenizer of its weights"):
         module_of(grown, "trl-prm").configure_model()
 
 

@@ -36,8 +36,7 @@ from selfcal_lightning.rewards.module import (
 )
 from selfcal_lightning.rewards.quantiles import monotone_quantiles
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
-from selfcal_lightning.training.calibrated_model import trained_parameters
-from selfcal_lightning.training.contracts import BasedModule, Exportable, ScoringModule, missing_members
+from selfcal_lightning.training.modules import trained_parameters
 
 LORA = LoraSettings(r=2, dropout=0.1, activated=False)
 FULL: dict[str, Any] = {"lora": None, "full": True}
@@ -141,12 +140,6 @@ def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: 
         assert len(spots) == 1 + texts[-1].count("1+1=2.") + 1
         assert batch.last_place[row] == places[-1]
         assert batch.place_kind[places].tolist()[:: len(places) - 1] == [0, 4]
-
-
-def test_it_keeps_the_contracts(pool: Pool) -> None:
-    module = module_of(pool.model)
-    for contract in (BasedModule, Exportable, ScoringModule):
-        assert missing_members(module, contract) == []
 
 
 def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: tuple[Path, dict[str, float]]) -> None:
@@ -254,9 +247,9 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
     folder = str(whole[0] / "model")
     assert check_rewards(RewardSettings(folder)).has_quantiles
     assert completed(RewardSettings(folder)).steps == "sentence"
-    with pytest.raises(InputError, match=r"Expected `reward\.format` to be 'quantile-prm'.* but got 'trl-prm'"):
+    with pytest.raises(InputError, match=r"`reward\.format` 'quantile-prm'.* but got 'trl-prm'"):
         check_rewards(RewardSettings(folder, "trl-prm"))
-    with pytest.raises(InputError, match=r"Expected `reward\.steps` to be 'sentence'.* but got 'line'"):
+    with pytest.raises(InputError, match=r"`reward\.steps` 'sentence'.* but got 'line'"):
         check_rewards(RewardSettings(folder, steps="line"))
 
 
@@ -265,7 +258,7 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
     [
         (
             {"levels": [0.9, 0.1]},
-            r"`levels` in .* to rise within \(0, 1\), the lower quantile's first",
+            r"`levels` in .* to rise within \(0, 1\)",
         ),
         ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
         ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
@@ -281,11 +274,11 @@ def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false.*Set `lora\.activated: false`"),
+        ({"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false"),
         ({"low": 0.9, "high": 0.1}, "`low` and `high` to rise within"),
         ({"target": "votes"}, "`target` to be one of"),
         ({"pinball": -1.0}, "`pinball` to be a number of at least 0"),
-        ({"head_lr": 0.0}, "`lr` to be a positive number"),
+        ({"head_lr": 0.0}, "`head_lr` to be a positive number"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
@@ -299,7 +292,7 @@ def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
     with pytest.raises(InputError, match="`num_samples` to be at least 2 with `target='vote_share'`"):
         data_of(pool, store_dir, target="vote_share", num_samples=1)
     trainer = trainer_with(max_steps=1)
-    with pytest.raises(InputError, match="Expected `target` of the data module to be 'outcome', as the module states"):
+    with pytest.raises(InputError, match="`target` of the data module to be the module's, 'outcome'"):
         trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
 
 
@@ -321,7 +314,7 @@ def test_votes_are_learnt_without_labels(pool: Pool) -> None:
     (batch,) = data_of(pool, store, target="vote_share", num_samples=5, validation_batch_size=40).val_dataloader()
     assert sorted(set(batch.target.tolist())) == [0.0, 0.25, 0.75]
     assert batch.place_rate.isnan().all()
-    with pytest.raises(InputError, match=r"to have a target \('outcome'\), but got none: no label"):
+    with pytest.raises(InputError, match=r"has a target \('outcome'\): no label"):
         data_of(pool, store, num_samples=5).train_dataloader()
 
 
@@ -366,5 +359,5 @@ def test_tokens_of_another_tokenizer_are_refused(pool: Pool, store_dir: str, tmp
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (other / "tokenizer.json").write_text(json.dumps(tokens))
     data = RewardDataModule(str(other), store_dir, num_samples=4, steps="sentence")
-    with pytest.raises(InputError, match=r"to be in the tokens of `base_model`.*Train on the policy that sampled them"):
+    with pytest.raises(InputError, match=r"not in the tokens of `base_model`.*Train on the policy that sampled them"):
         data.train_dataloader()

@@ -150,7 +150,7 @@ def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatForm
         assert len(calls) == 3 + sum(size > above for size in sizes)
         states[above] = trained_state(module)
     assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
-    with pytest.raises(ValueError, match="`recompute_above` with `gradient_checkpointing: true` only"):
+    with pytest.raises(ValueError, match="`gradient_checkpointing: true` with `recompute_above`"):
         module_of(tiny_model, recompute_above=5)
 
 

@@ -19,8 +19,8 @@ from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
-from selfcal_lightning.training.calibrated_model import BesideSettings, ExportedAdapter
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.settings import BesideSettings
 
 ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
 SHORT_QUERY = "Correct? (Yes/No)"
@@ -154,7 +154,7 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
 def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path) -> None:
     """As `selfcal predict --adapter` does with the settings of the training."""
     module = module_of(pool.model, lora=ACTIVATED, beside=BESIDE)
-    module.exported = ExportedAdapter(together, read_manifest(together)["base_model"])
+    module.load_export(together)
     module.configure_model()
     written = load_file(together / "adapter_model.safetensors")
     read = {

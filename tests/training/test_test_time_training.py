@@ -30,7 +30,6 @@ from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings, adapter_difference, adapter_state
 from selfcal_lightning.records import Question, SamplingSettings
-from selfcal_lightning.training.contracts import Mergeable, RoundModule, ScoringModule, missing_members
 from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, keep_adapter
 
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
@@ -232,7 +231,7 @@ def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Pat
 
 
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:
-    with pytest.raises(InputError, match="`target` of the data module to be None"):
+    with pytest.raises(InputError, match="`target` of the data module to be the module's, None"):
         trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
     for changes, message in (
         ({"lora": None}, "`lora` to be an adapter"),
@@ -245,9 +244,6 @@ def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: 
     ):
         with pytest.raises(InputError, match=message):
             module_of(tiny_model, **changes)
-    module = module_of(tiny_model)
-    for contract in (RoundModule, Mergeable, ScoringModule):
-        assert missing_members(module, contract) == []
 
 
 SOURCES = [QuestionSource("word_problems", split="test_id", limit=6)]

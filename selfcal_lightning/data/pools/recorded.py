@@ -96,7 +96,7 @@ def load_recorded_pool(
 def check_place(path: str | Path) -> Path:
     """Return where a pool lies. Raises FileNotFoundError where there is neither a file nor a folder."""
     place = Path(path)
-    if not place.exists():
+    if not place.is_dir() and not place.is_file():
         raise FileNotFoundError(
             f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
         )

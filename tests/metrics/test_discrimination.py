@@ -1,4 +1,4 @@
-"""Discrimination against recorded vectors, scikit-learn, SciPy and naive pairs."""
+"""Ranking of right above wrong responses: against vectors, scikit-learn, scipy, torchmetrics and plain loops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 from sklearn import metrics
+from torchmetrics.classification import BinaryAUROC
 from torchmetrics.functional.classification import binary_auroc
 
 from selfcal_lightning.metrics.discrimination import (
@@ -26,8 +27,10 @@ from selfcal_lightning.metrics.discrimination import (
     spearman,
     within_question_discrimination,
 )
+from selfcal_lightning.metrics.streaming import ConfidenceAUROC, WithinQuestionAUROC
 
 Vectors = Callable[[str], dict[str, Any]]
+
 RESPONSES = st.lists(
     st.tuples(st.integers(-4, 4).map(lambda n: n / 4), st.booleans(), st.integers(0, 4)), min_size=1, max_size=40
 )
@@ -217,3 +220,48 @@ def test_labels_must_be_known(correct: list[Any], message: str) -> None:
             function([0.1, 0.2], correct)
     with pytest.raises(ValueError, match="same length"):
         within_question_discrimination([0.1, 0.2], [True, False], [0])
+
+
+def _responses() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(600, generator=generator).mul(30).round().div(30)
+    correct = (torch.rand(600, generator=generator) < confidence).long()
+    return confidence, correct, torch.randint(50, (600,), generator=generator)
+
+
+def _reference_streamed_auroc(confidence: torch.Tensor, correct: torch.Tensor) -> float:
+    metric = BinaryAUROC()
+    metric.update(confidence, correct)
+    return metric.compute().item()
+
+
+def test_auroc_equals_the_function_and_torchmetrics() -> None:
+    confidence, correct, _ = _responses()
+    metric = ConfidenceAUROC()
+    for rows in torch.arange(600).split(130):
+        metric.update(confidence[rows], correct[rows])
+    assert metric.compute().item() == auroc(confidence, correct)
+    assert metric.compute().item() == pytest.approx(_reference_streamed_auroc(confidence, correct), abs=1e-6)
+
+
+def test_within_question_equals_the_function() -> None:
+    columns = _responses()
+    expected = within_question_discrimination(*columns)
+    for average, value in (("question", expected.mean), ("pair", expected.pooled)):
+        metric = WithinQuestionAUROC(average=average)
+        for rows in torch.arange(600).split(130):
+            metric.update(*(column[rows] for column in columns))
+        assert metric.compute().item() == value
+
+
+def test_large_question_numbers_stay_apart() -> None:
+    metric = WithinQuestionAUROC()
+    numbers = torch.tensor([2**62, 2**62, 2**62 + 1, 2**62 + 1])
+    metric.update(torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([1, 0, 1, 0]), numbers)
+    assert metric.compute().item() == 0.5
+
+
+def test_one_class_is_nan() -> None:
+    metric = ConfidenceAUROC()
+    metric.update(torch.tensor([0.5, 0.6]), torch.tensor([1, 1]))
+    assert metric.compute().isnan()

@@ -1,18 +1,30 @@
-"""Soft self-consistency, vote share and buckets against recorded vectors and naive loops."""
+"""Agreement of responses, and rewards and advantages that follow from it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfcal_lightning.metrics.consistency import consistency_bucket, leave_one_out, soft_self_consistency, vote_share
+from selfcal_lightning.metrics.group_rewards import (
+    RewardQuality,
+    group_advantages,
+    majority,
+    majority_answer,
+    reward_quality,
+    share,
+    soft_share,
+)
 from selfcal_lightning.records import normalised_p_true
 
 Vectors = Callable[[str], dict[str, Any]]
+
 POOL = st.lists(
     st.tuples(st.sampled_from([None, "1", "2", "3"]), st.one_of(st.none(), st.floats(0.0, 1.0))), max_size=12
 )
@@ -213,3 +225,122 @@ def test_edges_fall_into_the_bucket_that_they_open(num_buckets: int, numerator: 
 def test_buckets_refuse_what_is_no_target(target: float, num_buckets: int) -> None:
     with pytest.raises(ValueError, match="Expected `"):
         consistency_bucket(target, num_buckets)
+
+
+ANSWERS = st.lists(st.sampled_from(["7", "8", "9", "", None]), max_size=8)
+
+
+def _reference_counted_majority(answers: list[str | None]) -> str | None:
+    """Return the first answer that no other outnumbers."""
+    readable = [answer for answer in answers if answer]
+    return next((a for a in readable if all(readable.count(a) >= readable.count(b) for b in readable)), None)
+
+
+@settings(deadline=None)
+@given(ANSWERS)
+def test_majority_equals_a_count(answers: list[str | None]) -> None:
+    label = _reference_counted_majority(answers)
+    assert majority_answer(answers) == label
+    assert majority(answers) == [None if label is None else float(answer == label) for answer in answers]
+
+
+@settings(deadline=None)
+@given(ANSWERS)
+def test_shares_equal_counts(answers: list[str | None]) -> None:
+    readable = Counter(answer for answer in answers if answer)
+    wanted: list[float | None] = [None] * len(answers)
+    if readable:
+        wanted = [pytest.approx(readable[answer] / readable.total()) if answer else 0.0 for answer in answers]
+
+    assert share(answers) == wanted
+    # Equal confidences weigh nothing.
+    assert soft_share(answers, [0.25] * len(answers)) == wanted
+
+
+def test_soft_share_by_hand() -> None:
+    answers, confidences = ["7", "8", "7", None, "9"], [0.5, 0.25, 0.25, 0.9, None]
+    assert soft_share(answers, confidences) == [0.75, 0.25, 0.75, 0.0, None]
+    readable = soft_self_consistency(answers[:3], confidences[:3])
+    assert soft_share(answers, confidences)[:3] == readable
+    assert soft_share(["7", "8"], [0.0, 0.0]) == [None, None]
+
+
+def test_the_first_seen_wins_ties_and_nothing_is_no_label() -> None:
+    assert majority(["8", "7", "7", "8"]) == [1.0, 0.0, 0.0, 1.0]
+    assert majority([None, None, "7"]) == [0.0, 0.0, 1.0]
+    for function in (majority, share):
+        assert function([None, ""]) == [None, None]
+        assert function([]) == []
+
+
+def test_wrong_majorities_can_give_right_rewards() -> None:
+    """Four scattered answers, all wrong: the label is wrong, and still three of four rewards are right."""
+    rewards = majority(["1", "2", "3", "4"])
+    assert reward_quality(rewards, [False] * 4) == RewardQuality(0.75, 0.25, 4)
+    assert reward_quality([], []) == RewardQuality(None, None, 0)
+    assert reward_quality([1.0, None], [None, True]).count == 0
+
+
+GROUPS = st.lists(st.lists(st.one_of(st.none(), st.integers(0, 4).map(lambda n: n / 4)), max_size=6), max_size=5)
+
+
+def _reference_numpy_advantages(
+    groups: list[list[float | None]], scale: str, leave_one_out: bool
+) -> list[list[float | None]]:
+    """Go through the responses one by one."""
+    everything = [r for group in groups for r in group if r is not None]
+    found = []
+    for group in groups:
+        known = [r for r in group if r is not None]
+        row: list[float | None] = []
+        for at, reward in enumerate(group):
+            if reward is None:
+                row.append(None)
+                continue
+            others = [r for i, r in enumerate(group) if r is not None and not (leave_one_out and i == at)]
+            if len(known) < 2 or len(set(known)) == 1:
+                row.append(0.0)
+                continue
+            unit = {"none": 1.0, "group": np.std(known, ddof=1), "batch": np.std(everything, ddof=1)}[scale]
+            row.append(float((reward - np.mean(others)) / unit))
+        found.append(row)
+    return found
+
+
+@settings(deadline=None)
+@given(GROUPS, st.sampled_from(["group", "none", "batch"]), st.booleans())
+def test_advantages_equal_numpy(groups: list[list[float | None]], scale: str, leave_one_out: bool) -> None:
+    found = group_advantages(groups, scale=scale, leave_one_out=leave_one_out)
+    wanted = _reference_numpy_advantages(groups, scale, leave_one_out)
+    assert found == [[None if a is None else pytest.approx(a, abs=1e-9) for a in row] for row in wanted]
+
+
+def test_by_hand() -> None:
+    # Mean 1/4, deviations 3/4 and three times -1/4: variance (9 + 3) / 16 / 3 = 1/4, so in units of 1/2.
+    assert group_advantages([[1.0, 0.0, 0.0, 0.0]]) == [pytest.approx([1.5, -0.5, -0.5, -0.5])]
+    assert group_advantages([[1.0, 0.0, 0.0, 0.0]], scale="none", leave_one_out=True) == [
+        pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    ]
+
+
+@settings(deadline=None)
+@given(GROUPS, st.floats(-5.0, 5.0), st.floats(0.1, 10.0))
+def test_a_shift_changes_nothing_and_a_scale_neither(
+    groups: list[list[float | None]], shift: float, scale: float
+) -> None:
+    moved = [[None if r is None else scale * r + shift for r in group] for group in groups]
+    near = [[None if a is None else pytest.approx(a, abs=1e-6) for a in row] for row in group_advantages(groups)]
+    assert group_advantages(moved) == near
+
+
+def test_constant_and_lone_groups_give_zeros_even_where_sums_round() -> None:
+    assert group_advantages([[0.1] * 7, [0.3], [], [None, 0.5]]) == [[0.0] * 7, [0.0], [], [None, 0.0]]
+    nearly = [0.7, 0.7 + 1e-9]
+    assert group_advantages([nearly], scale="none") == [[0.0, 0.0]]
+    assert group_advantages([nearly], minimum_spread=0.0)[0][1] > 0.0
+
+
+def test_a_group_does_not_depend_on_its_neighbours_unless_asked() -> None:
+    alone, beside = group_advantages([[1.0, 0.0]])[0], group_advantages([[1.0, 0.0], [9.0, 5.0]])[0]
+    assert alone == beside
+    assert group_advantages([[1.0, 0.0], [9.0, 5.0]], scale="batch")[0] != alone

@@ -1,0 +1,496 @@
+"""The base of data modules over a sample store: their settings, and the loaders of training and of the fixed pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from itertools import combinations
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import SampleIndex, question_digest
+from selfcal_lightning.datamodules.checks import RoundRule, Split, check_agreement, check_choice, check_round_settings
+from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
+from selfcal_lightning.datamodules.questions import (
+    QuestionSource,
+    check_disjoint,
+    load_questions,
+    outlive_signals,
+    task_shares,
+)
+from selfcal_lightning.datamodules.ssc.collate import RowLayout, shares_prefix
+from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, Mixture, build_pools
+from selfcal_lightning.datamodules.ssc.sampler import (
+    LateDataLoader,
+    OneByOne,
+    OptimizerStepSampler,
+    Packing,
+    epoch_position,
+    group_by_question,
+    limited_batches,
+    make_dealer,
+    steps_per_epoch,
+    validation_batches,
+)
+from selfcal_lightning.datamodules.ssc.stored_rows import (
+    check_round_of,
+    check_stored_splits,
+    epoch_to_read,
+    keep_targets,
+    read_rounds,
+    round_of_epoch,
+    rounds_to_read,
+)
+from selfcal_lightning.datamodules.ssc.tuples import (
+    AGREEMENT,
+    BEFORE_ANSWERING,
+    PTrueName,
+    TargetRecipe,
+    TupleDataset,
+    TupleTable,
+    build_table,
+    describe_epoch,
+    rows_per_step,
+)
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.packing import check_attention
+from selfcal_lightning.records import Question
+
+# Settings that leave the rows of an optimiser step and their targets as they are; sources, targets and the batch size
+# count otherwise (`training_settings`), and the model is in the fingerprint of every round.
+NOT_OF_THE_TRAINING = {
+    "base_model", "revision", "store_dir", "train", "validation", "test", "predict_split", "batch_size",
+    "validation_batch_size", "token_budget", "pad_to_multiple_of", "num_workers", "prompt",
+}  # fmt: skip
+
+
+@dataclass(eq=False, repr=False)
+class StoredDataModule(LightningDataModule):
+    """Responses of a sample store as batches: an epoch of training, and the fixed pools whole.
+
+    A subclass says what responses learn (``row_target``, ``recipes``) and how they are encoded (``collator``).
+
+    Args:
+        base_model: Folder or hub name of the model; only its tokenizer is used here.
+        store_dir: Folder of the sample store.
+        train: Where training questions come from. Empty takes every question that the store holds for training.
+        validation: Where validation questions come from, in the same way.
+        test: Where questions of the verb ``test`` come from, in the same way.
+        predict_split: Split that the verb ``predict`` scores.
+        num_samples: Responses to a question; of more, the first ones are used.
+        batch_size: Rows of a process in a micro-step; on average, where rows are packed. Only rows of one micro-batch
+            share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
+        max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
+        validation_batch_size: Rows of a validation batch.
+        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch, with equal losses and
+            gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
+            always makes such batches.
+        group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
+            make an optimiser step. No more than ``batch_size`` of them share one. 1 draws every response on its own,
+            which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
+        token_budget: Most tokens of a micro-batch, checked before an epoch begins; rows that are not packed count as
+            padded to the longest of their micro-batch. None sets no limit.
+        pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
+        revision: Revision of the model on the hub.
+        query: Text of the confidence query.
+        prompt: How questions are put to the model; None is their tasks' own way.
+        seed: Seed of the draw.
+        num_workers: Worker processes of each loader.
+
+    Attributes:
+        predict_index: Which response stands behind a batch's ``row``; None before the loader was asked for.
+    """
+
+    linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "prompt")
+
+    base_model: str
+    store_dir: str
+    _: KW_ONLY
+    train: list[QuestionSource] | None = None
+    validation: list[QuestionSource] | None = None
+    test: list[QuestionSource] | None = None
+    predict_split: Split = "validation"
+    num_samples: int = 8
+    batch_size: int = 8
+    max_length: int = 1024
+    validation_batch_size: int = 8
+    packing: Packing = "shared_prefix"
+    group_size: int = 8
+    token_budget: int | None = None
+    pad_to_multiple_of: int = 8
+    revision: str | None = None
+    query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
+    seed: int = 0
+    num_workers: int = 0
+    # How an epoch is drawn, and targets made: options only of the data modules that declare them again.
+    total_tuples: int | None = field(default=None, init=False)
+    round: int = field(default=0, init=False)
+    regenerate_every_n_epochs: int | None = field(default=None, init=False)
+    round_rule: RoundRule = field(default="replace", init=False)
+    p_true: PTrueName = field(default="normalised", init=False)
+    drop_none: bool = field(default=True, init=False)
+    eta: float = field(default=0.75, init=False)
+    exact: bool = field(default=False, init=False)
+    fill: bool = field(default=True, init=False)
+    max_repeats: int = field(default=4, init=False)
+    teacher: str | None = field(default=None, init=False)
+    teacher_share: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        at_least_one = (
+            "num_samples", "total_tuples", "batch_size", "validation_batch_size", "max_repeats", "group_size",
+            "max_length", "pad_to_multiple_of", "token_budget",
+        )  # fmt: skip
+        stated = {name: getattr(self, name) for name in at_least_one}
+        check_at_least(1, **{name: value for name, value in stated.items() if value is not None})
+        check_at_least(0, seed=self.seed, round=self.round, num_workers=self.num_workers)
+        check_choice("p_true", self.p_true, PTrueName)
+        check_choice("predict_split", self.predict_split, Split)
+        check_choice("packing", self.packing, Packing)
+        check_choice("round_rule", self.round_rule, RoundRule)
+        check_round_settings(self.regenerate_every_n_epochs, self.round)
+        # A process without validation questions still gets a batch, of no rows.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.predict_index: SampleIndex | None = None
+        self._questions: dict[Split, list[Question]] = {}
+        self._planned: Any = None
+        self._order: dict[str, Any] = {}  # what the order of rows depends on; empty before a sampler was made
+        self._saved_order: dict[str, Any] = {}
+
+    # ---- what a subclass says
+
+    @property
+    def row_target(self) -> str:
+        """What responses learn, and what the confidences of a pool are compared with."""
+        raise NotImplementedError
+
+    def collator(self) -> RowLayout:
+        """Return what encodes rows and makes batches of them."""
+        raise NotImplementedError
+
+    def recipes(self) -> tuple[TargetRecipe, ...]:
+        """Return how targets are made: of the adapter first, then of those that are trained beside it."""
+        return (TargetRecipe(self.row_target),)
+
+    def mixture(self, shares: Mapping[str, float]) -> Mixture:
+        """Return the recipe of an epoch for tasks with these shares: every response once, if nothing else is said."""
+        return Mixture(
+            total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
+            generation_ratio=0.0,
+            shares=shares,
+            exact=True,
+            fill=self.fill,
+            max_repeats=self.max_repeats,
+            num_buckets=1,
+        )
+
+    def check_fit(self) -> None:
+        """Refuse settings that contradict each other or the module that is trained."""
+        self.recipes()
+
+    # ---- settings and questions
+
+    @property
+    def sources(self) -> dict[Split, list[QuestionSource]]:
+        """Where the questions of each split come from; empty takes every question that the store holds for it."""
+        return {"train": self.train or [], "validation": self.validation or [], "test": self.test or []}
+
+    def questions(self, split: Split) -> list[Question]:
+        """Return the questions of a split, loaded once."""
+        if not self._questions:
+            loaded: dict[Split, list[Question]] = {
+                role: load_questions(sources, role=role, prompt=self.prompt) for role, sources in self.sources.items()
+            }
+            for one, other in combinations(loaded, 2):
+                check_disjoint(loaded[one], loaded[other], roles=(one, other))
+            self._questions = loaded
+        return self._questions[split]
+
+    def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
+        """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
+        known = are_local(self.sources.values())
+        return {split: self.questions(split) for split in splits_of(verb, self.predict_split)} if known else None
+
+    def setup(self, stage: str) -> None:
+        """Refuse what would fail after hours of sampling: trainer settings, and models that cannot run packed rows.
+
+        The store is not opened.
+        """
+        if self.trainer is None:
+            return
+        check_data(self, stage, self.trainer)
+        if shares_prefix(self.packing, self.base_model, revision=self.revision):
+            reader = self._module()
+            check_attention(None if reader is None else reader.attn_implementation)
+        if stage == "fit":
+            self.check_fit()
+        check_room(self, stage)
+
+    def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
+        """Check what needs no hub, and return the questions and the optimiser steps of a run."""
+        self._planned = module  # the trainer does not know it yet
+        if verb == "fit":
+            self.check_fit()
+        return plan_data(self, verb, trainer)
+
+    def round_of(self, epoch: int) -> int:
+        """Return the newest generation round that ``epoch`` trains on."""
+        every = self.regenerate_every_n_epochs
+        return self.round if every is None else round_of_epoch(epoch, every)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimiser step over all processes and micro-steps."""
+        return rows_per_step(self.batch_size, self.trainer)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimiser steps in an epoch; known before the store exists, given training sources (or ``fill``)."""
+        return steps_per_epoch(self.mixture(self._shares()).rows_per_epoch, self.rows_per_step)
+
+    def training_settings(self) -> dict[str, Any]:
+        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+
+        Equal for one process and for several that take the same optimiser steps.
+        """
+        mixture = self.mixture(self._shares())
+        return {
+            **{one.name: getattr(self, one.name) for one in fields(self) if one.name not in NOT_OF_THE_TRAINING},
+            **{name: getattr(mixture, name) for name in ("total_tuples", "generation_ratio", "num_buckets")},
+            "target": self.row_target,
+            "packing": shares_prefix(self.packing, self.base_model, revision=self.revision),
+            "rows_per_step": self.rows_per_step,
+            "shares": self._shares(),
+            "questions": sorted((question.id, question_digest(question)) for question in self.questions("train")),
+        }
+
+    def _module(self) -> Any:
+        """Return the module that is trained or planned for; None before there is one."""
+        return self._planned if self.trainer is None else self.trainer.lightning_module
+
+    def _shares(self) -> dict[str, float]:
+        return task_shares(self.sources["train"])
+
+    def _tuples_of_an_epoch(self) -> int:
+        named = self.sources["train"]
+        questions = self.questions("train") if named else self._store().question_ids(split="train", round=self.round)
+        return len(questions) * (1 if self.row_target in BEFORE_ANSWERING else self.num_samples)
+
+    # ---- loaders
+
+    def train_dataloader(self) -> LateDataLoader:
+        """Open the store and return the loader of training.
+
+        Raises:
+            InputError: The store lacks the round or questions of it, or holds nothing to train on.
+        """
+        check_agreement(self.num_samples, self.row_target)
+        store, collator = self._store(), self.collator()
+        epoch = epoch_to_read(self.trainer)
+        newest = self.round_of(epoch)
+        rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
+        table = keep_targets(*self._build(store, collator, "train", rounds, self.recipes()), target=self.row_target)
+        mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
+        confident = table.confident(self.eta)
+        pools = build_pools(
+            table.target,
+            table.index.task.tolist(),
+            confident=confident,
+            tasks=mixture.shares,
+            num_buckets=mixture.num_buckets,
+        )
+
+        def draw(epoch: int) -> EpochDraw:
+            return mixture.draw(pools, confident, seed=self.seed, epoch=epoch)
+
+        order = {**asdict(mixture), "eta": self.eta}
+        sampler = self._sampler(draw, table, collator, newest, rows_per_epoch=mixture.rows_per_epoch, order=order)
+        rank_zero_info(describe_epoch(table, pools, sampler, epoch))
+        return self._loader(TupleDataset(store, table), sampler, collator)
+
+    def val_dataloader(self) -> LateDataLoader | list[Any]:
+        """Open the store and return the loader of this process's part of the fixed validation pool.
+
+        All responses are in it, the unreadable ones as wrong and without target. Without validation sources and
+        without validation samples in the store there is nothing to validate on: an empty list.
+        """
+        if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
+            return []
+        return self._pool_loader("validation")
+
+    def test_dataloader(self) -> LateDataLoader:
+        """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``."""
+        return self._pool_loader("test")
+
+    def predict_dataloader(self) -> OneByOne:
+        """Open the store and return the loader of this process's part of all responses of ``predict_split``.
+
+        From then on ``predict_index`` says which response stands behind a batch's ``row``.
+        """
+        loader = self._pool_loader(self.predict_split)
+        self.predict_index = loader.dataset.table.index
+        return OneByOne(loader)
+
+    def _pool_loader(self, split: Split) -> LateDataLoader:
+        """Return the loader of this process's questions of a split: every response once, unweighted by any draw."""
+        store, collator = self._store(), self.collator()
+        # Confidences are compared with the target itself, without its teacher.
+        rounds, recipes = (self.round if split == "train" else 0,), (TargetRecipe(self.row_target),)
+        table, _ = self._build(store, collator, split, rounds, recipes)
+        if table.num_cut or table.dropped:
+            rank_zero_info(
+                f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
+                f"{sum(table.dropped.values()):,} dropped for their prompt's length."
+            )
+        if self.num_samples < 2 and self.row_target in AGREEMENT:
+            table = replace(table, target=np.full(len(table), np.nan))  # one response always agrees with itself
+        weights = (~np.isnan(table.target)).astype(np.float64), table.confident(self.eta).astype(np.float64)
+        batches = validation_batches(
+            table.index.question_index,
+            table.length,
+            weights,
+            batch_size=self.validation_batch_size,
+            rank=self.trainer.global_rank if self.trainer else 0,
+            world_size=self.trainer.world_size if self.trainer else 1,
+            by_question=collator.shared_prefix,
+        )
+        return self._loader(TupleDataset(store, table), batches, collator)
+
+    def _store(self) -> SampleStore:
+        return SampleStore(self.store_dir, num_samples=self.num_samples)
+
+    def _build(
+        self,
+        store: SampleStore,
+        collator: RowLayout,
+        split: Split,
+        rounds: Sequence[int],
+        recipes: Sequence[TargetRecipe],
+    ) -> tuple[TupleTable, np.ndarray]:
+        """Return the split's rows that fit, and for each the reason why it has no target ("" where it has one)."""
+        sources = self.sources
+        questions = self.questions(split) if sources[split] else None
+        if questions is None:
+            stored = {role: self.round if role == "train" else 0 for role in sources if not sources[role]}
+            known = {role: self.questions(role) for role in sources if sources[role]}
+            check_stored_splits(store, stored, known=known)
+        index = read_rounds(
+            store,
+            split=split,
+            rounds=rounds,
+            questions=questions,
+            chat=collator.chat,
+            query_counts=not collator.empty,
+            confidences=sorted({name for recipe in recipes for name in recipe.annotations}),
+        )
+        table, reasons = self._table(store, index, collator, recipes)
+        self._check_fits(table, split)
+        return table, reasons
+
+    def _check_fits(self, table: TupleTable, split: str) -> None:
+        if not len(table):
+            raise InputError(
+                f"`max_length` {self.max_length} is too short for every question of the split {split!r}: raise it to "
+                "leave room for prompt, response and confidence query."
+            )
+
+    def _table(
+        self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
+    ) -> tuple[TupleTable, np.ndarray]:
+        """Return the rows that fit, and for each the reason why it has no target ("" where it has one)."""
+        return build_table(store, index, collator, recipes, p_true=self.p_true, drop_none=self.drop_none)
+
+    def _sampler(
+        self,
+        rows: Callable[[int], EpochDraw],
+        table: TupleTable,
+        collator: RowLayout,
+        newest: int,
+        *,
+        rows_per_epoch: int,
+        order: Mapping[str, Any],
+    ) -> OptimizerStepSampler:
+        """Return this process's sampler of what ``rows`` draws from the round ``newest``."""
+        trainer = self.trainer
+        deal = make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget)
+        accumulate = trainer.accumulate_grad_batches if trainer else 1
+        num_steps = steps_per_epoch(rows_per_epoch, self.rows_per_step)
+        batches = num_steps * accumulate
+        limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
+        self._order = {
+            "seed": self.seed,
+            "rows_per_step": self.rows_per_step,
+            "accumulate_grad_batches": accumulate,
+            "rows_per_epoch": rows_per_epoch,
+            **order,
+            "group_size": self.group_size,
+            "dealer": type(deal).__name__,
+            "rows": table.digest(),
+        }
+
+        def position() -> tuple[int, int]:
+            epoch, start = (0, 0) if trainer is None else epoch_position(trainer, limit)
+            if start:
+                self._check_order()
+            return epoch, start
+
+        def draw(epoch: int) -> EpochDraw:
+            check_round_of(epoch, newest=newest, every=self.regenerate_every_n_epochs)
+            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
+            question = table.index.question_index
+            return group_by_question(rows(epoch), question, group_size=self.group_size, seed=self.seed, epoch=epoch)
+
+        return OptimizerStepSampler(
+            draw,
+            deal,
+            num_steps=num_steps,
+            accumulate=accumulate,
+            world_size=trainer.world_size if trainer else 1,
+            rank=trainer.global_rank if trainer else 0,
+            limit=limit,
+            position=position,
+        )
+
+    def _loader(self, dataset: TupleDataset, batches: Any, collator: RowLayout) -> LateDataLoader:
+        return LateDataLoader(
+            dataset,
+            batch_sampler=batches,
+            collate_fn=collator,
+            num_workers=self.num_workers,
+            worker_init_fn=outlive_signals,
+            # Loaders draw the seeds of their workers from a generator: not from the global one, whose state would then
+            # depend on how often a run was resumed.
+            generator=torch.Generator(),
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+        )
+
+    # ---- resume
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order of rows depends on; the position itself is counted by the trainer."""
+        return dict(self._order)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the order of the checkpoint, to be compared when training goes on in the middle of an epoch."""
+        self._saved_order = dict(state_dict)
+
+    def _check_order(self) -> None:
+        changed = [
+            f"`{name}` was {old!r} and is {self._order[name]!r}"
+            for name, old in self._saved_order.items()
+            if name in self._order and old != self._order[name]
+        ]
+        if changed:
+            raise InputError(
+                f"The checkpoint stopped inside an epoch, and rows have changed since: {'; '.join(changed)}. Resume "
+                "with the old settings, or from a checkpoint of an epoch's end."
+            )

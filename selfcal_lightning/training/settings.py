@@ -1,0 +1,161 @@
+"""Settings of the modules, checked once: how the model is adapted, what saves memory, the optimiser and the loss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.models.lora import FIRST, LoraSettings
+from selfcal_lightning.models.quantization import OptimizerName, Quantization
+
+DEFAULT_OMEGA = 0.1  # of the paper
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+TAKEN = frozenset({FIRST, "best"})  # the second is the end of the name of AdapterExport's best folder
+
+
+def check_positive(**settings: float) -> None:
+    """Raise InputError unless every setting is a positive number; keywords are the names in the message."""
+    for name, value in settings.items():
+        if not 0.0 < value < math.inf:
+            raise InputError(f"Expected `{name}` to be a positive number, but got {value}.")
+
+
+def check_not_negative(**settings: float) -> None:
+    """Raise InputError unless every setting is a number of at least 0; keywords are the names in the message."""
+    for name, value in settings.items():
+        if not 0.0 <= value < math.inf:
+            raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
+
+
+def check_literals(settings: object) -> None:
+    """Raise InputError where a field of a record holds none of the values of its ``Literal``."""
+    for name, hint in get_type_hints(type(settings)).items():
+        known = [value for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for value in get_args(kind)]
+        value = getattr(settings, name)
+        if known and value not in known and not (value is None and type(None) in get_args(hint)):
+            raise unknown_name(name, value, map(str, known))
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The base model, its adapter, and how it is asked; ``SelfCalibrationModule`` documents the fields."""
+
+    base_model: str
+    revision: str | None = None
+    lora: LoraSettings | None = None
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_implementation: str | None = None
+    query: str = DEFAULT_QUERY
+    prompt: Prompt | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(0, seed=self.seed)
+        check_literals(self)
+        if isinstance(self.lora, Mapping):  # from the hyper-parameters of a checkpoint, which are plain
+            lora = LoraSettings(**{**self.lora, "target_modules": tuple(self.lora["target_modules"])})
+            object.__setattr__(self, "lora", lora)
+        if isinstance(self.prompt, Mapping):
+            object.__setattr__(self, "prompt", Prompt.from_json(self.prompt))
+
+    @property
+    def activated(self) -> bool:
+        """Whether the adapter acts on the confidence query alone."""
+        return self.lora is not None and self.lora.activated
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What a training spends time on to take less memory; ``SelfCalibrationModule`` documents the fields."""
+
+    quantization: Quantization | None = None
+    optimizer: OptimizerName = "adamw"
+    gradient_checkpointing: bool = False
+    recompute_above: int = 0
+
+    def __post_init__(self) -> None:
+        check_at_least(0, recompute_above=self.recompute_above)
+        check_literals(self)
+        if self.recompute_above and not self.gradient_checkpointing:
+            raise InputError(
+                f"Expected `gradient_checkpointing: true` with `recompute_above`, but got {self.recompute_above} "
+                "without it: nothing is recomputed."
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, a linear warm-up, and a cosine to zero over optimiser steps."""
+
+    lr: float
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(lr=self.lr)
+        check_not_negative(weight_decay=self.weight_decay)
+        check_at_least(0, warmup_steps=self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The calibration loss, and the weight of the generation loss; ``SelfCalibrationModule`` documents the fields."""
+
+    omega: float = DEFAULT_OMEGA
+    generation_loss: bool = True
+    beta: float = 0.25
+    loss: Literal["smooth_l1", "squared"] = "smooth_l1"
+    ranking: float = 0.0
+    p_true: Literal["normalised", "raw"] = "normalised"
+
+    def __post_init__(self) -> None:
+        check_not_negative(omega=self.omega, ranking=self.ranking)
+        check_positive(beta=self.beta)
+        check_literals(self)
+
+
+@dataclass(frozen=True)
+class BesideSettings:
+    """What an adapter beside the first one has of its own; what is None is as in the first one.
+
+    Attributes:
+        target: What it learns, one of the data module's targets.
+        teacher: File of a fused confidence that the target is mixed with. That of the first one is not taken over.
+        teacher_share: Share of the teacher in the target.
+        query: The question that wakes it, at most as long as that of the first one, in tokens.
+        loss: "smooth_l1" or "squared".
+        ranking: Weight of the order of the responses to one question.
+    """
+
+    target: str | None = None
+    teacher: str | None = None
+    teacher_share: float = 0.0
+    query: str | None = None
+    loss: Literal["smooth_l1", "squared"] | None = None
+    ranking: float | None = None
+
+
+def read_beside(
+    beside: Mapping[str, BesideSettings | Mapping[str, Any]] | None, *, activated: bool
+) -> dict[str, BesideSettings]:
+    """Return the settings of the adapters beside the first one, by name; those of a checkpoint are plain."""
+    settings = {
+        name: BesideSettings(**one) if isinstance(one, Mapping) else one for name, one in (beside or {}).items()
+    }
+    if settings and not activated:
+        raise InputError(
+            f"Expected `beside` with an activated adapter alone, but got {', '.join(settings)} with joint training, in "
+            "which every adapter reads the responses in its own way."
+        )
+    for name in settings:
+        if not NAME.fullmatch(name) or name in TAKEN:
+            raise InputError(
+                f"Expected the names in `beside` to be letters, digits and underscores, none of {sorted(TAKEN)}, but "
+                f"got {name!r}."
+            )
+    return settings

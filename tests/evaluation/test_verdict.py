@@ -1,0 +1,36 @@
+"""The sentence that ends an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+
+from selfcal_lightning.evaluation.verdict import verdict
+
+
+def keys(metric: str, before: float, after: float, low: float, high: float) -> dict[str, float]:
+    own = f"own.t.{metric}"
+    return {f"{own}.before": before, f"{own}.after": after, f"{own}.change.low": low, f"{own}.change.high": high}
+
+
+@pytest.mark.parametrize(
+    ("ece", "auroc", "votes", "expected"),
+    [
+        ((-0.2, -0.1), (0.01, 0.3), (0.01, 0.1), ["calibrated better", "ranks better", "votes of 4 better"]),
+        ((0.1, 0.2), (-0.3, -0.1), (-0.2, -0.1), ["calibrated worse", "ranks worse", "votes of 4 worse"]),
+        ((-0.1, 0.1), (-0.1, 0.1), (0.0, 0.1), ["calibrated the same", "ranks the same", "votes of 4 the same"]),
+    ],
+)
+def test_a_change_is_named_where_its_interval_leaves_out_zero(
+    ece: tuple[float, float], auroc: tuple[float, float], votes: tuple[float, float], expected: list[str]
+) -> None:
+    results = keys("ece", 0.3, 0.2, *ece) | keys("auroc", 0.6, 0.85, *auroc) | {"own.t.num_questions.before": 200}
+    results |= keys("weighted_votes_4", 0.5, 0.55, *votes) | keys("weighted_votes_2", 0.5, 0.5, 0, 0)
+    results |= {"own.t.weighted_votes_4.change": 0.05, "own.t.weighted_votes_2.change": 0.0}
+    (sentence,) = verdict(results)
+    assert all(words in sentence for words in [*expected, "(ECE .300 -> .200)", "(AUROC .600 -> .850)"])
+    assert "too few" not in sentence
+
+
+def test_few_questions_and_unknown_numbers_are_said() -> None:
+    (sentence,) = verdict({"own.t.ece.llama": 0.1, "own.t.auroc.llama": None, "own.t.num_questions.llama": 8})
+    assert sentence == "t, llama: ECE .100, AUROC unknown, pass@1 unknown; 8 questions are too few to tell much."

@@ -1,0 +1,398 @@
+"""Calibration errors, bins and intervals: against vectors, loops, other libraries and simulated truths."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import brier_score_loss
+from torchmetrics.classification import BinaryCalibrationError
+from torchmetrics.functional.classification import binary_calibration_error
+
+from selfcal_lightning.capability.evaluation import share_error_bounds
+from selfcal_lightning.metrics.arrays import ECE
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    ScoredResponses,
+    bootstrap_interval,
+    calibration_error_bounds,
+    paired_bootstrap,
+    question_bootstrap,
+    resample_weights,
+)
+from selfcal_lightning.metrics.calibration import (
+    ErrorBounds,
+    brier_score,
+    expected_calibration_error,
+    maximum_calibration_error,
+    reliability_bins,
+)
+from selfcal_lightning.metrics.streaming import BinnedCalibrationError
+
+Vectors = Callable[[str], dict[str, Any]]
+
+RESPONSES = st.lists(
+    st.tuples(st.one_of(st.floats(0.0, 1.0), st.integers(0, 20).map(lambda n: n / 20)), st.booleans()),
+    min_size=1,
+    max_size=40,
+)
+
+
+def _responses(size: int = 500, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    confidence = generator.random(size) ** 2
+    return confidence, generator.random(size) < confidence
+
+
+def _reference_naive_calibration_errors(
+    confidence: list[float], correct: list[bool], edges: np.ndarray
+) -> tuple[float, float]:
+    """Return ECE and MCE by one loop over bins and one over responses."""
+    expected, maximum = 0.0, 0.0
+    for lower, upper in itertools.pairwise(edges):
+        last = upper == edges[-1]
+        inside = [
+            (c, y) for c, y in zip(confidence, correct, strict=True) if lower <= c < upper or (last and c == upper)
+        ]
+        if inside:
+            gap = abs(sum(c for c, _ in inside) - sum(y for _, y in inside)) / len(inside)
+            expected += gap * len(inside) / len(confidence)
+            maximum = max(maximum, gap)
+    return expected, maximum
+
+
+def _reference_sklearn_reliability(confidence: np.ndarray, correct: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return calibration_curve(correct, confidence, n_bins=10)
+
+
+def _reference_sklearn_brier(confidence: np.ndarray, correct: np.ndarray) -> float:
+    return float(brier_score_loss(correct, confidence))
+
+
+def _reference_torchmetrics_calibration(confidence: np.ndarray, correct: np.ndarray, norm: str) -> float:
+    return binary_calibration_error(torch.tensor(confidence), torch.tensor(correct).long(), n_bins=10, norm=norm).item()
+
+
+def test_selfcal_ece_equals_the_vectors(vectors: Vectors) -> None:
+    cases = vectors("ece_auroc_selfcal")["cases"]
+    for case in cases:
+        error = expected_calibration_error(case["scores"], case["y"])
+        assert error == pytest.approx(case["ece_last_bin_closed"], abs=1e-6)
+    assert len(cases) >= 5
+
+
+def test_calibration_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("calibration_discrimination")["cases"]:
+        confidence, correct = case["confidences"], case["correct"]
+        assert expected_calibration_error(confidence, correct) == pytest.approx(case["ece10"], abs=1e-6)
+        assert maximum_calibration_error(confidence, correct) == pytest.approx(case["mce"], abs=1e-6)
+        assert brier_score(confidence, correct) == pytest.approx(case["brier"], abs=1e-6)
+
+
+def test_untied_quantile_bins_equal_the_vectors(vectors: Vectors) -> None:
+    case = vectors("calibration_discrimination")["cases"][0]
+    error = expected_calibration_error(case["confidences"], case["correct"], binning="quantile")
+    assert error == pytest.approx(case["ace10_quantile"], abs=1e-6)
+
+
+@settings(deadline=None)
+@given(RESPONSES, st.sampled_from([1, 2, 7, 10]), st.sampled_from(["uniform", "quantile"]))
+def test_errors_equal_naive_loops(responses: list[tuple[float, bool]], num_bins: int, binning: str) -> None:
+    confidence, correct = [c for c, _ in responses], [y for _, y in responses]
+    bins = reliability_bins(confidence, correct, num_bins=num_bins, binning=binning)
+    edges = np.append(bins.lower, 1.0)
+    expected, maximum = _reference_naive_calibration_errors(confidence, correct, edges)
+    options = {"num_bins": num_bins, "binning": binning}
+    assert expected_calibration_error(confidence, correct, **options) == pytest.approx(expected, abs=1e-12)
+    assert maximum_calibration_error(confidence, correct, **options) == pytest.approx(maximum, abs=1e-12)
+    assert bins.count.sum() == len(responses)
+
+
+def test_reliability_equals_sklearn() -> None:
+    confidence, correct = _responses()
+    bins = reliability_bins(confidence, correct)
+    accuracy, mean_confidence = _reference_sklearn_reliability(confidence, correct)
+    assert_allclose(bins.accuracy[bins.count > 0], accuracy, atol=1e-12)
+    assert_allclose(bins.confidence[bins.count > 0], mean_confidence, atol=1e-12)
+
+
+def test_brier_equals_sklearn() -> None:
+    confidence, correct = _responses()
+    assert brier_score(confidence, correct) == pytest.approx(_reference_sklearn_brier(confidence, correct), abs=1e-12)
+
+
+def test_errors_equal_torchmetrics_without_ones() -> None:
+    confidence, correct = _responses()
+    for norm, ours in (("l1", expected_calibration_error), ("max", maximum_calibration_error)):
+        theirs = _reference_torchmetrics_calibration(confidence, correct, norm)
+        assert ours(confidence, correct) == pytest.approx(theirs, abs=1e-5)
+
+
+def test_one_belongs_to_the_last_bin() -> None:
+    # Two of four right; the one bin has mean confidence .965: |.5 - .965|. torchmetrics gives 1.0 a bin of its own.
+    confidence, correct = [0.93, 0.93, 1.0, 1.0], [True, True, False, False]
+    assert expected_calibration_error(confidence, correct) == pytest.approx(0.465)
+    assert reliability_bins(confidence, correct).count.tolist() == [0] * 9 + [4]
+    theirs = _reference_torchmetrics_calibration(np.array(confidence), np.array(correct), "l1")
+    assert theirs == pytest.approx(0.535, abs=1e-6)
+
+
+def test_quantile_bins_hold_every_response_once() -> None:
+    confidence, correct = _responses(1000)
+    counts = reliability_bins(confidence, correct, binning="quantile").count
+    assert counts.min() >= 99
+    assert counts.max() <= 101
+    tied = reliability_bins([0.5] * 7 + [0.9], [True] * 8, binning="quantile")
+    assert tied.count.sum() == 8
+    assert (np.diff(tied.lower) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_and_sequences_give_the_same(dtype: torch.dtype) -> None:
+    confidence, correct = (torch.tensor(column) for column in _responses(100))
+    rounded = confidence.to(dtype).requires_grad_()
+    plain = rounded.detach().double().tolist()
+    assert expected_calibration_error(rounded, correct) == expected_calibration_error(plain, correct.tolist())
+    assert brier_score(rounded, correct) == brier_score(np.array(plain), correct.numpy())
+
+
+def test_nothing_gives_none() -> None:
+    assert expected_calibration_error([], []) is None
+    assert maximum_calibration_error([], []) is None
+    assert brier_score([], []) is None
+    assert expected_calibration_error([], [], binning="quantile") is None
+
+
+def test_shares_of_right_responses_are_labels_too() -> None:
+    assert expected_calibration_error([0.5, 0.5], [0.25, 0.5]) == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "correct", "message"),
+    [
+        ([0.5, None], [True, True], "None or NaN at position 1"),
+        ([0.5, 1.5], [True, True], r"Expected `confidence` to lie in \[0, 1\], but got values from 0.5 to 1.5"),
+        ([0.5], [None], "Expected `correct` to be known"),
+        ([0.5], [True, False], r"same length, but got \(1, 2\)"),
+        ([[0.5]], [True], "one-dimensional"),
+    ],
+)
+def test_wrong_arguments_are_named(confidence: list[Any], correct: list[Any], message: str) -> None:
+    for function in (expected_calibration_error, maximum_calibration_error, brier_score):
+        with pytest.raises(ValueError, match=message):
+            function(confidence, correct)
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ValueError, match="Expected `num_bins` to be a positive integer, but got 0"):
+        expected_calibration_error([0.5], [True], num_bins=0)
+    with pytest.raises(ValueError, match='Expected `binning` to be "uniform" or "quantile"'):
+        expected_calibration_error([0.5], [True], binning="equal")
+
+
+def _calibration_responses() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    confidence = torch.rand(1000, generator=generator, dtype=torch.float64)
+    return confidence, (torch.rand(1000, generator=generator) < confidence**2).long()
+
+
+def _reference_torchmetrics_streamed(confidence: torch.Tensor, correct: torch.Tensor, norm: str) -> float:
+    metric = BinaryCalibrationError(n_bins=10, norm=norm)
+    metric.update(confidence, correct)
+    return metric.compute().item()
+
+
+@pytest.mark.parametrize("norm", ["l1", "max"])
+def test_equals_the_function_and_torchmetrics(norm: str) -> None:
+    confidence, correct = _calibration_responses()
+    metric = BinnedCalibrationError(norm=norm)
+    for start in range(0, 1000, 300):
+        metric.update(confidence[start : start + 300], correct[start : start + 300])
+    function = expected_calibration_error if norm == "l1" else maximum_calibration_error
+    value = metric.compute()
+    assert value.dtype == torch.float64
+    assert value.item() == pytest.approx(function(confidence, correct), abs=1e-12)
+    assert value.item() == pytest.approx(_reference_torchmetrics_streamed(confidence, correct, norm), abs=1e-5)
+
+
+@pytest.mark.parametrize("num_bins", [1, 3, 10, 15])
+def test_bins_equal_the_function_also_on_edges(num_bins: int) -> None:
+    edges = torch.linspace(0.0, 1.0, num_bins + 1, dtype=torch.float64)
+    tenths = torch.arange(11, dtype=torch.float64) / 10
+    confidence = torch.cat([edges, tenths, tenths.float().double()])
+    correct = torch.arange(len(confidence)) % 2
+    metric = BinnedCalibrationError(num_bins)
+    metric.update(confidence, correct)
+    ours, function = metric.bins(), reliability_bins(confidence, correct, num_bins=num_bins)
+    for name in ("lower", "upper", "count", "confidence", "accuracy"):
+        assert_allclose(getattr(ours, name), getattr(function, name), atol=1e-12)
+
+
+def test_many_bfloat16_batches_do_not_drift() -> None:
+    metric = BinnedCalibrationError().to(torch.bfloat16)
+    for _ in range(3000):
+        metric.update(torch.tensor([0.5], dtype=torch.bfloat16), torch.tensor([0]))
+    assert metric.bins().count.sum() == 3000
+    assert metric.compute().item() == 0.5
+
+
+def test_gradients_do_not_enter() -> None:
+    confidence = torch.tensor([0.5, 0.9], requires_grad=True)
+    metric = BinnedCalibrationError()
+    assert not metric(confidence, torch.tensor([1, 1])).requires_grad
+    assert not metric.count.requires_grad
+
+
+@pytest.mark.parametrize("confidence", [[1.5], [-0.1], [float("nan")]])
+def test_impossible_confidences_are_refused(confidence: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"Expected `confidence` to lie in \[0, 1\]"):
+        BinnedCalibrationError().update(torch.tensor(confidence), torch.tensor([1]))
+
+
+def test_unknown_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match='Expected `norm` to be "l1" or "max"'):
+        BinnedCalibrationError(norm="l2")
+
+
+NUM_SETS, NUM_QUESTIONS, NUM_RESPONSES, NUM_RESAMPLES = 200, 150, 6, 200
+
+# A share of NUM_SETS intervals that hold the truth lies above this unless their level is below 95 % (three sigma).
+ENOUGH = 0.95 - 3.0 * math.sqrt(0.95 * 0.05 / NUM_SETS)
+
+
+def simulate(excess: float, draw: np.random.Generator, *, num_questions: int = NUM_QUESTIONS) -> ScoredResponses:
+    """Draw responses that are right with their confidence less ``excess``; those to one question depend on each other.
+
+    Confidences lie between .3 and .95, so that no chance is cut off and the population's ECE is ``excess``.
+    """
+    ease = draw.uniform(0.35, 0.9, size=(num_questions, 1))
+    confidence = ease + draw.uniform(-0.05, 0.05, size=(num_questions, NUM_RESPONSES))
+    shared, own = draw.random((num_questions, 1)), draw.random(confidence.shape)
+    luck = np.where(draw.random(confidence.shape) < 0.5, shared, own)
+    question = np.repeat(np.arange(num_questions), NUM_RESPONSES)
+    return ScoredResponses(confidence.ravel(), (luck < confidence - excess).ravel(), question)
+
+
+def columns(pool: ScoredResponses) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return np.asarray(pool.confidence), np.asarray(pool.correct), np.asarray(pool.question_index)
+
+
+def test_the_simulated_worlds_have_the_error_that_is_claimed() -> None:
+    for excess in (0.0, 0.03, 0.25):
+        pool = simulate(excess, np.random.default_rng(0), num_questions=40_000)
+        assert expected_calibration_error(pool.confidence, pool.correct) == pytest.approx(excess, abs=0.006)
+
+
+@pytest.mark.parametrize("excess", [0.0, 0.03, 0.25])
+def test_intervals_hold_the_truth(excess: float) -> None:
+    draw = np.random.default_rng(7)
+    held, plain, value = 0, 0, []
+    for number in range(NUM_SETS):
+        pool = simulate(excess, draw)
+        options = {"metrics": [ECE], "num_resamples": NUM_RESAMPLES, "seed": number}
+        found = bootstrap_interval(*columns(pool), **options)[ECE]
+        assert found.value == pytest.approx(expected_calibration_error(pool.confidence, pool.correct))
+        assert 0.0 <= found.low <= found.value <= found.high <= 1.0
+        held += found.low <= excess <= found.high
+        low, high = np.quantile(question_bootstrap(*columns(pool), **options)[ECE], [0.025, 0.975])
+        plain += low <= excess <= high
+        value.append(found.high - found.low)
+    assert held / NUM_SETS >= ENOUGH
+    if excess == 0.0:
+        assert plain == 0, "percentiles of the resampled error never reach 0"
+    if excess == 0.25:
+        # Where all gaps have one sign, the interval is hardly wider than the percentiles' one.
+        assert plain / NUM_SETS >= ENOUGH
+    assert np.mean(value) < 0.2
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.25, 0.0), (0.25, 0.03), (0.03, 0.0), (0.03, 0.03)])
+def test_changes_and_ratios_hold_the_truth(before: float, after: float) -> None:
+    draw = np.random.default_rng(8)
+    held = np.zeros(2)
+    for number in range(NUM_SETS):
+        pair = simulate(before, draw), simulate(after, draw)
+        found = paired_bootstrap(*pair, metrics=[ECE], num_resamples=NUM_RESAMPLES, seed=number)[ECE]
+        truths = (found.change, after - before), (found.ratio, after / before)
+        held += [part.low <= truth <= part.high for part, truth in truths]
+        assert all(part.low <= part.value <= part.high for part, _ in truths)
+    assert (held / NUM_SETS >= ENOUGH).all()
+
+
+def test_a_clear_change_stays_clear() -> None:
+    """The price of holding the truth near 0 is paid there, not where a model gets better for all to see."""
+    draw = np.random.default_rng(9)
+    found = paired_bootstrap(
+        simulate(0.25, draw, num_questions=600), simulate(0.05, draw, num_questions=600), metrics=[ECE]
+    )[ECE]
+    assert found.change.high < -0.1
+
+
+def test_the_debiased_error_is_nearer_to_the_truth() -> None:
+    from selfcal_lightning.metrics.calibration import debiased_calibration_error
+
+    draw = np.random.default_rng(10)
+    for excess, left_over in ((0.0, 0.65), (0.03, 0.35), (0.25, None)):
+        pools = [simulate(excess, draw) for _ in range(NUM_SETS)]
+        plain = np.mean([expected_calibration_error(pool.confidence, pool.correct) for pool in pools]) - excess
+        debiased = np.mean([debiased_calibration_error(*columns(pool)) for pool in pools]) - excess
+        if left_over is None:
+            assert abs(debiased) < 0.005
+        else:
+            assert plain > 0.01
+            assert abs(debiased) < left_over * plain
+
+
+def test_debiasing_by_simulation_of_its_formula() -> None:
+    """The expected absolute gaps by drawing them, instead of the folded normal's mean."""
+    from selfcal_lightning.metrics.calibration import debiased_calibration_error
+
+    draw = np.random.default_rng(11)
+    confidence, correct, question = columns(simulate(0.05, draw, num_questions=80))
+    slot = np.minimum((confidence * 10).astype(int), 9)
+    gaps, errors = np.zeros(10), np.zeros(10)
+    for bin_number in range(10):
+        by_question = np.bincount(question, weights=(correct - confidence) * (slot == bin_number))
+        gaps[bin_number] = by_question.sum() / len(confidence)
+        errors[bin_number] = by_question.std() * math.sqrt(len(by_question)) / len(confidence)
+    drawn = np.abs(gaps + errors * draw.normal(size=(400_000, 10))).sum(axis=1).mean()
+    expected = 2.0 * np.abs(gaps).sum() - drawn
+    assert debiased_calibration_error(confidence, correct, question) == pytest.approx(expected, abs=2e-4)
+    assert debiased_calibration_error([], [], []) is None
+
+
+def test_bounds_from_sums_and_of_shares_are_those_of_the_responses() -> None:
+    """Every question has one estimate, against which its share of right responses is held."""
+    draw = np.random.default_rng(3)
+    values = draw.uniform(0.05, 0.95, NUM_QUESTIONS)
+    right = draw.random((NUM_QUESTIONS, NUM_RESPONSES)) < values[:, None]
+    question = np.repeat(np.arange(NUM_QUESTIONS), NUM_RESPONSES)
+    of_responses = calibration_error_bounds(
+        np.repeat(values, NUM_RESPONSES), right.ravel(), question, num_resamples=NUM_RESAMPLES
+    )
+    weights = resample_weights(NUM_QUESTIONS, num_resamples=NUM_RESAMPLES)
+    found = share_error_bounds(values, right.mean(axis=1), weights)
+    assert found.value == pytest.approx(of_responses.value)
+    assert found.value == pytest.approx(expected_calibration_error(np.repeat(values, NUM_RESPONSES), right.ravel()))
+    assert found.least == pytest.approx(of_responses.least)
+    assert found.most == pytest.approx(of_responses.most)
+
+
+def test_resamples_without_a_response_are_left_out_and_counted() -> None:
+    weights = np.array([[0.5, 1.0, 0.0], [0.5, 0.0, 1.0]])
+    bounds = ErrorBounds.from_sums(np.array([[0.5], [0.0]]), np.array([1.0, 0.0]), weights)
+    assert np.isnan(bounds.least).tolist() == [False, True]
+    assert Estimate.from_bounds(bounds) == Estimate(0.5, 0.5, 0.5, 1)
+    nothing = ErrorBounds.from_sums(np.zeros((2, 1)), np.zeros(2), weights)
+    assert Estimate.from_bounds(nothing) == Estimate(None, None, None)
+    alone = ErrorBounds.from_sums(np.array([[0.5]]), np.ones(1), np.ones((1, 1)))
+    assert Estimate.from_bounds(alone) == Estimate(0.5, None, None), "one question cannot be resampled"

@@ -1,0 +1,313 @@
+"""Certainty of tokens and of whole responses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from scipy import stats
+from torch import Tensor
+
+from selfcal_lightning.confidence import certainty
+from selfcal_lightning.confidence.certainty import (
+    group_confidences,
+    lowest_group_confidence,
+    response_certainty,
+    self_certainty,
+    span_means,
+    step_certainty,
+    step_entropy,
+    step_scores,
+    token_certainty,
+    token_entropy,
+    token_statistics,
+    top_k_confidence,
+)
+from selfcal_lightning.confidence.trajectories import chain_of_embedding, response_layer_means
+from selfcal_lightning.data.steps import aggregate
+
+Vectors = Callable[[str], dict[str, Any]]
+
+
+def _reference_scipy_entropy(logits: Tensor) -> list[float]:
+    return [float(stats.entropy(p)) for p in logits.double().softmax(-1).numpy()]
+
+
+def _reference_scipy_certainty(logits: Tensor) -> list[float]:
+    uniform = np.full(logits.shape[-1], 1.0 / logits.shape[-1])
+    return [float(stats.entropy(uniform, p)) for p in logits.double().softmax(-1).numpy()]
+
+
+def test_self_certainty_equals_the_vectors(vectors: Vectors) -> None:
+    cases = vectors("self_certainty")["cases"]
+    for case in cases:
+        logits = torch.tensor(case["logits"])
+        found = self_certainty(logits[None], mask=[case["mask"]]) if "mask" in case else self_certainty(logits)
+        torch.testing.assert_close(found, torch.tensor(case["self_certainty"]), atol=1e-6, rtol=1e-6)
+    assert any("mask" in case for case in cases)
+
+
+def test_token_values_equal_the_vectors(vectors: Vectors) -> None:
+    """The reference shifts by one and fills the first token with 0."""
+    for case in vectors("cot_token_metrics")["cases"]:
+        logits, ids, out = torch.tensor(case["logits"]), torch.tensor(case["input_ids"]), case["out"]
+        for row in range(len(ids)):
+            found = token_statistics(logits[row, :-1], ids[row, 1:])
+            assert found.logprob.tolist() == pytest.approx(out["logprobs"][row][1:], abs=1e-6)
+            assert found.entropy.tolist() == pytest.approx(out["entropy"][row][1:], abs=1e-6)
+            assert found.certainty.tolist() == pytest.approx(out["certainty"][row][1:], abs=1e-6)
+
+
+def test_mean_entropy_equals_the_vectors_in_bits(vectors: Vectors) -> None:
+    for case in vectors("coe_output_baselines")["cases"]:
+        bits = token_entropy(torch.tensor(case["logits"])).mean() / math.log(2.0)
+        assert bits.item() == pytest.approx(case["entropy_bits"], abs=1e-6)
+
+
+def test_closed_forms() -> None:
+    # p = (1/2, 1/4, 1/4): H = 1.5 log 2, KL(U || p) = -log 3 - (log 1/2 + 2 log 1/4) / 3 = 5/3 log 2 - log 3.
+    logits = torch.tensor([[2.0, 1.0, 1.0]]).mul(math.log(2.0)) + 7.0
+    assert token_entropy(logits).item() == pytest.approx(1.5 * math.log(2.0), abs=1e-6)
+    assert token_certainty(logits).item() == pytest.approx(5.0 / 3.0 * math.log(2.0) - math.log(3.0), abs=1e-6)
+    assert self_certainty([[0.0, 0.0]]).item() == 0.0
+    assert torch.isnan(self_certainty(torch.zeros(1, 2, 3), mask=torch.zeros(1, 2))).all()
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_float32_over_a_real_vocabulary(scale: float, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(4, 151_936, generator=generator) * scale + offset).double()
+    rounded = logits.float()
+    tolerance = {"rel": 3e-5, "abs": 3e-6}
+    assert token_entropy(rounded).tolist() == pytest.approx(_reference_scipy_entropy(rounded), **tolerance)
+    assert token_certainty(rounded).tolist() == pytest.approx(_reference_scipy_certainty(rounded), **tolerance)
+
+
+def test_half_precision_is_widened_first() -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for function in (token_entropy, token_certainty, self_certainty):
+        assert function(logits).dtype == torch.float32
+        torch.testing.assert_close(function(logits), function(logits.float()))
+    assert token_entropy(logits.double()).dtype == torch.float64
+
+
+def test_pieces_do_not_change_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)).double()
+    ids = torch.arange(7)[None].expand(2, 7)[:, :5].flatten()
+    whole = token_entropy(logits), token_certainty(logits), token_statistics(logits.flatten(0, 1), ids)
+    monkeypatch.setattr(certainty, "_CHUNK_ELEMENTS", 21)  # three rows at once
+    torch.testing.assert_close(token_entropy(logits), whole[0])
+    torch.testing.assert_close(token_certainty(logits), whole[1])
+    torch.testing.assert_close(token_statistics(logits.flatten(0, 1), ids), whole[2])
+    assert whole[0].shape == (2, 5)
+    assert self_certainty(logits).tolist() == pytest.approx(whole[1].mean(-1).tolist())
+    expected = logits.log_softmax(-1).flatten(0, 1).gather(1, ids[:, None]).squeeze(1)
+    torch.testing.assert_close(whole[2].logprob, expected)
+    assert [column.tolist() for column in token_statistics(torch.zeros(0, 7), ids[:0])] == [[], [], []]
+
+
+def test_masked_tokens() -> None:
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]])
+    assert token_entropy(logits).item() == pytest.approx(math.log(2.0), abs=1e-6)
+    assert token_certainty(logits).item() == math.inf
+    mask = torch.tensor([0, 1])
+    found = self_certainty(torch.cat([logits, torch.zeros(1, 3)]), mask=mask)
+    assert found.item() == 0.0, "a token that does not count may be infinite"
+
+
+VALUES = st.lists(st.floats(0.0, 20.0), min_size=1, max_size=12)
+
+DRIFTED = [(0, 2), (2, 6)]
+
+
+def _reference_loop_groups(values: list[float], window: int) -> list[float]:
+    size = min(window, len(values))
+    return [sum(values[at : at + size]) / size for at in range(len(values) - size + 1)]
+
+
+def _reference_sorted_top_k(logits: list[float], k: int) -> float:
+    total = math.log(sum(math.exp(z) for z in logits))
+    return -sum(z - total for z in sorted(logits, reverse=True)[:k]) / k
+
+
+def _response(vectors: Vectors) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return the recorded response with the logits that predict its tokens and the tokens."""
+    case = vectors("ttt_step_confidence")["cases"][0]
+    logits = torch.tensor(case["logits_full_sequence"]).double()
+    start = len(case["prompt_ids"])
+    return case, logits[start - 1 : -1], torch.tensor(case["response_ids"])
+
+
+def test_tokens_and_response_equal_the_vectors(vectors: Vectors) -> None:
+    case, logits, ids = _response(vectors)
+    tokens = token_statistics(logits, ids)
+    size = math.log(logits.shape[1])
+    assert (tokens.certainty + size).tolist() == pytest.approx(case["per_token_certainty_-mean_logp"], abs=1e-6)
+    assert tokens.entropy.tolist() == pytest.approx(case["per_token_entropy"], abs=1e-6)
+    assert tokens.logprob.tolist() == pytest.approx(case["per_token_logprob"], abs=1e-6)
+    assert response_certainty(logits).item() == pytest.approx(case["response_certainty"], abs=1e-6)
+
+
+def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
+    case, logits, ids = _response(vectors)
+    tokens, size = token_statistics(logits, ids), logits.shape[1]
+    logprob = span_means(tokens.logprob, DRIFTED)
+    lowest = torch.stack([tokens.entropy[start:end].min() for start, end in DRIFTED])
+    for wanted in case["scores"]:
+        options = {"vocabulary_size": size, "weight": wanted["lambda"]}
+        found = {
+            "self_certainty_step": step_certainty(tokens, DRIFTED, **options),
+            "entropy_step_MATH500_mean": step_entropy(tokens, DRIFTED, **options),
+            "entropy_step_GSM8K_min": step_scores(1.0 - lowest / math.log(size), logprob, weight=wanted["lambda"]),
+            "self_eval_step_default_0.5": step_scores(torch.full((2,), 0.5), logprob, weight=wanted["lambda"]),
+        }
+        for name, scores in found.items():
+            assert aggregate(scores.tolist(), "mean") == pytest.approx(wanted[name], abs=1e-6), name
+
+
+def test_step_scores_on_right_spans_equal_the_vectors(vectors: Vectors) -> None:
+    _, logits, ids = _response(vectors)
+    tokens, size = token_statistics(logits, ids), logits.shape[1]
+    for case in vectors("ttt_step_confidence_alignment")["cases"]:
+        spans, options = case["correct_spans"], {"vocabulary_size": size, "weight": case["lambda"]}
+        certainty = aggregate(step_certainty(tokens, spans, **options).tolist(), "mean")
+        assert certainty == pytest.approx(case["self_certainty_aligned"], abs=1e-6)
+        assert certainty != pytest.approx(case["self_certainty_drifted"], abs=0.1)
+        entropy = aggregate(step_entropy(tokens, spans, **options).tolist(), "mean")
+        assert entropy == pytest.approx(case["entropy_mean_aligned"], abs=1e-6)
+
+
+def test_step_entropy_lies_in_the_unit_interval() -> None:
+    logits = torch.cat([torch.zeros(1, 8), torch.tensor([[99.0] + [0.0] * 7])])
+    tokens = token_statistics(logits, torch.tensor([3, 0]))
+    assert step_entropy(tokens, [(0, 1), (1, 2)], vocabulary_size=8, weight=0.0).tolist() == pytest.approx([0.0, 1.0])
+    assert step_entropy(tokens, [(0, 1), (1, 2)], vocabulary_size=8, weight=1.0).tolist() == pytest.approx([0.125, 1.0])
+
+
+@settings(deadline=None)
+@given(VALUES, st.integers(1, 15), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+def test_groups_equal_loops(values: list[float], window: int, share: float) -> None:
+    column = torch.tensor(values, dtype=torch.float64)
+    groups = _reference_loop_groups(values, window)
+    assert group_confidences(column, window=window).tolist() == pytest.approx(groups, abs=1e-9)
+    lowest = sorted(groups)[: max(1, int(share * len(groups)))]
+    found = lowest_group_confidence(column, window=window, share=share)
+    assert found == pytest.approx(sum(lowest) / len(lowest), abs=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-8.0, 8.0), min_size=3, max_size=9), st.integers(1, 3))
+def test_top_k_confidence_equals_sorting(logits: list[float], k: int) -> None:
+    found = top_k_confidence(torch.tensor(logits, dtype=torch.float64), k)
+    assert found.item() == pytest.approx(_reference_sorted_top_k(logits, k), abs=1e-9)
+
+
+def test_long_float32_responses_keep_their_digits() -> None:
+    values = torch.full((100_000,), 0.1)
+    values[60_000] = 0.0
+    groups = group_confidences(values, window=10)
+    assert groups.dtype == torch.float32
+    assert groups.max().item() == pytest.approx(0.1, abs=1e-7)
+    assert lowest_group_confidence(values, window=10) == pytest.approx(0.09, abs=1e-7)
+
+
+def test_nothing_has_no_confidence() -> None:
+    empty = torch.zeros(0)
+    assert lowest_group_confidence(empty) is None
+    assert span_means(empty, []).tolist() == []
+    assert aggregate(step_scores(empty, empty).tolist(), "mean") is None
+
+
+def _reference_naive_chain(states: list[list[float]], *, normalize: bool) -> tuple[float, float]:
+    """Return CoE-R and CoE-C by the arc cosine, one layer after another."""
+
+    def angle(u: list[float], v: list[float]) -> float:
+        product = sum(a * b for a, b in zip(u, v, strict=True))
+        return math.acos(max(-1.0, min(1.0, product / (math.hypot(*u) * math.hypot(*v)))))
+
+    distance = math.dist(states[-1], states[0]) if normalize else 1.0
+    turn = angle(states[-1], states[0]) if normalize else 1.0
+    steps = [(math.dist(b, a) / distance, angle(b, a) / turn) for a, b in itertools.pairwise(states)]
+    size = len(steps)
+    x, y = (sum(m * f(a) for m, a in steps) / size for f in (math.cos, math.sin))
+    return sum(m for m, _ in steps) / size - sum(a for _, a in steps) / size, math.hypot(x, y)
+
+
+def test_scores_equal_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("coe_scores")["cases"]:
+        chain = chain_of_embedding(case["layer_means"])
+        assert_allclose(chain.magnitudes, case["mag_normalised"], atol=1e-6)
+        assert_allclose(chain.angles, case["ang_normalised"], atol=1e-6)
+        assert (chain.magnitude, chain.angle) == pytest.approx((case["mag_mean"], case["ang_mean"]), abs=1e-6)
+        assert np.var(chain.magnitudes) == pytest.approx(case["mag_var"], abs=1e-6)
+        assert np.var(chain.angles) == pytest.approx(case["ang_var"], abs=1e-6)
+        assert (chain.coe_r, chain.coe_c) == pytest.approx((case["CoE_R"], case["CoE_C"]), abs=1e-6)
+        plain = chain_of_embedding(case["layer_means"], normalize=False)
+        assert plain.coe_c == pytest.approx(case["TTT_CoE_C_unnormalised"], abs=1e-6)
+
+
+def test_undefined_trajectories_are_none(vectors: Vectors) -> None:
+    """The reference gives NaN or divides by zero where the ends coincide."""
+    for case in vectors("coe_edge_cases")["cases"]:
+        assert chain_of_embedding(case["layer_means"]) is None
+        plain = chain_of_embedding(case["layer_means"], normalize=False)
+        assert plain.coe_c == pytest.approx(case["TTT_CoE_C"], abs=1e-6)
+    assert chain_of_embedding([[1.0, 2.0], [3.0, 1.0], [2.0, 4.0]]) is None  # the ends point the same way
+    assert chain_of_embedding([[1.0, 2.0], [0.0, 0.0], [2.0, 1.0]], normalize=False) is None
+    assert chain_of_embedding([[1.0, 2.0]]) is None
+
+
+def test_pooling_equals_the_vectors(vectors: Vectors) -> None:
+    """The states of the first pass end with the last token of the prompt; the reference pools its first one."""
+    for case in vectors("coe_token_pooling")["cases"]:
+        states = case["hidden_states[pos][layer][token]"]
+        parts = [torch.tensor(states[name]).double() for name in ("pos0_prompt_len4", "pos1", "pos2")]
+        # The state of the last token predicts nothing; whatever it is, it does not count.
+        whole = torch.cat([*parts, torch.full_like(parts[1], 9.0)], dim=1)
+        means = response_layer_means(whole, prompt_length=4)
+        assert_allclose(means, case["last_prompt_token_pooled"], atol=1e-6)
+        chain = chain_of_embedding(means)
+        assert chain.coe_r == pytest.approx(case["CoE_R_fixed"], abs=1e-6)
+        assert chain.coe_c == pytest.approx(case["CoE_C_fixed"], abs=1e-6)
+        assert abs(chain.coe_r - case["original_CoE_R"]) > 0.1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.integers(2, 6), st.integers(2, 5), st.booleans())
+def test_scores_equal_loops(seed: int, layers: int, width: int, normalize: bool) -> None:
+    states = np.random.default_rng(seed).normal(size=(layers, width))
+    chain = chain_of_embedding(states, normalize=normalize)
+    wanted = _reference_naive_chain(states.tolist(), normalize=normalize)
+    assert (chain.coe_r, chain.coe_c) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3))
+def test_normalised_scores_do_not_follow_scale_or_rotation(seed: int, scale: float) -> None:
+    generator = np.random.default_rng(seed)
+    states = generator.normal(size=(5, 4))
+    rotation = np.linalg.qr(generator.normal(size=(4, 4)))[0]
+    chain, moved = chain_of_embedding(states), chain_of_embedding(scale * states @ rotation)
+    assert (moved.coe_r, moved.coe_c) == pytest.approx((chain.coe_r, chain.coe_c), rel=1e-6)
+
+
+def test_small_angles_keep_their_digits() -> None:
+    """Two steps of 1e-6 radians each are half of the whole turn; the arc cosine gets them wrong by a percent."""
+    turns = np.array([0.0, 1e-6, 2e-6])
+    chain = chain_of_embedding(np.stack([np.cos(turns), np.sin(turns)], axis=1))
+    assert_allclose(chain.angles, [0.5, 0.5], rtol=1e-6)
+
+
+def test_half_precision_is_pooled_in_float32() -> None:
+    states = torch.full((2, 5, 3), 1.0, dtype=torch.bfloat16)
+    assert response_layer_means(states, prompt_length=1).dtype == torch.float32
+    assert response_layer_means(states.double(), prompt_length=1).dtype == torch.float64

@@ -1,0 +1,480 @@
+"""Losses and quantile errors: against vectors, torch and plain formulas."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+from sklearn.metrics import mean_pinball_loss
+from torch import Tensor
+
+from selfcal_lightning.adaptation.losses import (
+    entropy_bonus,
+    kl_estimate,
+    policy_gradient_loss,
+    sequence_ratio,
+    token_ratio,
+)
+from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
+from selfcal_lightning.rewards.quantiles import (
+    monotone_quantiles,
+    quantile_head_from,
+)
+from selfcal_lightning.training.losses import (
+    calibration_loss,
+    pinball_loss,
+    ranknet_loss,
+    share_of_step,
+    soft_cross_entropy,
+    squared_calibration_loss,
+)
+
+Vectors = Callable[[str], dict[str, Any]]
+
+
+def _reference_torch_smooth_l1(confidence: Tensor, target: Tensor) -> Tensor:
+    return torch.nn.SmoothL1Loss(beta=0.25, reduction="none")(confidence, target)
+
+
+def _reference_naive_mean_nll(logits: Tensor, token_ids: Tensor, mask: Tensor) -> list[float]:
+    means = []
+    for row in range(len(mask)):
+        losses = [
+            -torch.log_softmax(logits[row, t].double(), dim=-1)[token_ids[row, t]].item()
+            for t in range(mask.shape[1])
+            if mask[row, t]
+        ]
+        means.append(sum(losses) / len(losses) if losses else 0.0)
+    return means
+
+
+def _reference_naive_ranknet(scores: list[float], targets: list[float], temperature: float, tie_weight: float) -> float:
+    """Return the mean over ordered pairs plus the weighted mean over ties, by two loops."""
+    ordered, tied = [], []
+    for i, j in itertools.combinations(range(len(scores)), 2):
+        d = (scores[i] - scores[j]) / temperature
+        if targets[i] == targets[j]:
+            tied.append((math.log1p(math.exp(d)) + math.log1p(math.exp(-d))) / 2.0 - math.log(2.0))
+        else:
+            ordered.append(math.log1p(math.exp(-d if targets[i] > targets[j] else d)))
+    means = [sum(losses) / len(losses) if losses else 0.0 for losses in (ordered, tied)]
+    return means[0] + tie_weight * means[1]
+
+
+def _reference_sklearn_pinball(scores: Tensor, target: Tensor, level: float) -> float:
+    return float(mean_pinball_loss(target, scores, alpha=level))
+
+
+def test_calibration_loss_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("smooth_l1_confidence_loss")["cases"]:
+        confidence, target = (torch.tensor(case[name]).double().reshape(-1) for name in ("p_yes", "target"))
+        losses = calibration_loss(confidence, target)
+        assert losses.shape == confidence.shape
+        assert losses.mean().item() == pytest.approx(case["loss"], abs=1e-6)
+
+
+def test_calibration_loss_by_hand() -> None:
+    # d = .1: .5 * .01 / .25 = .02; d = -.25: .25 - .125 = .125; d = .5: .5 - .125 = .375.
+    confidence, target = torch.tensor([0.6, 0.25, 1.0]), torch.tensor([0.5, 0.5, 0.5])
+    torch.testing.assert_close(calibration_loss(confidence, target), torch.tensor([0.02, 0.125, 0.375]))
+    torch.testing.assert_close(squared_calibration_loss(confidence, target), torch.tensor([0.01, 0.0625, 0.25]))
+    torch.testing.assert_close(
+        calibration_loss(confidence, target), _reference_torch_smooth_l1(confidence, target), rtol=0.0, atol=0.0
+    )
+
+
+def test_gradient_is_linear_inside_and_constant_outside() -> None:
+    confidence = torch.tensor([0.6, 0.9, 0.1], requires_grad=True)
+    calibration_loss(confidence, torch.full((3,), 0.5)).sum().backward()
+    torch.testing.assert_close(confidence.grad, torch.tensor([0.4, 1.0, -1.0]))
+
+
+def test_half_precision_is_widened() -> None:
+    confidence = torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True)
+    loss = calibration_loss(confidence, torch.tensor([0.75]))
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert confidence.grad.dtype == torch.bfloat16
+
+
+def test_pinball_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("wql_loss")["cases"]:
+        scores, target = torch.tensor(case["scores"]).double(), torch.tensor(case["targets"]).double()
+        losses = pinball_loss(scores, target, case["quantiles"])
+        torch.testing.assert_close(losses, torch.tensor(case["per_element"]).double(), atol=1e-6, rtol=0.0)
+        assert losses.mean().item() == pytest.approx(case["wql"], abs=1e-6)
+
+
+def test_pinball_equals_sklearn() -> None:
+    torch.manual_seed(0)
+    scores, target, levels = torch.rand(50, 3).double(), torch.rand(50).double(), [0.1, 0.5, 0.9]
+    losses = pinball_loss(scores, target, levels)
+    for column, level in enumerate(levels):
+        wanted = _reference_sklearn_pinball(scores[:, column], target, level)
+        assert losses[:, column].mean().item() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_pinball_is_least_at_the_quantile_and_the_soft_cross_entropy_at_the_mean() -> None:
+    """Rates 0, 0, 0, 1: the median is 0, the 90 % quantile is 1, and the mean is 1/4."""
+    rates, grid = torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.linspace(0.0, 1.0, 101)
+    scores = grid[:, None, None].expand(-1, 4, 2)
+    losses = pinball_loss(scores, rates.expand(101, 4), [0.5, 0.9]).mean(dim=1)
+    assert grid[losses.argmin(dim=0)].tolist() == pytest.approx([0.0, 1.0])
+    inner = grid[1:-1]
+    entropy = soft_cross_entropy(inner.logit()[:, None].expand(-1, 4), rates.expand(99, 4)).mean(dim=1)
+    assert inner[entropy.argmin()].item() == pytest.approx(0.25)
+
+
+def test_soft_cross_entropy_by_hand() -> None:
+    # sigmoid(log 3) = 3/4: -1/2 log 3/4 - 1/2 log 1/4 = log 4 - 1/2 log 3.
+    loss = soft_cross_entropy(torch.tensor([math.log(3.0), 200.0]), torch.tensor([0.5, 1.0]))
+    assert loss.tolist() == pytest.approx([math.log(4.0) - 0.5 * math.log(3.0), 0.0], abs=1e-6)
+
+
+def test_ranknet_equals_the_vectors(vectors: Vectors) -> None:
+    """The reference's sum is its mean times the number of pairs."""
+    for case in vectors("ranknet_loss")["cases"]:
+        scores, target = torch.tensor(case["scores"]), torch.tensor(case["targets"])
+        options = {"temperature": case["temperature"], "tie_weight": case["tie_loss_weight"]}
+        loss = ranknet_loss(scores, target, **options).item()
+        if case["reduction"] == "sum":
+            assert len(set(case["targets"])) == len(case["targets"])
+            loss *= math.comb(len(scores), 2)
+        assert loss == pytest.approx(case["loss"], abs=1e-6)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-5.0, 5.0), st.sampled_from([0.0, 0.5, 1.0])), max_size=6),
+    st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_ranknet_equals_two_loops(pairs: list[tuple[float, float]], temperature: float, tie_weight: float) -> None:
+    scores, targets = [s for s, _ in pairs], [t for _, t in pairs]
+    found = ranknet_loss(
+        torch.tensor(scores, dtype=torch.float64), torch.tensor(targets), temperature=temperature, tie_weight=tie_weight
+    )
+    assert found.item() == pytest.approx(_reference_naive_ranknet(scores, targets, temperature, tie_weight), abs=1e-9)
+
+
+def test_ranknet_of_ties_alone_keeps_a_gradient_of_zero() -> None:
+    scores = torch.tensor([0.2, 1.0], requires_grad=True)
+    loss = ranknet_loss(scores, torch.tensor([0.5, 0.5]))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert scores.grad.tolist() == [0.0, 0.0]
+
+
+ROW = torch.tensor([0, 0, 1, 1, 1, 2])
+
+CLIP = (0.2, 0.28)
+
+
+def _reference_autograd_ppo(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """Return PPO's loss of each token, with its ratio inside the graph (arXiv 1707.06347, equation 7)."""
+    ratio = torch.exp(new - old)
+    gain = advantage[ROW]
+    return torch.maximum(-ratio * gain, -ratio.clamp(1.0 - CLIP[0], 1.0 + CLIP[1]) * gain)
+
+
+def _reference_autograd_gspo(new: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    """Return GSPO's loss of each response, with its ratio inside the graph (arXiv 2507.18071)."""
+    losses = []
+    for row in range(len(advantage)):
+        mine = row == ROW
+        ratio = torch.exp((new[mine] - old[mine]).mean())
+        gains = ratio * advantage[row], ratio.clamp(1.0 - CLIP[0], 1.0 + CLIP[1]) * advantage[row]
+        losses.append(-torch.minimum(*gains))
+    return torch.stack(losses)
+
+
+def _tokens(spread: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities under the new and the old model, and an advantage for each of three responses."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, generator=generator).double()
+    new = old + spread * torch.randn(6, generator=generator).double()
+    return new, old, torch.tensor([1.5, -0.5, -2.0]).double()
+
+
+def test_by_hand() -> None:
+    # Advantages 1 and -1, ratio 1/2: min(.5, .8) = .5 and min(-.5, -.8) = -.8. Ratio 2: min(2, 1.28), min(-2, -1.28).
+    logprob, row = torch.full((2,), -1.0), torch.tensor([0, 1])
+    advantage = torch.tensor([1.0, -1.0])
+    for ratio, wanted in ((0.5, [-0.5, 0.8]), (2.0, [-1.28, 2.0])):
+        found = policy_gradient_loss(logprob, advantage, row, ratio=torch.full((2,), ratio))
+        assert found.tolist() == pytest.approx(wanted)
+    # Of two tokens, "tokens" adds and "responses" averages.
+    both = torch.tensor([0, 0])
+    assert policy_gradient_loss(logprob, advantage[:1], both).tolist() == [-2.0]
+    assert policy_gradient_loss(logprob, advantage[:1], both, normalise="responses").tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
+def test_value_and_gradient_equal_ppo(spread: float) -> None:
+    new, old, advantage = _tokens(spread)
+    ours, theirs = (new.clone().requires_grad_() for _ in range(2))
+    loss = policy_gradient_loss(ours, advantage, ROW, ratio=token_ratio(ours, old))
+    wanted = _reference_autograd_ppo(theirs, old, advantage)
+    torch.testing.assert_close(loss, torch.zeros(3).double().index_add(0, ROW, wanted))
+    loss.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
+def test_value_and_gradient_equal_gspo(spread: float) -> None:
+    new, old, advantage = _tokens(spread)
+    ours, theirs = (new.clone().requires_grad_() for _ in range(2))
+    sums = [torch.zeros(3).double().index_add(0, ROW, values) for values in (new, old)]
+    ratio = sequence_ratio(*sums, torch.bincount(ROW))
+    loss = policy_gradient_loss(ours, advantage, ROW, ratio=ratio[ROW], normalise="responses")
+    wanted = _reference_autograd_gspo(theirs, old, advantage)
+    torch.testing.assert_close(loss, wanted)
+    loss.sum().backward()
+    wanted.sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_without_a_ratio_it_is_reinforce() -> None:
+    logprob, _, advantage = _tokens(0.0)
+    logprob.requires_grad_()
+    loss = policy_gradient_loss(logprob, advantage, ROW)
+    loss.sum().backward()
+    torch.testing.assert_close(logprob.grad, -advantage[ROW])
+    torch.testing.assert_close(loss.detach(), -advantage * torch.bincount(ROW))
+
+
+@pytest.mark.parametrize("normalise", ["tokens", "responses"])
+def test_micro_batches_do_not_change_the_gradient(normalise: str) -> None:
+    new, old, advantage = _tokens(0.3)
+    total = torch.tensor(6.0 if normalise == "tokens" else 3.0)
+
+    def gradient(parts: list[list[int]]) -> Tensor:
+        logprob = new.clone().requires_grad_()
+        for part in parts:
+            mine = torch.isin(ROW, torch.tensor(part))
+            row = torch.tensor([part.index(r) for r in ROW[mine].tolist()])
+            ratio = token_ratio(logprob[mine], old[mine])
+            loss = policy_gradient_loss(logprob[mine], advantage[part], row, ratio=ratio, normalise=normalise)
+            share_of_step(loss, torch.ones(len(part)), total).backward()
+        return logprob.grad
+
+    torch.testing.assert_close(gradient([[0, 1, 2]]), gradient([[2], [0, 1]]))
+
+
+def test_a_response_without_tokens_gives_zero() -> None:
+    loss = policy_gradient_loss(torch.zeros(1), torch.tensor([1.0, 5.0]), torch.tensor([0]), normalise="responses")
+    assert loss.tolist() == [-1.0, 0.0]
+    assert sequence_ratio(torch.zeros(1), torch.zeros(1), torch.tensor([0])).tolist() == [1.0]
+
+
+def test_the_estimate_of_the_divergence_has_no_bias() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
+    estimates = kl_estimate(p.log(), q.log())
+    exact = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * estimates).sum(), exact)
+    assert (estimates >= 0.0).all()
+    # Its variance is below that of the plain estimate log p - log q.
+    plain = (p / q).log()
+    assert (p * estimates**2).sum() - exact**2 < (p * plain**2).sum() - exact**2
+    assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0])).tolist() == [0.0]
+
+
+def test_entropy_bonus_means_per_response_and_has_a_gradient() -> None:
+    logits = torch.zeros(3, 4, requires_grad=True)
+    peaked = torch.tensor([[100.0, 0.0, 0.0, 0.0]])
+    found = entropy_bonus(torch.cat([logits, peaked]), torch.tensor([0, 0, 1, 1]), num_rows=3)
+    assert found.tolist() == pytest.approx([math.log(4.0), math.log(4.0) / 2.0, 0.0], abs=1e-5)
+    probe = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    entropy_bonus(probe, torch.tensor([0]), num_rows=1).sum().backward()
+    # dH/dz_0 = -p0 p1 (z0 - z1).
+    p0 = torch.sigmoid(torch.tensor(1.0))
+    torch.testing.assert_close(probe.grad[0, 0], -p0 * (1.0 - p0))
+
+
+def test_policy_losses_half_precision_is_widened() -> None:
+    logprob = torch.full((1,), -1.0, dtype=torch.bfloat16)
+    assert policy_gradient_loss(logprob, torch.ones(1), torch.tensor([0])).dtype == torch.float32
+    assert kl_estimate(logprob, logprob).dtype == torch.float32
+
+
+RAW = st.floats(-1e30, 1e30)
+
+RATES = st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(0, 8)), min_size=1, max_size=20)
+
+
+def _reference_scipy_scores(raw: list[float]) -> list[float]:
+    centre, below, above = raw
+    ends = centre, centre - np.logaddexp(0.0, below), centre + np.logaddexp(0.0, above)
+    return [float(special.expit(end)) for end in ends]
+
+
+def _reference_softmax_score(logits: Tensor, positive: list[int], negative: int) -> Tensor:
+    """Return the share of the positive classes among positive and negative ones."""
+    chosen = logits[..., [*positive, negative]].softmax(-1)
+    return chosen[..., :-1].sum(-1)
+
+
+@settings(deadline=None, max_examples=500)
+@given(RAW, RAW, RAW)
+def test_quantiles_never_cross(centre: float, below: float, above: float) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        mean, low, high = monotone_quantiles(torch.tensor([centre, below, above], dtype=torch.float64).to(dtype))
+        assert 0.0 <= low <= mean <= high <= 1.0
+
+
+def test_quantiles_of_many_ordinary_outputs_never_cross() -> None:
+    raw = torch.randn(200_000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([3.0, 8.0, 8.0])
+    mean, low, high = monotone_quantiles(raw)
+    assert (low <= mean).all()
+    assert (mean <= high).all()
+    torch.testing.assert_close(mean, raw[:, 0].sigmoid())
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-30.0, 30.0), min_size=3, max_size=3))
+def test_quantiles_equal_scipy(raw: list[float]) -> None:
+    found = monotone_quantiles(torch.tensor(raw, dtype=torch.float64))
+    assert [score.item() for score in found] == pytest.approx(_reference_scipy_scores(raw), abs=1e-8)
+
+
+def test_training_finds_mean_and_quantiles_of_a_bernoulli_like_rate() -> None:
+    """Rates 0 (60 %), 1/2 (10 %) and 1 (30 %): the mean is .35, q10 is 0 and q90 is 1; the median would say 0."""
+    rates = torch.tensor([0.0] * 60 + [0.5] * 10 + [1.0] * 30)
+    raw = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.Adam([raw], lr=0.1)
+    for _ in range(800):
+        optimizer.zero_grad()
+        scores = monotone_quantiles(raw)
+        ends = torch.stack([scores.low, scores.high]).expand(100, 2)
+        loss = soft_cross_entropy(raw[0].expand(100), rates).mean() + pinball_loss(ends, rates, [0.1, 0.9]).mean()
+        loss.backward()
+        optimizer.step()
+    mean, low, high = monotone_quantiles(raw)
+    assert mean.item() == pytest.approx(0.35, abs=0.02)
+    assert low.item() < 0.05
+    assert high.item() > 0.95
+
+
+def _outside(low: Any, high: Any, rates: Any, *, tolerance: float = 0.0) -> list[float]:
+    """Return the shares of rates below the lower and above the upper quantile."""
+    metric = QuantileMetrics(tolerance=tolerance)
+    columns = (torch.as_tensor(np.broadcast_to(column, len(rates)).copy()) for column in (low, high, rates))
+    metric.update(*columns, torch.zeros(len(rates), dtype=torch.long))
+    values = metric.compute()
+    return [values["steps/BelowLow"], values["steps/AboveHigh"]]
+
+
+def test_right_quantiles_leave_the_nominal_share_outside() -> None:
+    # .25 is at the tolerance, so inside; .2 and 0 are outside.
+    assert _outside(0.3, 1.0, [0.25, 0.2, 0.0, 0.9], tolerance=0.05) == [0.5, 0.0]
+    assert _outside(0.0, 0.3, [0.35, 0.36, 1.0, 0.0], tolerance=0.05) == [0.0, 0.5]
+    rates, truth = np.random.default_rng(0).beta(2.0, 3.0, 20_000), stats.beta(2.0, 3.0)
+    assert _outside(truth.ppf(0.1), truth.ppf(0.9), rates) == pytest.approx([0.1, 0.1], abs=0.01)
+
+
+def test_brier_excess_has_the_right_expectation() -> None:
+    def excess(score: float, rate: float, num_rollouts: int) -> float:
+        metric = StepMetrics()
+        metric.update(
+            *(torch.tensor([value], dtype=torch.float64) for value in (score, rate, num_rollouts)), torch.tensor([0])
+        )
+        return metric.compute()["steps/BrierExcess"]
+
+    successes = np.arange(9)
+    for truth in (0.0, 0.3, 0.9):
+        weights = stats.binom.pmf(successes, 8, truth)
+        found = sum(w * excess(0.6, k / 8, 8) for w, k in zip(weights, successes, strict=True))
+        assert found == pytest.approx((0.6 - truth) ** 2, abs=1e-12)
+    assert excess(0.5, 1.0 / 3.0, 3) == pytest.approx(1.0 / 36.0 - 1.0 / 9.0, abs=1e-6)
+
+
+def test_qwen_head_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("quantile_head_init_qwen")["cases"]:
+        head = quantile_head_from(
+            torch.tensor(case["W"]), torch.tensor(case["b"]), positive=[1], negative=0, num_outputs=3
+        )
+        assert head.weight.squeeze(1).tolist() == [pytest.approx(row, abs=1e-6) for row in case["new_W"]]
+        assert head.bias.squeeze(1).tolist() == pytest.approx(case["new_b"], abs=1e-6)
+        found = head(torch.tensor(case["x"])).sigmoid()
+        assert found.tolist() == [pytest.approx(row, abs=1e-6) for row in case["sigmoid_after"]]
+        assert found[:, 0].tolist() == pytest.approx(case["softmax_pos_before"], abs=1e-6)
+
+
+def test_other_heads_start_exactly_where_the_vectors_stood(vectors: Vectors) -> None:
+    """The reference's own conversion keeps a random bias, and bends ReasonEval's score even without it."""
+    for case in vectors("quantile_head_init_other")["cases"]:
+        hidden = torch.tensor(case["x"])
+        if case["model"] == "shepherd":
+            (good, bad), weight = case["candidate_token_ids"], torch.tensor(case["lm_head_weight"])
+            head = quantile_head_from(weight, None, positive=[good], negative=bad, num_outputs=3)
+            wanted = case["before"]
+            assert head(hidden).sigmoid().tolist() == [
+                pytest.approx(row, abs=1e-6) for row in case["exact_if_bias_zero"]
+            ]
+        else:
+            weight = torch.tensor(case["score_head_weight"])
+            head = quantile_head_from(weight, None, positive=[1, 2], negative=0, num_outputs=3)
+            wanted = case["validity_before_1-p0"]
+        found = head(hidden).sigmoid()
+        for column in range(3):
+            assert found[:, column].tolist() == pytest.approx(wanted, abs=1e-6)
+        assert (found - torch.tensor(case["after_sigmoid"])).abs().max() > 0.05
+
+
+def test_activations_equal_the_vectors(vectors: Vectors) -> None:
+    """Scores of the public formats, read from their class logits by a head that copies the classes."""
+    identity = torch.eye(3)
+    for case in vectors("prm_activations")["cases"]:
+        logits = torch.tensor(case["logits"])
+        for name, positive, negative in (
+            ("qwen_mse softmax[...,1] (first two logits)", [1], 0),
+            ("shepherd_mse softmax over candidates [0,2], index 0", [0], 2),
+            ("reasoneval_mse 1-p0", [1, 2], 0),
+        ):
+            head = quantile_head_from(identity, None, positive=positive, negative=negative, num_outputs=1)
+            assert head(logits).sigmoid().squeeze(-1).tolist() == pytest.approx(case[name], abs=1e-6)
+        assert logits.sigmoid().tolist() == [pytest.approx(row, abs=1e-6) for row in case["quantile sigmoid"]]
+
+
+def test_step_rewards_equal_the_vectors(vectors: Vectors) -> None:
+    """Scores at the marked positions of a response."""
+    for case in vectors("prm_step_rewards")["cases"]:
+        logits = torch.tensor(case["logits"]).float()[torch.tensor(case["mask"]).bool()]
+        if case["mode"] == "softmax":
+            head = quantile_head_from(torch.eye(2), None, positive=[1], negative=0, num_outputs=1)
+            assert head(logits).sigmoid().squeeze(-1).tolist() == pytest.approx(case["out"][0], abs=1e-6)
+        else:
+            assert logits.sigmoid().tolist() == [pytest.approx(row, abs=1e-6) for row in case["out"][0]]
+
+
+@pytest.mark.parametrize("positive", [[1], [4], [1, 2], [0, 2, 4]])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_any_head_keeps_the_score(positive: list[int], with_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(5, 7).double(), torch.randn(5).double() if with_bias else None
+    hidden = torch.randn(3, 4, 7).double()
+    head = quantile_head_from(weight, bias, positive=positive, negative=3, num_outputs=2)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    wanted = _reference_softmax_score(logits, positive, 3)
+    found = head(hidden).sigmoid()
+    assert found.shape == (3, 4, 2)
+    torch.testing.assert_close(found, wanted[..., None].expand(-1, -1, 2))
+
+
+def test_outputs_are_copies_that_train_apart() -> None:
+    source = torch.randn(2, 3)
+    head = quantile_head_from(source, None, positive=[1], negative=0, num_outputs=2)
+    head.weight[0].zero_()
+    assert head.weight[1].abs().sum() > 0.0
+    assert source.abs().sum() > 0.0
+    half = quantile_head_from(source.bfloat16(), None, positive=[1], negative=0, num_outputs=1)
+    assert half.weight.dtype == half.bias.dtype == torch.bfloat16

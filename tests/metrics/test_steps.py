@@ -1,0 +1,602 @@
+"""Steps of responses: marks, rewards, search and selection over them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from scipy import special
+from transformers import AutoTokenizer
+
+from selfcal_lightning.adaptation.equations import (
+    arithmetic_value,
+    canonical_step,
+    equation_validity,
+    find_equations,
+    step_key,
+    step_match,
+    step_numbers,
+)
+from selfcal_lightning.adaptation.picking import (
+    select_best,
+)
+from selfcal_lightning.data.steps import (
+    POSITIONS,
+    aggregate,
+    find_rule,
+    prefix_after,
+    step_ends,
+    step_position,
+    step_spans,
+    token_spans,
+)
+from selfcal_lightning.data.tasks.extraction import last_boxed
+from selfcal_lightning.data.tasks.word_problems import stream_problems, write_solution
+from selfcal_lightning.metrics.capability import expected_accuracy
+from selfcal_lightning.rewards.search import (
+    Continuation,
+    Path,
+    distinct,
+    grow,
+    particle_weights,
+    select_topk,
+    unscored,
+    update_done,
+)
+
+Vectors = Callable[[str], dict[str, Any]]
+
+RULES = ("sentence", "line", "blank_line", "heading", "marker")
+
+# What steps are made of, so that random texts hit the rules and their exceptions.
+PARTS = ["ab", "3", "3.5", *".!? \n。)", "\n\n", "Step 1:", "## Step2", "step", "<e>", "Dr.", "2.", "**"]
+
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
+
+
+def _texts(text: str, rule: str, marker: str | None = None) -> list[str]:
+    return [text[start:end] for start, end in step_spans(text, rule, marker=marker)]
+
+
+def _reference_regex_sentences(text: str) -> list[str]:
+    """Split behind a mark that white space follows, as the reference does for want of headings."""
+    return [part.strip() for part in re.split(r"(?<=[.!?])\s+", text) if part.strip()]
+
+
+def _marker(rule: str) -> str | None:
+    return "<e>" if rule == "marker" else None
+
+
+def _cut(text: str, places: list[int]) -> list[str]:
+    """Cut a text into pieces; some are empty, as those of control tokens."""
+    ends = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("First 34+75=109. So 109+58=167. It is 167.", ["First 34+75=109.", "So 109+58=167.", "It is 167."]),
+        ("It is 3.5. Then 2.25!", ["It is 3.5.", "Then 2.25!"]),
+        ("No end", ["No end"]),
+        ("Cut in the middle. Of a wo", ["Cut in the middle.", "Of a wo"]),
+        ("Dr. Smith has 2.5 apples. He eats 1.", ["Dr. Smith has 2.5 apples.", "He eats 1."]),
+        ("1. Add 2.\n2. Stop.", ["1. Add 2.", "2. Stop."]),
+        ("(a) A. Yes. Done", ["(a) A.", "Yes.", "Done"]),
+        ("He said 'go.' Then (he left.) **Done.** End...", ["He said 'go.'", "Then (he left.)", "**Done.**", "End..."]),
+        ("第一步。第二步！第三步？ok", ["第一步。", "第二步！", "第三步？", "ok"]),
+        ("e.g. 2 vs. 3. So", ["e.g. 2 vs. 3.", "So"]),
+        ("", []),
+        (" \n ", []),
+    ],
+)  # fmt: skip
+def test_sentences(text: str, wanted: list[str]) -> None:
+    assert _texts(text, "sentence") == wanted
+
+
+def test_other_rules() -> None:
+    assert _texts("a\n\n b \nc", "line") == ["a", "b", "c"]
+    assert _texts("\n\na\nb\n \nc\n\n\n\nd", "blank_line") == ["a\nb", "c", "d"]
+    assert _texts("a\r\n\r\nb", "blank_line") == ["a", "b"]
+    assert _texts("<e>a b<e> <e>c", "marker", "<e>") == ["a b", "c"]
+    assert _texts("Intro. Step 1: a.\nStep 2. b. As in Step 1: c", "heading") == ["a.", "b. As in Step 1: c"]
+    assert _texts("### **Step 1:** a\n### **Step 2:** b", "heading") == ["a", "b"]
+    assert _texts("the next Step 2 is nice", "heading") == ["the next Step 2 is nice"]
+    assert _texts("Step 1.5 is no heading", "heading") == ["Step 1.5 is no heading"]
+
+
+def test_heading_steps_equal_the_vectors(vectors: Vectors) -> None:
+    """The reference joins lines and drops chat tokens first; only its branch of headings is to be matched."""
+    headed = 0
+    for case in vectors("step_split_ttt")["cases"]:
+        text = re.sub(r"<\|?/?\w+\|?>", "", case["text"])
+        rule = find_rule(text)
+        found = [" ".join(step.split()) for step in _texts(text, rule)]
+        if rule == "heading":
+            headed += 1
+            assert found == case["GSM8K"]
+        elif text.isascii():
+            assert found == _reference_regex_sentences(text)
+            assert found == [step for step in case["GSM8K"] if step]
+    assert headed >= 3
+
+
+def test_short_steps_and_decimals_survive(vectors: Vectors) -> None:
+    """One reference drops steps of fewer than five characters and cuts decimals; here every word is in a step."""
+    for case in vectors("step_split_cot_sasc")["cases"]:
+        text = case["text"]
+        spans = step_spans(text, "sentence")
+        written = [at for at in range(len(text)) if not text[at].isspace()]
+        assert all(any(start <= at < end for start, end in spans) for at in written)
+        cuts = {end for _, end in spans}
+        assert not any(text[at - 1] == "." and text[at : at + 1].isdigit() for at in cuts)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "rule", "ends"),
+    [
+        (["ab", ".", " cd", "."], "sentence", [2, 4]),
+        (["ab", ".\n\n", "cd", ".\n\n"], "sentence", [2, 4]),
+        (["ab", ".\n\n", "cd", ".\n\n"], "blank_line", [2, 4]),
+        (["a", "\n", "\n", "\n", "b", "\n"], "blank_line", [3, 5]),
+        (["3", ".", "5", "."], "sentence", [4]),
+        (["ab. cd", ". ef"], "sentence", [1, 2]),
+        (["ab. cd. ef."], "sentence", [1]),
+        (["ab", ".", "  ", "\n"], "sentence", [2]),
+        (["## ", "Step1:", " a", " b", " ##", " Step2:", " c"], "heading", [4, 7]),
+        (["Hi", "\n", "Step", " 1", ":", " a", "\n", "Step", " 2", ":", " b"], "heading", [6, 11]),
+        (["a", "<", "e", ">", "b"], "marker", [4, 5]),
+        (["", "ab", "", ".", "", " cd"], "sentence", [4, 6]),
+        ([], "sentence", []),
+        (["\n", " "], "line", []),
+    ],
+)
+def test_ends_in_tokens(pieces: list[str], rule: str, ends: list[int]) -> None:
+    assert step_ends(pieces, rule, marker=_marker(rule)) == ends
+
+
+def test_steps_of_the_bundled_model_end_at_its_full_stops(tiny_model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    text = "First 34+75=109. So 109-18=91. The answer is 91."
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = tokenizer.batch_decode([[token] for token in ids])
+    assert "".join(pieces) == text
+    stop = tokenizer(".", add_special_tokens=False)["input_ids"][0]
+    assert step_ends(pieces, "sentence") == [at + 1 for at, token in enumerate(ids) if token == stop]
+
+
+def test_ends_that_may_still_move_are_kept_back() -> None:
+    assert step_ends(["3", "."], "sentence", is_over=False) == []
+    assert step_ends(["3", ".", "5"], "sentence", is_over=False) == []
+    assert step_ends(["x=3", ".", " So"], "sentence", is_over=False) == [2]
+    assert step_ends(["x=3", ".\n"], "sentence", is_over=False) == [2]
+    assert step_ends(["a", "\n\n"], "blank_line", is_over=False) == [2]
+    assert step_ends(["a", "\n", "Step 1", "."], "heading", is_over=False) == []
+    assert step_ends(["Step 1: a", "\n", "Step 2", ":", " b"], "heading", is_over=False) == [1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, st.lists(st.integers(0, 100), max_size=12), st.sampled_from(RULES))
+def test_ends_do_not_depend_on_the_tokens(text: str, places: list[int], rule: str) -> None:
+    """The ends in characters, each moved to the end of the token that it lies in, are the ends in tokens."""
+    characters = step_ends(list(text), rule, marker=_marker(rule))
+    pieces = _cut(text, places)
+    ends = step_ends(pieces, rule, marker=_marker(rule))
+    reach = list(itertools.accumulate(map(len, pieces)))
+    assert ends == sorted({next(i for i, end in enumerate(reach) if end >= c) + 1 for c in characters})
+    assert "".join(pieces) == text
+    # What stands behind the last end is white space or a heading; nothing else belongs to no step.
+    if rule != "heading":
+        rest = "".join(pieces[ends[-1] if ends else 0 :])
+        assert not rest.replace("<e>", "" if rule == "marker" else "<e>").strip()
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, st.lists(st.integers(0, 100), max_size=12), st.sampled_from(RULES))
+def test_what_is_settled_stays(text: str, places: list[int], rule: str) -> None:
+    pieces = _cut(text, places)
+    whole = step_ends(pieces, rule, marker=_marker(rule))
+    seen: list[int] = []
+    for size in range(len(pieces) + 1):
+        settled = step_ends(pieces[:size], rule, marker=_marker(rule), is_over=False)
+        assert settled[: len(seen)] == seen
+        assert whole[: len(settled)] == settled
+        seen = settled
+
+
+@settings(deadline=None)
+@given(TEXTS, st.sampled_from(RULES))
+def test_spans_are_stripped_apart_and_rising(text: str, rule: str) -> None:
+    spans = step_spans(text, rule, marker=_marker(rule))
+    assert all(text[start:end] == text[start:end].strip() != "" for start, end in spans)
+    assert all(first.end <= second.start for first, second in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("part", ["vs. ", ".", " ", "*", "#", "Step 1: ", "2. ", "a. "])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_model_that_repeats_itself_is_read_too(part: str, rule: str) -> None:
+    """Long runs, on which a pattern that tries everything would not come back."""
+    pieces = [part] * 20_000 + ["x"]
+    assert step_ends(pieces, rule, marker=_marker(rule))[-1] == len(pieces)
+
+
+def test_token_spans_equal_overlaps(vectors: Vectors) -> None:
+    """Steps without their headings, on the tokens of the recorded response; the reference counts from token 0."""
+    case = vectors("ttt_step_confidence")["cases"][0]
+    words = case["response_text"].split(" ")
+    pieces = [words[0], *(f" {word}" for word in words[1:])]
+    found = token_spans(pieces, step_spans("".join(pieces), "heading"))
+    for wanted in vectors("ttt_step_confidence_alignment")["cases"]:
+        assert [list(span) for span in found] == wanted["correct_spans"]
+    assert [case["response_text"][a:b] for a, b in step_spans("".join(pieces), "heading")] == case["parsed_steps"]
+
+
+@settings(deadline=None)
+@given(TEXTS.filter(bool), st.lists(st.integers(0, 100), max_size=12), st.integers(0, 99), st.integers(1, 99))
+def test_token_spans_hold_just_the_tokens_that_overlap(text: str, places: list[int], start: int, size: int) -> None:
+    pieces, start = _cut(text, places), start % len(text)
+    end = min(start + size, len(text))
+    first, last = token_spans(pieces, [(start, end)])[0]
+    offsets = list(itertools.pairwise([0, *itertools.accumulate(map(len, pieces))]))
+    touching = [i for i, (a, b) in enumerate(offsets) if a < end and b > start]
+    assert (first, last) == (touching[0], touching[-1] + 1)
+
+
+def test_rollout_prefixes_equal_the_vectors(vectors: Vectors) -> None:
+    """No steps are the empty prefix (the reference sends a blank line); an answer in it leaves nothing to roll."""
+    for case in vectors("rollout_prefixes")["cases"]:
+        pieces = re.findall(r"\n\n|[^\n]+", case["generation"])
+        size = prefix_after(step_ends(pieces, "blank_line"), case["k"])
+        prefix = None if size is None else "".join(pieces[:size])
+        if prefix is not None and last_boxed(prefix) is not None:
+            prefix = None
+        assert prefix == ("" if case["k"] == 0 else case["prefix_sent_to_model"])
+
+
+def test_success_rates_equal_the_vectors(vectors: Vectors) -> None:
+    """The rate of a prefix is the share of right rollouts; the whole response is its own only rollout."""
+    for case in vectors("mc_accuracy")["cases"]:
+        for entry in case["out"]:
+            record = case["rollout_files"][str(entry["k_prefix_segment"])][entry["response_id"]]
+            pieces = re.findall(r"\n\n|[^\n]+", record["first_pass_generation"])
+            ends = step_ends(pieces, "blank_line")
+            rollouts = record["second_pass_generations"]
+            if prefix_after(ends, entry["k_prefix_segment"]) is None:
+                rollouts = [record["first_pass_generation"]]
+            if not rollouts:  # the reference writes 0.0; nothing was observed
+                assert entry["accuracy"] == 0.0
+                continue
+            gold = last_boxed(record["gold_answer"])
+            right = sum(re.search(rf"\b{gold}(\.0)?\b(?!.*\d)", text) is not None for text in rollouts)
+            assert expected_accuracy(len(rollouts), right) == pytest.approx(entry["accuracy"])
+
+
+def test_aggregation_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("prm_score_aggregation")["cases"]:
+        for how in ("min", "prod", "last"):
+            assert aggregate(case["scores"], how) == pytest.approx(case[how], abs=1e-9)
+        assert aggregate(case["scores"], "mean") == pytest.approx(sum(case["scores"]) / len(case["scores"]))
+    assert aggregate([], "min") is None
+    assert math.isclose(aggregate([0.1] * 3, "prod"), 0.001)
+
+
+def test_positions() -> None:
+    assert [step_position(k, 1) for k in (0, 1)] == [0, 4]
+    assert [POSITIONS[step_position(k, 2)] for k in range(3)] == ["question", "before_answer", "end"]
+    assert [POSITIONS[step_position(k, 3)] for k in range(4)] == ["question", "first", "before_answer", "end"]
+    assert step_position(0, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("3*5=15", "3 × 5 = 15.0"),
+        ("3*5=15", "5 times 3 equals 15"),
+        ("3*5=15", r"$3 \times 5 = 15$"),
+        ("1,000+2=1002", "2 + 1000 = 1002"),
+        (r"\frac{12}{4}=3", "12/4 = 3"),
+        ("2+3+4=9", "4+3+2=9"),
+        ("3 x 5 = 15", "3*5=15"),
+        ("12 ÷ 4 = 3", "12/4=3"),
+    ],
+)  # fmt: skip
+def test_equal_steps(one: str, other: str) -> None:
+    assert step_key(one) == step_key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("5-3=2", "3-5=2"), ("2+3*4=14", "3+2*4=14"), ("1+1=2", "11+1=21"), ("3*5=15", "15=3*5"), ("x=3", "y=3")],
+)
+def test_different_steps(one: str, other: str) -> None:
+    assert step_key(one) != step_key(other)
+
+
+def test_a_step_is_no_substring() -> None:
+    assert step_match("11+1=21", [["1+1=2"]]) == 0.0
+    assert step_match("So 1+1=2, of course", [["1+1=2"]]) == 1.0
+    assert step_match("we add 1.5 and 2", [["5"]]) == 0.0
+
+
+def test_forms_and_order() -> None:
+    steps = [["2+2=4"], ["4*3=12", "three times four"], ["12-1=11"]]
+    assert step_match("2+2=4. 3*4=12. 12-1=11.", steps) == 1.0
+    assert step_match("12-1=11. Three times four. 2+2=4", steps) == 1.0
+    assert step_match("12-1=11. Three times four. 2+2=4", steps, in_order=True) == pytest.approx(1 / 3)
+    assert step_match("12-1=11. 2+2=4. 3*4=12.", steps, in_order=True) == pytest.approx(2 / 3)
+    assert step_match("", steps) == 0.0
+    assert step_match("2+2=4", []) is None
+    assert step_match("2+2=4", [["  "]]) == 0.0
+
+
+@given(st.permutations(range(4)))
+def test_order_is_the_longest_rising_run(order: list[int]) -> None:
+    """Against all subsets."""
+    written = ". ".join(f"{number}+{number}={2 * number}" for number in order)
+    steps = [[f"{number}+{number}={2 * number}"] for number in range(4)]
+    runs = [c for size in range(5) for c in itertools.combinations(order, size) if list(c) == sorted(c)]
+    assert step_match(written, steps, in_order=True) == max(map(len, runs)) / 4
+
+
+def test_numbers_have_one_spelling() -> None:
+    assert step_numbers("1,000 or 1000.00 or .5") == {"1000", "1/2"}
+    assert canonical_step("x y") == ("x", "y")
+    assert canonical_step("9" * 50)[0] == "9" * 50, "no arithmetic with numbers of any length"
+
+
+@pytest.mark.parametrize("sign", ["²", "₃", "①", "½"])
+def test_only_ascii_digits_are_numbers(sign: str) -> None:
+    assert step_match(f"So 3{sign} = 9 and {sign} x 4", [["3*3=9"], [f"3{sign} = 9"]]) == 0.5
+    assert canonical_step(f"3{sign} {sign} x") == ("3", sign, sign, "x")
+    assert step_numbers(f"3{sign}") == {"3"}
+
+
+def _reference_sorted_topk(scores: list[float], k: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
+
+
+def _is_last(reason: str | None, segment: str = "") -> bool:
+    """Return whether the reference ends a path: it stopped for another reason than a blank line, or it answered."""
+    return reason != "\n\n" or "\\boxed" in segment
+
+
+def test_selection_equals_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("beam_select_topk")["cases"]:
+        if "quantile_scores" in case:
+            kept = select_topk([row[case["median_idx"]] for row in case["quantile_scores"]], case["k"])
+            assert [["abc"[i]] for i in kept] == case["kept_paths"]
+            continue
+        paths = [Path(("s1",)), Path(("s2",), is_done=True), Path(("s3",)), Path(("s4",))]
+        kept = select_topk(case["scores"], case["k"])
+        assert [list(paths[i].segments) for i in kept] == case["kept_paths"]
+        assert [case["scores"][i] for i in kept] == case["kept_scores"]
+        assert [paths[i].is_done for i in kept] == case["kept_done"]
+
+
+def test_finished_paths_equal_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("beam_update_done")["cases"]:
+        for done, stop, out in zip(case["done"], case["stop"], case["out"], strict=True):
+            assert update_done(done, [_is_last(reason) for reason in stop]) == out
+
+
+def test_growth_equals_the_vectors(vectors: Vectors) -> None:
+    """The reference gives a finished path an empty segment, and marks an answered one as finished a call later."""
+    for case in vectors("beam_aggregate")["cases"]:
+        paths = [Path(tuple(path), done) for path, done in zip(case["paths"], case["done"], strict=True)]
+        steps = [
+            [] if path.is_done else [Continuation(s, _is_last(r, s)) for s, r in zip(segments, reasons, strict=True)]
+            for path, segments, reasons in zip(paths, case["segments"], case["reasons"], strict=True)
+        ]
+        grown = grow(paths, steps)
+        assert [list(path.segments) for path in grown] == case["out_paths"][0]
+        is_last = [_is_last(reason) for reason in case["out_reasons"][0]]
+        assert [path.is_done for path in grown] == update_done(case["out_done"][0], is_last)
+
+
+def test_a_path_is_scored_once(vectors: Vectors) -> None:
+    """The reference keeps the scores of (question, text): two calls for two paths, one more for a new one."""
+    for case in vectors("beam_get_scores_cache")["cases"]:
+        known: dict[tuple[str, str], float] = {}
+        calls = 0
+        rounds = [(["p", "q"], case["first"][0]), (["p", "r"], case["second"][0])]
+        for texts, scores in rounds:
+            keys = [("question", text) for text in texts]
+            wanted = dict(zip(keys, scores, strict=True))
+            fresh = unscored(keys, known)
+            calls += len(fresh)
+            known.update({key: wanted[key] for key in fresh})
+            assert [known[key] for key in keys] == scores
+            if texts == rounds[0][0]:
+                assert calls == case["calls_first"]
+        assert calls == case["calls_total"]
+
+
+def test_particle_weights_equal_the_vectors(vectors: Vectors) -> None:
+    for case in vectors("particle_weights")["cases"]:
+        assert_allclose(particle_weights(case["prm"]), case["resample_probs"], atol=1e-6)
+        assert_allclose(special.softmax(case["log_weights"]), particle_weights(case["prm"]), atol=1e-6)
+
+
+def test_copies_of_a_path_are_dropped(vectors: Vectors) -> None:
+    """Another library copies its two best beams until it has eight again, finished ones too."""
+    for case in vectors("its_hub_beam_search")["cases"]:
+        paths = [Path((text,), is_done=True) for text in case["responses"]]
+        kept = distinct(paths)
+        assert kept == [0, 1]
+        scores = [case["scores"][at] for at in kept]
+        assert kept[select_topk(scores, 1)[0]] == case["selected_index"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 10))
+def test_selection_equals_sorting(scores: list[float], k: int) -> None:
+    assert select_topk(scores, k) == _reference_sorted_topk(scores, k)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8))
+def test_particle_weights_are_odds_that_add_up_to_one(scores: list[float]) -> None:
+    p = np.clip(scores, 1e-7, 1.0 - 1e-7)
+    assert_allclose(particle_weights(scores), special.softmax(special.logit(p)), rtol=1e-6, atol=1e-12)
+    assert particle_weights(scores).sum() == pytest.approx(1.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text("ab", max_size=2), st.booleans()), max_size=8))
+def test_the_first_of_equal_paths_stays(texts: list[tuple[str, bool]]) -> None:
+    paths = [Path(tuple(text), done) for text, done in texts]
+    kept = distinct(paths)
+    assert len({paths[i] for i in kept}) == len(kept) == len(set(paths))
+    assert kept == [i for i in range(len(paths)) if paths[i] not in paths[:i]]
+
+
+def test_a_finished_path_keeps_its_place_and_its_text() -> None:
+    done = Path((1, 2), is_done=True)
+    for _ in range(3):
+        assert grow([done], [[]]) == [done]
+    assert particle_weights([]).tolist() == []
+
+
+SCORE = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])
+
+SCORES = st.lists(st.one_of(st.none(), SCORE), max_size=10)
+
+QUESTIONS = st.lists(st.tuples(SCORE, SCORE), min_size=1, max_size=5)
+
+
+def _reference_listed_selective(scores: list[float], capability: list[float], asked: int) -> tuple[float, float]:
+    """Return mean capability and lost answers of the first ones, averaged over every order that sorts the scores."""
+    orders = [
+        order
+        for order in itertools.permutations(range(len(scores)))
+        if all(scores[a] >= scores[b] for a, b in itertools.pairwise(order))
+    ]
+    gained = [sum(capability[at] for at in order[:asked]) for order in orders]
+    mean = sum(gained) / len(gained)
+    return mean / asked, 1.0 - mean / sum(capability)
+
+
+@settings(deadline=None)
+@given(SCORES, st.lists(st.sampled_from(["7", "", None]), min_size=10, max_size=10))
+def test_the_best_is_the_first_of_the_highest(scores: list[float | None], answers: list[str | None]) -> None:
+    answers = answers[: len(scores)]
+    for readable, found in (
+        ([True] * len(scores), select_best(scores)),
+        ([bool(answer) for answer in answers], select_best(scores, answers)),
+    ):
+        allowed = [s for s, r in zip(scores, readable, strict=True) if r and s is not None]
+        if not allowed:
+            assert found is None
+            continue
+        assert scores[found] == max(allowed)
+        assert not any(readable[at] and scores[at] == scores[found] for at in range(found))
+    assert select_best([math.nan, 0.1]) == 1
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 50).map(str),
+    lambda inner: (
+        st.builds("{}{}{}".format, inner, st.sampled_from([" + ", "-", "*", " / "]), inner)
+        | inner.map("({})".format)
+        | inner.map("-({})".format)
+    ),
+    max_leaves=8,
+)
+
+
+def _reference_python_value(expression: str) -> Fraction | None:
+    """Return the value that Python gives to fractions in place of the numbers."""
+    exact = re.sub(r"\d+", lambda match: f"Fraction({match[0]})", expression)
+    try:
+        return Fraction(eval(exact, {"Fraction": Fraction}))  # noqa: S307 - an expression of our own
+    except ZeroDivisionError:
+        return None
+
+
+def _found(text: str) -> list[tuple[str, str, bool]]:
+    return [(equation.left, equation.right, equation.holds) for equation in find_equations(text)]
+
+
+@settings(deadline=None, max_examples=300)
+@given(EXPRESSIONS)
+def test_values_equal_python(expression: str) -> None:
+    assert arithmetic_value(expression) == _reference_python_value(expression)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(-1, 1)), max_size=5))
+def test_equations_between_words_are_all_found(sums: list[tuple[int, int, int]]) -> None:
+    text = " ".join(f"So we get {a}+{b}={a + b + error}." for a, b, error in sums)
+    assert _found(text) == [(f"{a}+{b}", str(a + b + error), error == 0) for a, b, error in sums]
+    for equation in find_equations(text):
+        assert text[equation.start : equation.end] == f"{equation.left}={equation.right}"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Each costs $3. 4 × 3 = $12. Then 6 × 2 = $13.", [("4 × 3", "12", True), ("6 × 2", "13", False)]),
+        ("3*(2+1) = 9 = 9.0 = 10", [("3*(2+1)", "9", True), ("9", "9.0", True), ("9.0", "10", False)]),
+        ("x = 3 + 4 = 7.", [("3 + 4", "7", True)]),
+        ("10/3 = 3.33 and 10/3 = 3.34", [("10/3", "3.33", True), ("10/3", "3.34", False)]),
+        ("10/3 = 3", [("10/3", "3", False)]),
+        ("1,000 + 234 = 1,234", [("1,000 + 234", "1,234", True)]),
+        ("50% * 20 = 10, 0.2 * 100 = 20%", [("50% * 20", "10", True), ("0.2 * 100", "20%", True)]),
+        (r"3 \times 5 = 15, 6 \div 2 = 3", [(r"3 \times 5", "15", True), (r"6 \div 2", "3", True)]),
+        ("3 x 5 = 15 and 3x5=16", [("3 x 5", "15", True), ("3x5", "16", False)]),
+        ("2(3) = 6, so 6 = 2(3)", [("2(3)", "6", True), ("6", "2(3)", True)]),
+        ("-3 + 5 = 2; 2 - 5 = -3", [("-3 + 5", "2", True), ("2 - 5", "-3", True)]),
+        ("10 = 5 × 2 (since 5 + 5)", [("10", "5 × 2", True)]),
+        ("109+58=167. 4+5=9", [("109+58", "167", True), ("4+5", "9", True)]),
+        ("(34+75=109), ((3 + 4 = 7", [("34+75", "109", True), ("3 + 4", "7", True)]),
+    ],
+)  # fmt: skip
+def test_what_is_an_equation(text: str, wanted: list[tuple[str, str, bool]]) -> None:
+    assert _found(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2x = 4", "x + 3 = 7", "x - 3 = 4", "7 = x + 3", "7 = 3 + x", "7 = 3x", "x^2 + 3 = 7", "8 = 2^3", "f(3) = 9",
+        "30% of 20 = 6", "half of 20 = 10", "5! = 120", "1/0 = 5", "a2+3=5", "= 5", "3 = ", "3 == 3", "3 <= 4 + 5",
+        "5 km + 3 km = 8 km", "3 + = 7", "", "=" * 50, "1" * 500 + "+1=2",
+    ],
+)  # fmt: skip
+def test_what_is_none(text: str) -> None:
+    assert find_equations(text) == []
+
+
+def test_validity_needs_every_equation_and_the_answer() -> None:
+    texts = ["1+1=2. 2+2=4. The answer is 4.", "1+1=2. 2+2=5. The answer is 5.", "The answer is 4.", "3+1=4."]
+    assert equation_validity(texts) == [1.0, 0.0, None, 1.0]
+    answers = [Fraction(5), Fraction(5), Fraction(4), None]
+    assert equation_validity(texts, answers) == [0.0, 0.0, None, 0.0]
+
+
+def test_solutions_of_the_bundled_task_hold_and_changed_digits_do_not() -> None:
+    rng, problems = random.Random(0), stream_problems("test_id")
+    solutions = [write_solution(problem, rng) for problem in itertools.islice(problems, 50)]
+    assert equation_validity(solutions) == [1.0] * 50
+    wrong = []
+    for solution in solutions:
+        equation = find_equations(solution)[0]
+        wrong.append(solution.replace(f"={equation.right}", f"={int(equation.right) + 1}", 1))
+    assert equation_validity(wrong) == [0.0] * 50
+
+
+@pytest.mark.parametrize("part", [" ", "1", "(", "-", "1+", "= ", "1 = ", ") ", "1,"])
+def test_long_runs_end(part: str) -> None:
+    """Long runs of spaces, digits, brackets and signs, on which a backtracking pattern would not come back."""
+    for text in ("1" + part * 50_000 + "x", part * 50_000 + "=1", "1+0=" + part * 50_000):
+        assert all(equation.right == "1" for equation in find_equations(text))

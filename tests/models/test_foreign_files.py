@@ -1,0 +1,83 @@
+"""Files of a model or an adapter that somebody else made: what they may say is bounded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models import foreign
+from selfcal_lightning.models.chat_format import load_tokenizer
+from selfcal_lightning.models.folders import check_adapter, check_model_folder
+from selfcal_lightning.models.foreign import check_template
+
+
+@pytest.fixture
+def model(tiny_model: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 10**7), ("vocab_size", 7), ("num_attention_heads", 0), ("num_hidden_layers", 10**6),
+        ("num_key_value_heads", 0), ("head_dim", True), ("_attn_implementation", "owner/kernel"),
+        ("attn_implementation", "owner/kernel:forward"),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_other_weights_is_refused(model: Path, name: str, value: object) -> None:
+    check_model_folder(str(model))
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(InputError, match=f"`{name}` in .*config.json"):
+        check_model_folder(str(model))
+
+
+def test_a_tokenizer_that_is_none_is_refused(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(InputError, match="tokenizer"):
+        load_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("r", 10**9), ("target_modules", "(a+)+$|q_proj"), ("target_modules", "([a-z]*)*x"), ("target_modules", "("),
+        ("megatron_config", {"a": 1}), ("init_lora_weights", "loftq"), ("trainable_token_indices", [10**9]),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_asks_for_more_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    config = {"peft_type": "LORA", "r": 4, "target_modules": r".*\.(q_proj|v_proj)$"}
+    save_file({"base.q_proj.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    check_adapter(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(InputError, match=f"`{name}` in .*adapter_config.json"):
+        check_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ 10 ** (10 ** 10) }}",
+    ],
+    ids=["loops", "macro", "text", "number"],
+)
+def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "RENDERING_SECONDS", 2)
+    with pytest.raises(InputError, match="chat template of 'model'"):
+        check_template(template, "model")
+
+
+def test_a_template_with_bounded_loops_passes() -> None:
+    check_template("{% for m in messages %}{% for k in range(3) %}{{ m.content }}{% endfor %}{% endfor %}", "model")
+    check_template("{{ raise_exception('roles') }}{{ 'a' * 3 }}", "model")

@@ -19,6 +19,7 @@ import torch
 from _capability_jobs import AWAKE, BEFORE, LABELLED, PROBE, TAUGHT
 from shared.estimates import Column, estimated, metric_columns
 from shared.study import TASK, TESTS
+from shared.tables import End, holds
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, powers_of_two, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
@@ -238,7 +239,6 @@ def _response(entries: Sequence[QuestionSamples], at: int) -> list[QuestionSampl
     return [replace(entry, samples=entry.samples[at : at + 1]) for entry in entries]
 
 
-End = Literal["value", "low", "high"]
 WORDS: Mapping[End, str] = {"value": "", "low": "lower end ", "high": "upper end "}
 BUDGETS = (8, 4)  # of the plan, and one at a time
 LOST_AT = 0.2
@@ -321,8 +321,5 @@ def _application_checks(columns: Columns) -> list[Check]:
 
 def check(what: str, column: Column, bound: tuple[End, Literal["<=", ">=", ">"], float]) -> Check:
     """Hold a column [1 + R] or a calibration error, or an end of its interval, to a bound."""
-    found = estimated(column)
-    end, sign, limit = bound
-    value = {"value": found.value, "low": found.low, "high": found.high}[end]
-    holds = value is not None and {"<=": value <= limit, ">=": value >= limit, ">": value > limit}[sign]
-    return Check(what, found, f"{WORDS[end]}{sign} {limit:g}", holds)
+    found, (end, sign, limit) = estimated(column), bound
+    return Check(what, found, f"{WORDS[end]}{sign} {limit:g}", holds(found, end, sign, limit))

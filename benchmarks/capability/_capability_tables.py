@@ -10,6 +10,7 @@ from _capability_measures import LEFT_OUT, READ
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.study import TESTS
+from shared.tables import section
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE
@@ -63,8 +64,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "asking": asking_table(measured),
         "sizes": size_table(measured),
     }  # fmt: skip
-    return "\n\n".join(f"<!-- --8<-- [start:{name}] -->\n\n{text}\n\n<!-- --8<-- [end:{name}] -->"
-                       for name, text in parts.items()) + "\n"  # fmt: skip
+    return "\n".join(line for name, text in parts.items() for line in section(name, [text])).rstrip("\n") + "\n"
 
 
 def head(report: Mapping[str, Any]) -> str:

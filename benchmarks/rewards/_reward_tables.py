@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from shared.estimates import Measured
 from shared.estimates import difference as response_difference
 from shared.study import RESULTS, TESTS
-from shared.tables import Criterion, above, at_most, below, criteria_table, exactly, section, show, table
+from shared.tables import Criterion, criteria_table, exactly, held, section, show, table
 
 from selfcal_lightning.data.steps import POSITIONS
 from selfcal_lightning.metrics.arrays import WITHIN_QUESTION_AUROC, Floats
@@ -66,26 +66,26 @@ def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Cri
             gain = less(RATES, HARD, metric)
             shown = "Brier" if metric == BRIER else "ECE"
             text = f"{where}, {shown} of success rates minus hard labels: upper end below {bound}"
-            rows.append(Criterion(text, gain, below(gain.high, bound)))
+            rows.append(held(text, gain, "high", "<", bound))
         for name, label, bound in (
             (RATES, "success rates", 0.15), (FEW_OUTCOME, "outcomes of as many questions", 0.15),
             (OUTCOME, "outcomes of all questions", 0.13),
         ):  # fmt: skip
             brier = value(name, BRIER)
-            rows.append(Criterion(f"{where}, Brier of {label}: at most {bound}", brier, at_most(brier.value, bound)))
+            rows.append(held(f"{where}, Brier of {label}: at most {bound}", brier, "value", "<=", bound))
         gain, bound = less(OUTCOME, RATES, BRIER), 0.0 if test == "id" else 0.01
         text = f"{where}, Brier of outcomes of all questions minus success rates: upper end below {bound:g}"
-        rows.append(Criterion(text, gain, below(gain.high, bound)))
+        rows.append(held(text, gain, "high", "<", bound))
         error = value(RATES, ECE)
-        rows.append(Criterion(f"{where}, ECE of success rates: at most .09", error, at_most(error.value, 0.09)))
+        rows.append(held(f"{where}, ECE of success rates: at most .09", error, "value", "<=", 0.09))
         for name, label in ((FEW_VOTES, "as many questions"), (VOTES, "all questions")):
             gain = less(name, HARD, BRIER)
             text = f"{where}, Brier of votes (no labels) of {label} minus hard labels: upper end below 0"
-            rows.append(Criterion(text, gain, below(gain.high, 0.0)))
+            rows.append(held(text, gain, "high", "<", 0.0))
         for metric, side in ((BELOW, "below the lower"), (ABOVE, "above the upper")):
             share = value(RATES, metric)
             text = f"{where}, rates by more than .05 {side} quantile of success rates: at most .12"
-            rows.append(Criterion(text, share, at_most(share.value, 0.12)))
+            rows.append(held(text, share, "value", "<=", 0.12))
     return rows
 
 
@@ -96,16 +96,11 @@ def _of_costs(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Crit
     one_model = [one for models in places.values() for one in models[OUTCOME]]
     distinct, published = (sum(one.prefixes[side] for one in one_model) for side in (0, 1))
     packed, _, apart = (sum(one.tokens[way] for one in one_model) for way in range(3))
+    drawn, saved = exactly(distinct / published), exactly(apart / packed)
     return [
         Criterion("quantiles that cross, of all scores: none", exactly(crossings), crossings == 0),
-        Criterion(
-            "rollouts drawn, of those of the published way: at most .5",
-            exactly(distinct / published), at_most(distinct / published, 0.5),
-        ),
-        Criterion(
-            "tokens of one text a place, of those packed by question: at least 5.5",
-            exactly(apart / packed), above(apart / packed, 5.5),
-        ),
+        held("rollouts drawn, of those of the published way: at most .5", drawn, "value", "<=", 0.5),
+        held("tokens of one text a place, of those packed by question: at least 5.5", saved, "value", ">", 5.5),
         _of_seconds(),
     ]  # fmt: skip
 
@@ -117,7 +112,7 @@ def _of_seconds() -> Criterion:
         return Criterion(text, Estimate(None, None, None), None)
     seconds = {cost["way"]: cost["processor_seconds"] for cost in json.loads(SCORING.read_text())["costs"]}
     times = seconds["one text a step"] / seconds["packed by question"]
-    return Criterion(text, exactly(times), above(times, 8.0))
+    return held(text, exactly(times), "value", ">", 8.0)
 
 
 def _of_answers(found: Found) -> list[Criterion]:
@@ -126,16 +121,16 @@ def _of_answers(found: Found) -> list[Criterion]:
     for size in ("4", "8"):
         gain = estimate_of(weighed[size].correct - plain[size].correct)
         text = f"in domain, {size} votes weighted by score + log-probability minus plain ones: lower end above 0"
-        rows.append(Criterion(text, gain, above(gain.low, 0.0)))
+        rows.append(held(text, gain, "low", ">", 0.0))
     most = max(plain, key=float)
     gain = estimate_of(weighed["8"].correct - plain[most].correct)
     text = f"in domain, 8 such votes minus {most} plain ones: lower end above -.015"
-    rows.append(Criterion(text, gain, above(gain.low, -0.015)))
+    rows.append(held(text, gain, "low", ">", -0.015))
     for name, label in (("prm", "outcomes"), ("prm_vote_share", "votes")):
         responses = found.responses["id"]
         gain = response_difference(responses[name], responses["prm_hard"], WITHIN_QUESTION_AUROC)
         text = f"in domain, within-question AUROC of {label} minus hard labels: lower end above 0"
-        rows.append(Criterion(text, gain, above(gain.low, 0.0)))
+        rows.append(held(text, gain, "low", ">", 0.0))
     return [*rows, _stopping(votes), *_reported(found)]
 
 
@@ -151,7 +146,7 @@ def _stopping(votes: Mapping[str, Mapping[str, Spent]]) -> Criterion:
     if not saved:
         return Criterion(text, Estimate(None, None, None), False)
     most = estimate_of(max(saved, key=lambda column: float(column[0])))
-    return Criterion(text, most, above(most.value, 0.15))
+    return held(text, most, "value", ">", 0.15)
 
 
 def _reported(found: Found) -> list[Criterion]:

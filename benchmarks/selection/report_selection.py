@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _selection_measures import HandedOn, Score, hand_on, over_seeds, score_tells, selection_worth
 from shared.study import RESULTS, ROOT, Study, sizes_parser
-from shared.tables import Criterion, above, at_least, criteria_table, exactly, section, show, table, triple
+from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.adaptation.picking import (
     FUSED,
@@ -137,17 +137,13 @@ def targets(selections: Mapping[str, Mapping[str, Estimate]], passed_on: Sequenc
     gains = {name: selections[f"{name}, {SHARE}"]["gain"] for name in (FUSED, MEAN_LOGPROB)}
     of_votes = {pair: selections[", ".join(pair)] for pair in ((FUSED, SHARE), (SHARE, SHARE), (SSC, SSC))}
     found = [
-        Criterion(f"`{name}`, best of all minus one sample: lower end above .03", gain, above(gain.low, 0.03))
+        held(f"`{name}`, best of all minus one sample: lower end above .03", gain, "low", ">", 0.03)
         for name, gain in gains.items()
     ]
     for (pick, keep), row in of_votes.items():
         what = f"picked by `{pick}`, kept by `{keep}`"
-        found += [
-            Criterion(
-                f"{what}, accuracy of the kept: lower end at least .85", row["kept"], at_least(row["kept"].low, 0.85)
-            ),
-            Criterion(f"{what}, AUROC of the picked: at least .87", row["picked"], at_least(row["picked"].value, 0.87)),
-        ]
+        found.append(held(f"{what}, accuracy of the kept: lower end at least .85", row["kept"], "low", ">=", 0.85))
+        found.append(held(f"{what}, AUROC of the picked: at least .87", row["picked"], "value", ">=", 0.87))
     return [*found, *_of_files(passed_on)]
 
 

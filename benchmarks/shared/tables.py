@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
@@ -84,24 +85,18 @@ def exactly(value: float) -> Estimate:
     return Estimate(float(value), None, None)
 
 
-def at_most(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and at most ``bound``."""
-    return value is not None and value <= bound
+SIGNS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+End = Literal["value", "low", "high"]
 
 
-def at_least(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and at least ``bound``."""
-    return value is not None and value >= bound
+def holds(found: Estimate, end: End, sign: str, bound: float) -> bool:
+    """Return whether a value, or an end of its interval, is known and within a bound."""
+    value = getattr(found, end)
+    return value is not None and SIGNS[sign](value, bound)
 
 
-def below(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and below ``bound``."""
-    return value is not None and value < bound
-
-
-def above(value: float | None, bound: float) -> bool:
-    """Return whether a number is known and above ``bound``."""
-    return value is not None and value > bound
+def held(text: str, found: Estimate, end: End, sign: str, bound: float) -> Criterion:
+    return Criterion(text, found, holds(found, end, sign, bound))
 
 
 def criteria_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -76,7 +76,8 @@ def _references(samples: Sequence[Sample]) -> Rewards:
 
 
 def _absent(name: str) -> str:
-    return {
+    reasons: dict[str, str] = {
         "equations": "no response has an equation that can be checked. Take another reward, such as `majority`",
         REFERENCE: "no response was judged. Sample questions with references, or take a reward that needs none",
-    }.get(name, "no response can be read. Look at the texts, and whether `max_new_tokens` cuts the answers off")
+    }
+    return reasons.get(name, "no response can be read. Does `max_new_tokens` cut the answers off?")

@@ -130,7 +130,7 @@ def fit_settings(
         },
         {"class_path": EXPORT, "init_args": {"output_dir": str(folder / ADAPTER)}},
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "seed_everything": one.seed,
         "trainer": {
             "devices": 1, "max_epochs": one.rounds, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0,
@@ -142,16 +142,12 @@ def fit_settings(
         "model": {"class_path": MODULE, "init_args": model},
         "data": {"class_path": DATA, "init_args": data},
     }  # fmt: skip
-    stated = {f"model.{name}": model[name] for name in OWN_OF_MODEL} | {
-        f"data.{name}": data[name] for name in OWN_OF_DATA
-    }
+    stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
+    stated += [("data", name, data[name]) for name in OWN_OF_DATA]
     override(settings, options)
-    for name, value in stated.items():
-        section, _, key = name.partition(".")
-        if (found := settings[section]["init_args"][key]) != value:
-            raise InputError(
-                f"Expected `fit_options` without `{name}`, but got {found!r}. Set the option `{key}` ({value!r})."
-            )
+    for section, name, value in stated:
+        if (found := settings[section]["init_args"][name]) != value:
+            raise InputError(f"Expected `fit_options` without `{section}.{name}`, but got {found!r}; it is {value!r}.")
     return settings
 
 
@@ -222,12 +218,11 @@ class Evaluation:
         further = cost_in_samples if name == TRANSDUCTIVE else 0
         say(f"Evaluation: {name}")
         whole = self._sample(name, "base", self.sampling, num_samples=self.num_samples + further)
-        others = {
-            f"temperature {temperature:g}": self._sample(
-                name, f"base-{temperature:g}", self._at(temperature), num_samples=self.num_samples
-            )
-            for temperature in self.temperatures
-        }
+        others = {}
+        for temperature in self.temperatures:
+            hot = replace(self.sampling, temperature=temperature, edt_scale=None)
+            label = f"base-{temperature:g}"
+            others[f"temperature {temperature:g}"] = self._sample(name, label, hot, num_samples=self.num_samples)
         greedy = replace(GREEDY, max_new_tokens=self.sampling.max_new_tokens)
         return compare_set(
             name,
@@ -239,9 +234,6 @@ class Evaluation:
             equal_tokens=whole if further else None,
             seed=self.seed,
         )
-
-    def _at(self, temperature: float) -> SamplingSettings:
-        return replace(self.sampling, temperature=temperature, edt_scale=None)
 
     def _sample(
         self, name: str, label: str, sampling: SamplingSettings, *, num_samples: int, adapted: bool = False

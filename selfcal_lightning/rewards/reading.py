@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import read_json_object
@@ -95,9 +95,7 @@ class RewardReader:
         None stands for a response without text or steps, one that holds the separator or a special token, and one that
         has no room in the model's context: none is cut.
         """
-        return [
-            [None if one is None else [score.mean for score in one] for one in row] for row in self.read_scores(pool)
-        ]
+        return self._column(pool, "mean")
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``."""
@@ -105,9 +103,11 @@ class RewardReader:
             raise InputError(
                 f"Reward format {self.format.name!r} has no quantiles. Train a model with `QuantileRewardModule`."
             )
-        return [
-            [None if one is None else [score.low for score in one] for one in row] for row in self.read_scores(pool)
-        ]
+        return self._column(pool, "low")
+
+    def _column(self, pool: Sequence[QuestionSamples], name: Literal["mean", "low"]) -> list[list[list[float] | None]]:
+        rows = self.read_scores(pool)
+        return [[None if one is None else [getattr(score, name) for score in one] for one in row] for row in rows]
 
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         """Return the scores with their quantiles, [question][sample][step]; see ``read`` for what is None."""

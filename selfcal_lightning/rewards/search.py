@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_rates, as_scores, check_positive
 from selfcal_lightning.records import Question, Sample, Verdict
 from selfcal_lightning.rewards.formats import Score
+
+if TYPE_CHECKING:
+    from selfcal_lightning.rewards.reading import RewardReader
 
 _LEAST_SCORE = 1e-7
 
@@ -59,10 +62,7 @@ def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]])
 
 def distinct(paths: Sequence[Path]) -> list[int]:
     """Return the positions of the first of equal paths, in order: what is worth scoring or going on with."""
-    first: dict[Path, int] = {}
-    for position, path in enumerate(paths):
-        first.setdefault(path, position)
-    return list(first.values())
+    return sorted({path: position for position, path in reversed(list(enumerate(paths)))}.values())
 
 
 def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
@@ -126,13 +126,6 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
 By = Literal["mean", "low"]
 
 
-class PathScorer(Protocol):
-    """Says how likely the answer will be right, of beginnings of responses to a question."""
-
-    def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
-        """Return a score for each."""
-
-
 def check_counts(least: int = 1, **counts: int) -> None:
     """Raise InputError for whole numbers below ``least``; the keywords are their names."""
     for name, value in counts.items():
@@ -141,7 +134,6 @@ def check_counts(least: int = 1, **counts: int) -> None:
 
 
 def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -> None:
-    """Raise InputError for settings that cannot be; keywords in ``counts`` are names of whole numbers from 1."""
     check_counts(**counts)
     check_counts(0, lookahead=lookahead)
     if not 0.0 < target < 1.0:
@@ -165,7 +157,7 @@ Drawing = Generator[Ask, list[Sample], list[Path]]
 class SearchedPaths:
     """What is known of the paths of a question: their scores and the samples that ended them."""
 
-    def __init__(self, question: Question, scorer: PathScorer) -> None:
+    def __init__(self, question: Question, scorer: RewardReader) -> None:
         self._question, self._scorer = question, scorer
         self._known: dict[Tokens, Score] = {}
         self._ended: dict[Tokens, Sample] = {}
@@ -252,7 +244,7 @@ class BeamSearch:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     width: int = 8
     keep: int = 2
     max_steps: int = 16
@@ -328,7 +320,7 @@ class DiverseTreeSearch:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     width: int = 8
     trees: int = 4
     max_steps: int = 16
@@ -372,7 +364,7 @@ class ParticleFiltering:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = True
 
-    scorer: PathScorer
+    scorer: RewardReader
     particles: int = 8
     max_steps: int = 16
     seed: int = 0
@@ -412,7 +404,7 @@ class AdaptiveBestOfN:
     confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = False
 
-    scorer: PathScorer
+    scorer: RewardReader
     max_samples: int = 16
     target: float = 0.99
     by: By = "mean"
@@ -430,13 +422,8 @@ class AdaptiveBestOfN:
             return make_verdict(question, samples, None, confidence=None, stopped_early=wanted < self.max_samples)
         scores = [score.mean for score in self.scorer.score_paths(question, [tokens_of(one) for one in readable])]
         best = int(np.argmax(scores))
-        return make_verdict(
-            question,
-            samples,
-            readable[best].answer,
-            confidence=scores[best],
-            stopped_early=wanted < self.max_samples,
-        )
+        answer, stopped = readable[best].answer, wanted < self.max_samples
+        return make_verdict(question, samples, answer, confidence=scores[best], stopped_early=stopped)
 
 
 SEARCHES = (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)

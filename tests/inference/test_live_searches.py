@@ -25,8 +25,8 @@ from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, Sample, SamplingSettings
 from selfcal_lightning.rewards.formats import Score, reward_format
-from selfcal_lightning.rewards.reading import RewardFile, open_rewards
-from selfcal_lightning.rewards.search import BeamSearch, DiverseTreeSearch, ParticleFiltering, PathScorer
+from selfcal_lightning.rewards.reading import RewardFile, RewardReader, open_rewards
+from selfcal_lightning.rewards.search import BeamSearch, DiverseTreeSearch, ParticleFiltering
 
 COMMANDS: dict[str, dict[str, Any]] = {
     "beam_search": {"width": 4, "keep": 2, "duplicates": "keep", "lookahead": 1},
@@ -52,7 +52,7 @@ def reward(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def check_counts(engine: Engine, chat: ChatFormat, scorer: PathScorer) -> None:
+def check_counts(engine: Engine, chat: ChatFormat, scorer: RewardReader) -> None:
     """Search a question in three ways; what was drawn is what is counted, and steps end where steps end."""
     stops = StepStops.of(chat.tokenizer, "sentence")
     (question,) = get_task("word_problems").load("calibration", limit=1)

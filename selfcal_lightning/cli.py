@@ -40,103 +40,106 @@ class Verb(NamedTuple):
         return getattr(importlib.import_module(f"selfcal_lightning.commands.{module}"), name)
 
 
-VERBS = {
-    "fit": Verb("calibrate a model: sample responses, pool their confidence, train", None, NOT_STARTED),
-    "validate": Verb("score the fixed pool of the validation split", None, NOT_STARTED),
-    "test": Verb("score the fixed pool of the test split", None, NOT_STARTED),
-    "predict": Verb("write the model's confidence in each stored response into the store", None, NOT_STARTED),
-    "generate": Verb("sample responses with confidences into a store", "generate.run_generate", NOT_STARTED),
-    "rollout": Verb(
-        "continue prefixes of stored responses, for success rates of their steps", "rewards.run_rollout", NOT_STARTED
-    ),
-    "fit-step-scaler": Verb(
-        "calibrate the step scores of a reward model that is not trained", "fit_step_scaler.run_fit_step_scaler"
-    ),
-    "export": Verb("merge an adapter into its base model", "export.run_export"),
-    "tune-and-calibrate": Verb(
-        "tune a generator, merge it, and calibrate the tuned model", "two_stages.run_tune_and_calibrate", CONTINUES
-    ),
-    "score": Verb(
-        "put further confidences on the responses of a store or a pool",
-        "score.run_score",
-        "Scores so far are kept in a store, and the same command goes on; a pool is scored from the start.",
-    ),
-    "judge": Verb(
-        "let a model decide which answers of a store are right",
-        "judge.run_judge",
-        "Verdicts so far are kept in the store; the same command goes on.",
-    ),
-    "fit-confidence": Verb("fit a fused or scaled confidence on a split", "fit_confidence.run_fit_confidence"),
-    "fit-threshold": Verb("choose a strategy's threshold on a split", "fit_confidence.run_fit_threshold"),
-    "select": Verb("choose training data from the responses of a store", "selection.run_select"),
-    "extract-steps": Verb(
-        "find the key steps of the responses of a selection",
-        "selection.run_extract_steps",
-        "What was extracted is kept; the same command goes on.",
-    ),
-    "adapt": Verb(
-        "learn from one's own responses to unlabelled questions, and judge it",
-        "adapt.run_adapt",
-        "Samples, checkpoints and evaluations so far are kept; the same command goes on.",
-    ),
-    "export-rl": Verb("write a selection for verl, TRL or OpenRLHF", "selection.run_export_rl"),
-    "fit-probe": Verb(
-        "fit a probe that tells from a question whether the model can answer",
-        "capability.run_fit_probe",
-        "Hidden states read so far are kept; the same command goes on with them.",
-    ),
-    "score-questions": Verb(
-        "estimate from a question whether the model can answer",
-        "capability.run_score_questions",
-        "Hidden states read so far are kept; the same command goes on.",
-    ),
-    "evaluate": Verb(
-        "judge calibration and strategies, on models or recorded pools",
-        "evaluate.run_evaluate",
-        "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
-    ),
-    "evaluate-capability": Verb(
-        "judge estimates of the chance of a right answer", "capability.run_evaluate_capability"
-    ),
-    "fit-capability-maps": Verb(
-        "fit maps of such estimates on labelled questions", "capability.run_fit_capability_maps"
-    ),
-    "map-scores": Verb("map such estimates by fitted maps", "capability.run_map_scores"),
-    "predict-pass-at-k": Verb("predict how likely one of k samples is right", "capability.run_predict_pass_at_k"),
-    "allocate": Verb("share a budget of samples among questions, as a plan", "capability.run_allocate"),
-    "fit-asking-threshold": Verb(
-        "find which questions are worth asking, with a bound", "capability.run_fit_asking_threshold"
-    ),
-    "answer": Verb(
-        "answer questions, sampling only as long as the confidence demands",
-        "answer.run_answer",
-        "The answers above stand; the same command asks all questions again.",
-    ),
-    "import-pool": Verb("read a JSON-lines pool of responses made elsewhere", "pools.run_import_pool", CONTINUES),
-    "export-pool": Verb("write a store as a JSON-lines pool", "pools.run_export_pool"),
-    "import-records": Verb("read published training records", "pools.run_import_records", CONTINUES),
-    "import-prefixes": Verb(
-        "read success rates of prefixes rolled out elsewhere", "rewards.run_import_prefixes", CONTINUES
-    ),
-    "convert-gguf": Verb(
-        "make a model folder of the quantised weights in a GGUF file", "convert_gguf.run_convert_gguf"
-    ),
-    "reread": Verb(
-        "read the answers of a store anew, after a reader was mended",
-        "pools.run_reread",
-        "The store is as it was, or all of it is re-read. Run the same command again.",
-    ),
-    "drop-rounds": Verb(
-        "delete later rounds of a store, for another training",
-        "pools.run_drop_rounds",
-        "The same command deletes the rest.",
-    ),
-    "demo": Verb(
-        "calibrate the bundled model and show before and after, in minutes",
-        "demo.run_demo",
-        "The samples so far are kept; the same command goes on with them, and trains from the start.",
-    ),
+GROUPS = {
+    "start here": {
+        "demo": Verb(
+            "calibrate the bundled model and compare before and after, in minutes",
+            "demo.run_demo",
+            "The samples so far are kept; the same command goes on with them, and trains from the start.",
+        ),
+        "fit": Verb("calibrate your model on your questions: sample, train, export", None, NOT_STARTED),
+        "answer": Verb(
+            "answer questions with as few samples as the confidence allows",
+            "answer.run_answer",
+            "The answers above stand; the same command asks all questions again.",
+        ),
+        "evaluate": Verb(
+            "measure calibration, votes and strategies of models or recorded pools",
+            "evaluate.run_evaluate",
+            "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
+        ),
+    },
+    "train and export": {
+        "validate": Verb("compute the metrics of the validation split", None, NOT_STARTED),
+        "test": Verb("compute the metrics of the test split", None, NOT_STARTED),
+        "predict": Verb("write the model's confidences into the store", None, NOT_STARTED),
+        "export": Verb("merge an adapter into its base model", "export.run_export"),
+        "tune-and-calibrate": Verb(
+            "tune and merge a generator, then calibrate it", "two_stages.run_tune_and_calibrate", CONTINUES
+        ),
+        "adapt": Verb(
+            "train on the model's own responses to unlabelled questions",
+            "adapt.run_adapt",
+            "Samples, checkpoints and evaluations so far are kept; the same command goes on.",
+        ),
+        "convert-gguf": Verb("make a model folder from a GGUF file", "convert_gguf.run_convert_gguf"),
+    },
+    "samples and pools": {
+        "generate": Verb("sample responses with confidences into a store", "generate.run_generate", NOT_STARTED),
+        "import-pool": Verb("read responses that were made elsewhere", "pools.run_import_pool", CONTINUES),
+        "export-pool": Verb("write a store as a JSON-lines pool", "pools.run_export_pool"),
+        "import-records": Verb("read the published training records", "pools.run_import_records", CONTINUES),
+        "judge": Verb(
+            "let a model decide which answers of a store are right",
+            "judge.run_judge",
+            "Verdicts so far are kept in the store; the same command goes on.",
+        ),
+        "reread": Verb(
+            "extract the answers of a store again, after a reader was fixed",
+            "pools.run_reread",
+            "The store is as it was, or all of it is re-read. Run the same command again.",
+        ),
+        "drop-rounds": Verb(
+            "delete later rounds of a store", "pools.run_drop_rounds", "The same command deletes the rest."
+        ),
+    },
+    "confidences and training data": {
+        "score": Verb(
+            "add confidences to the responses of a store or a pool",
+            "score.run_score",
+            "Scores so far are kept in a store, and the same command goes on; a pool is scored from the start.",
+        ),
+        "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence.run_fit_confidence"),
+        "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence.run_fit_threshold"),
+        "rollout": Verb(
+            "continue prefixes of responses, for success rates of their steps", "rewards.run_rollout", NOT_STARTED
+        ),
+        "import-prefixes": Verb(
+            "read success rates of prefixes from elsewhere", "rewards.run_import_prefixes", CONTINUES
+        ),
+        "fit-step-scaler": Verb(
+            "calibrate a reward model's step scores without training", "fit_step_scaler.run_fit_step_scaler"
+        ),
+        "select": Verb("choose training data from a store, without labels", "selection.run_select"),
+        "extract-steps": Verb(
+            "find the key steps of selected responses",
+            "selection.run_extract_steps",
+            "What was extracted is kept; the same command goes on.",
+        ),
+        "export-rl": Verb("write a selection for verl, TRL or OpenRLHF", "selection.run_export_rl"),
+    },
+    "capability of a question, before it is answered": {
+        "fit-probe": Verb(
+            "fit a linear probe of the prompt, without labels",
+            "capability.run_fit_probe",
+            "Hidden states read so far are kept; the same command goes on with them.",
+        ),
+        "score-questions": Verb(
+            "estimate capability by a probe, or by asking the model",
+            "capability.run_score_questions",
+            "Hidden states read so far are kept; the same command goes on.",
+        ),
+        "evaluate-capability": Verb("measure how good such estimates are", "capability.run_evaluate_capability"),
+        "fit-capability-maps": Verb("fit maps of estimates on labels", "capability.run_fit_capability_maps"),
+        "map-scores": Verb("apply such maps to estimates", "capability.run_map_scores"),
+        "predict-pass-at-k": Verb("predict whether one of k samples is right", "capability.run_predict_pass_at_k"),
+        "allocate": Verb("distribute a budget of samples over questions", "capability.run_allocate"),
+        "fit-asking-threshold": Verb(
+            "choose which questions to ask, with a bound on the errors", "capability.run_fit_asking_threshold"
+        ),
+    },
 }
+VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 
 
@@ -146,11 +149,13 @@ def usage() -> str:
         [
             "usage: selfcal VERB [options]",
             "",
-            "Teach a language model to know when it is right, then spend samples only where they are needed.",
+            "Teach a language model to know when it is right, and spend samples only where they are needed.",
             "",
-            "verbs:",
-            *(f"  {name:<22}{verb.text}" for name, verb in VERBS.items()),
-            "",
+            *(
+                line
+                for group, verbs in GROUPS.items()
+                for line in (f"{group}:", *(f"  {name:<22}{verb.text}" for name, verb in verbs.items()), "")
+            ),
             "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE",
             "(or FILE.py), which registers tasks, estimators and strategies of your own.",
             "SELFCAL_TRACEBACK=1 shows where an error was raised.",

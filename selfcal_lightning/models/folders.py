@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -198,14 +197,13 @@ def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None, wh
 
 
 MANIFEST = "selfcal_manifest.json"
-FORMAT = 2  # the first one had no number, and no hashes of files
+FORMAT = 2
 KINDS = ("adapter", "model", "merged", "module")
 CONFIGURATIONS = ("config.json", "adapter_config.json", "reward.json")
 _WAY_OUT = (
     " Export it again or restore it from a copy; if you changed it on purpose, set its entry in `files` of "
     f"{MANIFEST} to null."
 )
-_LOG = logging.getLogger(__name__)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -214,18 +212,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     manifest = read_json_object(path)
-    if manifest.get("format", 1) not in range(1, FORMAT + 1):
-        raise InputError(
-            f"Expected {path} to have format {FORMAT} or an earlier one, but got {manifest['format']!r}. Read it with "
-            "the version of selfcal_lightning that wrote it."
-        )
     if manifest.get("kind") not in KINDS:
         raise InputError(
-            f"Expected {path} to say by its `kind` whether it is of one of {', '.join(KINDS)}, but got "
-            f"{manifest.get('kind')!r}. Export again, or take the file away if another tool wrote it."
+            f"Expected `kind` in {path} to be one of {', '.join(KINDS)}, but got {manifest.get('kind')!r}."
         )
-    if not isinstance(manifest.get("files", {}), dict):
-        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {manifest['files']!r}.")
+    if manifest.get("format") != FORMAT:
+        raise InputError(
+            f"Expected `format` in {path} to be {FORMAT}, but got {manifest.get('format')!r}: export again."
+        )
+    if not isinstance(manifest.get("files"), dict):
+        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {manifest.get('files')!r}.")
     return manifest
 
 
@@ -241,15 +237,9 @@ def list_files(folder: Path) -> dict[str, str | None]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ValueError where weights or configuration in ``folder`` are not those that its manifest says were written.
-
-    A folder without a manifest, or with one of the first format, is passed: nothing is known of its files.
-    """
+    """Raise InputError where weights or configuration in ``folder`` are not those of its manifest, if it has one."""
     manifest = read_manifest(folder)
     if manifest is None:
-        return
-    if "files" not in manifest:
-        _say_unknown(folder)
         return
     wanted = {folder / name: digest for name, digest in manifest["files"].items()}
     if absent := [path for path, digest in wanted.items() if digest is not None and not path.is_file()]:
@@ -265,11 +255,8 @@ def check_files(folder: Path) -> None:
 
 
 def strange_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return the files in ``folder`` that were not exported; none where the manifest does not list what was."""
-    known = manifest.get("files")
-    if known is None:
-        return []
-    return sorted({path.relative_to(folder).as_posix() for path in _files_in(folder)} - known.keys())
+    """Return the files in ``folder`` that were not exported."""
+    return sorted({path.relative_to(folder).as_posix() for path in _files_in(folder)} - manifest["files"].keys())
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -278,12 +265,6 @@ def _files_in(folder: Path) -> list[Path]:
 
 def _counts(path: Path) -> bool:
     return path.suffix == ".safetensors" or path.name in CONFIGURATIONS or path.name.endswith(".safetensors.index.json")
-
-
-@functools.cache
-def _say_unknown(folder: Path) -> None:
-    """Say it once a process."""
-    _LOG.warning("%s was exported before hashes were kept: that its files are whole cannot be checked.", folder)
 
 
 CONFIG = "config.json"

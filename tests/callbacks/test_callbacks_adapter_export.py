@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.models.folders import MANIFEST, check_files, read_manifest
+from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
@@ -38,7 +38,7 @@ def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: 
     module, folder = module_of(tiny_model), tmp_path / "adapter"
     (tmp_path / "adapter").mkdir()
     for name in ("old", MANIFEST):
-        (folder / name).write_text('{"kind": "adapter"}')
+        (folder / name).write_text('{"kind": "adapter", "format": 2, "files": {}}')
     trainer = trainer_with(AdapterExport(str(folder)))
     trainer.fit(module, datamodule=data_module(tiny_model, store))
     assert not (folder / "old").exists()
@@ -182,9 +182,9 @@ def test_a_folder_of_another_kind_is_refused_before_training(
     base = Path(plain_copy(tiny_model, tmp_path / "base"))
     merged = tmp_path / "merged"
     merged.mkdir()
-    (merged / MANIFEST).write_text('{"kind": "merged"}')
+    (merged / MANIFEST).write_text('{"kind": "merged", "format": 2, "files": {}}')
     if place == "base":  # as if an earlier training of all weights had written it
-        (base / MANIFEST).write_text('{"kind": "model"}')
+        (base / MANIFEST).write_text(json.dumps({"kind": "model", "format": 2, "files": list_files(base)}))
     folder = {"merged": merged, "base": base, "inside the base": base / "adapter"}[place]
     module = module_of(str(base))
     with pytest.raises(ValueError, match=r"which holds a merged model|to lie apart from the base model"):

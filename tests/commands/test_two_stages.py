@@ -68,7 +68,7 @@ class Steps:
 
 
 def leave_export(folder: Path, *, run: str = "a run") -> None:
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "kind": "adapter", "run": run, "files": {}}))
+    (folder / MANIFEST).write_text(json.dumps({"format": 2, "kind": "adapter", "run": run, "files": {}}))
 
 
 @pytest.fixture

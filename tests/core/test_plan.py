@@ -141,7 +141,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--model.lr", "0"], "`lr` to be a positive number, but got 0"),
         (["--model.weight_decay", "-0.1"], "`weight_decay`"),
         (["--data.max_length", "1"], "`max_length` to leave room"),
-        (["--data.max_length", "20"], "`max_length` to leave room"),
+        (["--data.max_length", "20"], "leaves no room for a response"),
         (["--model.lora.target_modules", "[q_proj, nope]"], "'nope'"),
         (["--model.lora.r", "0"], "`r`"),
         (["--model.base_model", "nosuchfolder/nor/hub"], "`base_model` to be a folder or a name on the hub"),
@@ -149,7 +149,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--data.validation", "[{task: gsm8k, split: validation}]"], "`split` of gsm8k to be one of"),
         (["--data.validation", "[{task: gsm8k, split: test, path: nowhere.jsonl}]"], "nowhere.jsonl"),
         (["--ckpt_path", "nowhere.ckpt"], "nowhere.ckpt"),
-        (["--trainer.max_epochs", "-1"], "a training of a known length"),
+        (["--trainer.max_epochs", "-1"], "Set `trainer.max_epochs`"),
         (["--trainer.callbacks.monitor", "val/gsm8k/calibration/ECE"], "`monitor` to be one of val/calibration/ECE"),
         (["--data.store_dir", "taken"], "which holds notes.txt"),
         (["--trainer.callbacks.output_dir", "taken"], "`output_dir` to be new or empty"),
@@ -189,7 +189,8 @@ def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", accelerator]) == FAILED
     shown = capsys.readouterr().err
-    assert f"Expected `trainer.accelerator` to be one that this machine has, but got '{accelerator}'" in shown
+    assert "`trainer.accelerator" in shown
+    assert accelerator in shown
     assert "demo.yaml" in shown, "a training that this machine can run"
     assert "Traceback" not in shown
 
@@ -213,7 +214,7 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
     store = tmp_path / "store"
     for settings, changes, message in (
         ({"lora": LoraSettings(target_modules=("nope",))}, {}, "nope"),
-        ({}, {"max_length": 20}, "`max_length` to leave room"),
+        ({}, {"max_length": 20}, "leaves no room for a response"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer_with(generation()).fit(

@@ -23,17 +23,8 @@ from selfcal_lightning.training.batches import SSCBatch
 
 def make_row(chat: ChatFormat, text: str = "3+4=7. The answer is 7.", **changes: Any) -> StoredRow:
     question = Question("q", "word_problems", (Message("user", "Ann has 3 plums and gets 4. How many?"),))
-    sample = {
-        "question_id": "q",
-        "index": 0,
-        "round": 0,
-        "text": text,
-        "token_ids": chat.response_ids(text),
-        "finish": "stop",
-        "answer": "7",
-        "correct": True,
-    }
-    return StoredRow(question, Sample(**{**sample, **changes}), "train", chat.prompt_ids(question.messages))
+    sample = Sample("q", 0, 0, text, chat.response_ids(text), "stop", "7", True)
+    return StoredRow(question, replace(sample, **changes), "train", chat.prompt_ids(question.messages))
 
 
 def make_rows(stored: list[StoredRow], *, fillers: int = 0) -> TupleRows:

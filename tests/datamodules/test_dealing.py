@@ -28,14 +28,11 @@ def make_draw(num_questions: int = 40, num_rows: int = 600, seed: int = 0) -> tu
     return EpochDraw(rows[order], calibrates[order], 1.0 - calibrates[order], {}), question
 
 
-def test_a_group_of_one_leaves_the_order_as_it_is() -> None:
+def test_a_group_of_one_and_an_empty_draw_stay_as_they_are() -> None:
     draw, question = make_draw()
     assert group_by_question(draw, question, group_size=1, seed=0, epoch=0) is draw
-
-
-def test_an_empty_draw_stays_empty() -> None:
-    draw = EpochDraw(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), {})
-    assert group_by_question(draw, np.arange(3), group_size=8, seed=0, epoch=0) is draw
+    empty = EpochDraw(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0), {})
+    assert group_by_question(empty, np.arange(3), group_size=8, seed=0, epoch=0) is empty
 
 
 @pytest.mark.parametrize("group_size", [2, 5, 8, 100])
@@ -123,25 +120,18 @@ def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"170 tokens\. Divide `batch_size` by 2 and multiply"):
         deal(rows, 1)
     assert [deal.tokens(rows[places]) for places, _ in deal(rows, 2)] == [90, 90]
-
-
-@pytest.mark.parametrize("kind", ["packed", "apart"])
-def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps(kind: str) -> None:
-    lengths = np.array([111, 30])
-    deal = (
-        DealByPrompt(np.array([0, 1]), np.full(2, 10), lengths, token_budget=100)
-        if kind == "packed"
-        else DealByLength(lengths, batch_size=1, token_budget=100)
-    )
-    with pytest.raises(ValueError, match=r"111 tokens exceeds the `token_budget` of 100.*lower `max_length`"):
-        deal(np.arange(2), 2)
-
-
-def test_the_budget_holds_for_padded_rows_too() -> None:
-    deal = DealByLength(np.array([50, 40, 20, 10]), batch_size=2, token_budget=100)
-    assert [places.tolist() for places, _ in deal(np.arange(4), 2)] == [[0, 1], [2, 3]]
+    padded = DealByLength(np.array([50, 40, 20, 10]), batch_size=2, token_budget=100)
+    assert [places.tolist() for places, _ in padded(np.arange(4), 2)] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"`token_budget` of 99, but got one of 100 tokens\. Divide `batch_size` by 2"):
-        replace(deal, token_budget=99)(np.arange(4), 2)
+        replace(padded, token_budget=99)(np.arange(4), 2)
+
+
+def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps() -> None:
+    lengths = np.array([111, 30])
+    packed = DealByPrompt(np.array([0, 1]), np.full(2, 10), lengths, token_budget=100)
+    for deal in (packed, DealByLength(lengths, batch_size=1, token_budget=100)):
+        with pytest.raises(ValueError, match=r"111 tokens exceeds the `token_budget` of 100.*lower `max_length`"):
+            deal(np.arange(2), 2)
 
 
 def test_the_summary_says_what_is_saved() -> None:

@@ -44,16 +44,15 @@ def make_mixture(**changes: Any) -> Mixture:
     return Mixture(**{**settings, **changes})
 
 
+def drawn(target: np.ndarray, *, seed: int = 0, epoch: int = 0, **changes: Any) -> EpochDraw:
+    """Draw an epoch of one task."""
+    mixture = make_mixture(**{"shares": {"a": 1.0}, **changes})
+    return mixture.draw(pools_of(target, ["a"] * len(target)), confident(target), seed=seed, epoch=epoch)
+
+
 def make_sampler(draw: EpochDraw, lengths: np.ndarray, **changes: Any) -> OptimizerStepSampler:
-    settings: dict[str, Any] = {
-        "num_steps": 10,
-        "batch_size": 2,
-        "accumulate": 1,
-        "world_size": 1,
-        "rank": 0,
-        "position": lambda: (0, 0),
-    }
-    settings.update(changes)
+    settings: dict[str, Any] = {"num_steps": 10, "batch_size": 2, "accumulate": 1, "world_size": 1, "rank": 0}
+    settings |= {"position": lambda: (0, 0), **changes}
     settings.setdefault("limit", settings["num_steps"] * settings["accumulate"])
     deal = DealByLength(lengths, settings.pop("batch_size"))
     return OptimizerStepSampler(lambda epoch: draw, deal, **settings)
@@ -107,19 +106,12 @@ def test_an_epoch_has_exactly_the_tuples_that_were_asked_for() -> None:
 
 
 def test_paper_exact_has_no_generation_loss_on_the_calibration_pool() -> None:
-    target = make_target()
-    pools = pools_of(target, ["a"] * 2000)
-    draw = make_mixture(shares={"a": 1.0}, exact=True).draw(pools, confident(target), seed=0, epoch=0)
+    draw = drawn(make_target(), exact=True)
     assert (draw.generation_weight == 1 - draw.calibration_weight).all()
 
 
 def test_the_draw_is_keyed_by_seed_and_epoch() -> None:
-    target = make_target()
-    pools = pools_of(target, ["a"] * 2000)
-    draws = [
-        make_mixture(shares={"a": 1.0}).draw(pools, confident(target), seed=s, epoch=e).rows
-        for s, e in [(0, 0), (0, 0), (0, 1), (1, 0)]
-    ]
+    draws = [drawn(make_target(), seed=seed, epoch=epoch).rows for seed, epoch in [(0, 0), (0, 0), (0, 1), (1, 0)]]
     assert (draws[0] == draws[1]).all()
     assert (draws[0] != draws[2]).any()
     assert (draws[0] != draws[3]).any()
@@ -128,9 +120,7 @@ def test_the_draw_is_keyed_by_seed_and_epoch() -> None:
 
 def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
     # One row in bucket 0, two in bucket 10, a hundred in the last: 90 calibration tuples, 4 repeats at most.
-    target = np.array([0.01, 0.51, 0.52] + [0.99] * 100)
-    pools = pools_of(target, ["a"] * 103)
-    draw = make_mixture(total_tuples=300, shares={"a": 1.0}).draw(pools, confident(target), seed=0, epoch=0)
+    draw = drawn(np.array([0.01, 0.51, 0.52] + [0.99] * 100), total_tuples=300)
     rows = Counter(draw.rows[draw.calibration_weight == 1].tolist())
     assert (rows[0], rows[1], rows[2]) == (4, 4, 4)
     assert sum(rows.values()) == 90
@@ -144,18 +134,12 @@ def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
 
 
 def test_when_everything_is_too_small_it_is_repeated_evenly() -> None:
-    target = np.array([0.1, 0.5, 0.9])
-    draw = make_mixture(total_tuples=100, generation_ratio=0.1, shares={"a": 1.0}).draw(
-        pools_of(target, ["a"] * 3), confident(target), seed=0, epoch=0
-    )
+    draw = drawn(np.array([0.1, 0.5, 0.9]), total_tuples=100, generation_ratio=0.1)
     assert sorted(Counter(draw.rows[draw.calibration_weight == 1].tolist()).values()) == [30, 30, 30]
 
 
 def test_no_confident_response_leaves_an_epoch_of_calibration() -> None:
-    target = np.full(50, 0.4)
-    draw = make_mixture(total_tuples=40, shares={"a": 1.0}).draw(
-        pools_of(target, ["a"] * 50), confident(target), seed=0, epoch=0
-    )
+    draw = drawn(np.full(50, 0.4), total_tuples=40)
     assert len(draw.rows) == draw.calibration_weight.sum() == 40
 
 
@@ -173,24 +157,10 @@ def test_without_filling_the_counts_are_the_references() -> None:
 
 @pytest.mark.parametrize(("batch_size", "accumulate", "world_size"), [(12, 1, 1), (3, 4, 1), (3, 2, 2), (2, 2, 3)])
 def test_steps_are_the_same_however_they_are_dealt(batch_size: int, accumulate: int, world_size: int) -> None:
-    target = make_target(500)
     lengths = np.random.default_rng(1).integers(10, 200, 500)
-    mixture = make_mixture(total_tuples=100, shares={"a": 1.0})
-    draw = mixture.draw(pools_of(target, ["a"] * 500), confident(target), seed=0, epoch=0)
-    ranks = [
-        list(
-            make_sampler(
-                draw,
-                lengths,
-                num_steps=9,
-                batch_size=batch_size,
-                accumulate=accumulate,
-                world_size=world_size,
-                rank=rank,
-            )
-        )
-        for rank in range(world_size)
-    ]
+    draw = drawn(make_target(500), total_tuples=100)
+    dealt_as = {"num_steps": 9, "batch_size": batch_size, "accumulate": accumulate, "world_size": world_size}
+    ranks = [list(make_sampler(draw, lengths, **dealt_as, rank=rank)) for rank in range(world_size)]
     edges = np.arange(10) * 100 // 9
     for step in range(9):
         batches = [ranks[rank][step * accumulate + micro] for micro in range(accumulate) for rank in range(world_size)]
@@ -213,18 +183,13 @@ def real_rows(batches: list[MicroBatch]) -> list[int]:
 
 
 def test_every_step_has_its_part_of_both_kinds() -> None:
-    target = make_target()
-    draw = make_mixture(shares={"a": 1.0}).draw(pools_of(target, ["a"] * 2000), confident(target), seed=0, epoch=0)
-    sampler = make_sampler(draw, np.ones(2000, dtype=np.int64), num_steps=20, batch_size=20)
+    sampler = make_sampler(drawn(make_target()), np.ones(2000, dtype=np.int64), num_steps=20, batch_size=20)
     assert {batch.calibration_total for batch in sampler} == {6.0}
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6, 29])
 def test_iteration_goes_on_at_the_position_it_is_told(start: int) -> None:
-    target = make_target(200)
-    draw = make_mixture(total_tuples=60, shares={"a": 1.0}).draw(
-        pools_of(target, ["a"] * 200), confident(target), seed=0, epoch=0
-    )
+    draw = drawn(make_target(200), total_tuples=60)
     lengths = np.arange(200)
     whole = [batch.rows.tolist() for batch in make_sampler(draw, lengths, accumulate=3)]
     rest = make_sampler(draw, lengths, accumulate=3, position=lambda: (0, start))

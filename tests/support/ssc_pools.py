@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from support.module_batches import quiet_trainer
 from torch import Tensor
 
 from selfcal_lightning.data.store.manifest import StoreFingerprint
@@ -119,17 +120,8 @@ def fit(
     data: SSCDataModule, *, ckpt_path: str | None = None, module: Recorder | None = None, **settings: Any
 ) -> Recorder:
     module = module or Recorder()
-    defaults: dict[str, Any] = {
-        "max_epochs": 2,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "use_distributed_sampler": False,
-    }
-    Trainer(**{**defaults, **settings}).fit(module, datamodule=data, ckpt_path=ckpt_path)
+    trainer = quiet_trainer(**{"max_epochs": 2, "num_sanity_val_steps": 0, **settings})
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from support.module_batches import quiet_trainer
 from support.options import nested
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -41,15 +42,7 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 
 def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
     """A quiet trainer on the CPU."""
-    arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": False, "num_sanity_val_steps": 0}
-    return Trainer(
-        **{**arguments, **settings},
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    return quiet_trainer(**{"num_sanity_val_steps": 0, **settings}, callbacks=list(callbacks))
 
 
 def fill_store(tiny_model: str, path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands import export
 from selfcal_lightning.commands.export import run_export
-from selfcal_lightning.models.folders import MANIFEST, read_manifest
+from selfcal_lightning.models.folders import MANIFEST, list_files, read_manifest
 from selfcal_lightning.training.export import replacing, write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
@@ -176,7 +177,7 @@ def test_the_output_lies_apart_from_what_is_merged(
         "above the base": read / "above",
     }[place]
     if target in (base, read, read / "above"):  # as if a merged model lay there, which could be replaced
-        (target / MANIFEST).write_text('{"kind": "merged"}')
+        (target / MANIFEST).write_text(json.dumps({"kind": "merged", "format": 2, "files": list_files(target)}))
     before = snapshot(read)
     with pytest.raises(ValueError, match=r"`output_dir` to lie apart from the (adapter|checkpoint|base model)"):
         run_export(str(own), str(target), base_model=str(base), overwrite=True)

@@ -22,7 +22,7 @@ from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.tables import csv_text, rich_table
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
-from selfcal_lightning.inference.vectorised import CurveStrategy, PoolArrays, right_codes
+from selfcal_lightning.inference.vectorised import PoolArrays, right_codes
 from selfcal_lightning.inference.voting import BestOfN, PassAtN, SelfConsistency
 from selfcal_lightning.metrics.arrays import Floats
 
@@ -52,7 +52,7 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
     longest = arrays.answer.shape[1]
     sizes = tuple(size for size in SIZES if size <= longest)
     windows = tuple(range(2, longest + 1))
-    runs: list[tuple[str, CurveStrategy, tuple[float, ...]]] = []
+    runs: list[tuple[str, Any, Sequence[float]]] = []  # some strategies take whole numbers only
     if confidence is not None:
         stopping = EarlyStopping(max_samples=longest, confidence=confidence)
         weighted = AdaptiveConsistency("confidence_ratio", max_samples=longest, confidence=confidence)
@@ -116,11 +116,11 @@ def _readable(pool: RecordedPool) -> list:
     return kept
 
 
-def _curve(method: str, strategy: CurveStrategy, arrays: PoolArrays, grid: tuple[float, ...]) -> PaperCurve:
+def _curve(method: str, strategy: Any, arrays: PoolArrays, grid: Sequence[float]) -> PaperCurve:
     outcome = strategy.curve(arrays, grid)
     right = right_codes(arrays.answer, arrays.correct)
     rows = range(len(arrays.length))
-    return PaperCurve(method, grid, right[rows, outcome.answer].mean(axis=1), outcome.used.mean(axis=1))
+    return PaperCurve(method, tuple(grid), right[rows, outcome.answer].mean(axis=1), outcome.used.mean(axis=1))
 
 
 def run_paper(

@@ -137,9 +137,6 @@ def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Return whether an evaluation wrote into ``folder``; earlier versions left their arguments in the results only."""
-    if (folder / ARGUMENTS).is_file():
-        return (json_object_or_none(folder / ARGUMENTS) or {}).get("format") == FORMAT
-    results = (json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
-    settings = results.get("settings")
-    return isinstance(settings, dict) and {"output_dir", "num_reshuffles"} <= settings.keys()
+    """Return whether an evaluation wrote into ``folder``."""
+    path = folder / ARGUMENTS
+    return path.is_file() and (json_object_or_none(path) or {}).get("format") == FORMAT

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.evaluation.curves import StrategyCurve
 from selfcal_lightning.evaluation.strategy_tables import (
     BreakEvenRow,
@@ -62,6 +62,11 @@ class Resampled:
             found.mean_tokens,
         )  # fmt: skip
 
+    def costs(self, setting: int) -> dict[str, Any]:
+        """Return mean samples and tokens at a setting."""
+        tokens = None if self.tokens is None else estimate_of(self.tokens[setting])
+        return {"samples": estimate_of(self.samples[setting]), "tokens": tokens}
+
     def choosing(self) -> GridOutcome:
         """Return the curve that settings are chosen on: of the calibration questions where there are any."""
         return self.calibration or self.curve.outcome
@@ -93,11 +98,8 @@ def resample_curves(
 
 def reference_of(resampled: Sequence[Resampled]) -> Resampled:
     """Return plain self-consistency of the first side."""
-    side = resampled[0].contender.side
-    for row in resampled:
-        if row.contender == Contender(side, REFERENCE, None):
-            return row
-    raise InputError(f"Expected {REFERENCE!r} without a confidence among the strategies: all are compared with it.")
+    wanted = Contender(resampled[0].contender.side, REFERENCE, None)
+    return next(row for row in resampled if row.contender == wanted)
 
 
 def setting_for(row: Resampled, budget: int) -> int | None:
@@ -126,9 +128,8 @@ def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[
                     budget,
                     row.grid[setting],
                     accuracy=estimate_of(accuracy),
-                    samples=estimate_of(row.samples[setting]),
-                    tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
-                    change=estimate_of(accuracy - reference.accuracy[_at(reference, budget)]),
+                    **row.costs(setting),
+                    change=estimate_of(accuracy - reference.accuracy[reference.grid.index(budget)]),
                     change_to_full=estimate_of(accuracy - full),
                 )
             )
@@ -142,7 +143,7 @@ def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[
     """
     reference = reference_of(resampled)
     rows = []
-    wanted_positions = [_at(reference, target) for target in targets]
+    wanted_positions = [reference.grid.index(target) for target in targets]
     wanted = reference.accuracy[wanted_positions]
     for row in resampled:
         if row.contender.is_oracle:
@@ -192,15 +193,14 @@ def _chosen(row: Resampled, reference: Resampled, target: int) -> ChosenSetting 
     """Choose on the calibration questions the cheapest setting that is as good as the reference is there."""
     if row.calibration is None or reference.calibration is None:
         return None
-    wanted = float(reference.calibration.accuracy[_at(reference, target)])
+    wanted = float(reference.calibration.accuracy[reference.grid.index(target)])
     setting = cheapest_setting_reaching(row.calibration.mean_samples, row.calibration.accuracy, wanted)
     if setting is None:
         return None
     return ChosenSetting(
         row.grid[setting],
-        change=estimate_of(row.accuracy[setting] - reference.accuracy[_at(reference, target)]),
-        samples=estimate_of(row.samples[setting]),
-        tokens=None if row.tokens is None else estimate_of(row.tokens[setting]),
+        change=estimate_of(row.accuracy[setting] - reference.accuracy[reference.grid.index(target)]),
+        **row.costs(setting),
         saving=estimate_of(1.0 - row.samples[setting] / target),
     )
 
@@ -212,11 +212,3 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
         return None
     needed = cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
     return None if needed is None else float(others[at]) - needed
-
-
-def _at(reference: Resampled, budget: int) -> int:
-    """Return the position of a budget in the grid of the reference."""
-    if budget not in reference.grid:
-        has = f"{int(max(reference.grid))}, the samples that every question has"
-        raise InputError(f"Expected a budget between 1 and {has}, but got {budget}.")
-    return reference.grid.index(budget)

@@ -116,8 +116,8 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
 def _judge_curve(
     fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
-    order = {"num_reshuffles": settings.num_reshuffles, "seed": settings.seed}
-    reshuffles = Reshuffles(weighed.pool, [strategy.confidence], width=width, **order)
+    confidences, num_reshuffles = [strategy.confidence], settings.num_reshuffles
+    reshuffles = Reshuffles(weighed.pool, confidences, width=width, num_reshuffles=num_reshuffles, seed=settings.seed)
     (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
     correct, used = curve.outcome.correct, curve.outcome.samples
     weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)

@@ -81,16 +81,19 @@ class Strategy(Protocol):
     """Decides, question by question, when to stop sampling and which answer to give.
 
     Live and recorded runs are the same code: the driver feeds either.
-
-    Attributes:
-        name: Short name, as on the command line and in tables.
-        max_samples: Budget for a question.
-        confidence: Name of the confidence that it reads (see ``confidence.base.confidence_of``), or None.
     """
 
-    name: str
-    max_samples: int
-    confidence: str | None
+    @property
+    def name(self) -> str:
+        """Short name, as on the command line and in tables."""
+
+    @property
+    def max_samples(self) -> int:
+        """Budget for a question."""
+
+    @property
+    def confidence(self) -> str | None:
+        """Name of the confidence that it reads (see ``confidence.base.confidence_of``), or None."""
 
     def solve(self, question: Question) -> Solving:
         """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""

@@ -155,13 +155,11 @@ class CurveOutcome:
 
 @runtime_checkable
 class GridStrategy(Strategy, Protocol):
-    """A strategy, a frozen dataclass, that can be run at every value of a grid.
+    """A strategy, a frozen dataclass, that can be run at every value of a grid."""
 
-    Attributes:
-        grid_parameter: Name of the field that a grid sets: a threshold, a budget, a window.
-    """
-
-    grid_parameter: str
+    @property
+    def grid_parameter(self) -> str:
+        """Name of the field that a grid sets: a threshold, a budget, a window."""
 
 
 @runtime_checkable

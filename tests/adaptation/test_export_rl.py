@@ -91,12 +91,8 @@ def test_a_row_of_verl_says_what_is_known(made: Selection, tmp_path: Path) -> No
     assert row["prompt"][1] == {"role": "user", "content": "What is 3+7?"}, "never a rendered text"
     assert row["reward_model"] == {"style": "rule", "ground_truth": "10"}
     info = row["extra_info"]
-    assert (info["index"], info["question_id"], info["label_kind"], info["label_share"]) == (
-        1,
-        "q003",
-        "majority",
-        0.75,
-    )
+    named = ("index", "question_id", "label_kind", "label_share")
+    assert [info[name] for name in named] == [1, "q003", "majority", 0.75]
     assert (info["num_samples"], info["num_unreadable"]) == (4, 1)
     assert info["response"] == "3+7=10. So the answer is 10."
     assert info["key_steps"] == [["3+7=10"]]
@@ -204,27 +200,24 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     assert set(found) == {"rewards", "scores", "extra_logs"}
 
 
-def test_a_source_that_was_not_exported_is_named(reward: ModuleType) -> None:
+def test_the_exported_file_is_loaded_by_its_path(made: Selection, reward: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data_source.*'gsm8k'"):
         reward.judge("gsm8k", "Answer: 7", "7")
-
-
-def test_the_exported_file_is_loaded_by_its_path(made: Selection, tmp_path: Path) -> None:
     export = run_export_rl(str(made.path), str(tmp_path / "out"), "trl")
     assert len((export.path / "reward.py").read_text().splitlines()) < 15
     assert load(export.path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
 
 
 def test_what_cannot_be_exported_is_refused(made: Selection, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Run `selfcal select --label reference --references true` for it"):
-        run_export_rl(str(made.path), str(tmp_path / "out"), "trl", label="reference")
-    with pytest.raises(ValueError, match="Run `selfcal select --label ssc` for it"):
-        run_export_rl(str(made.path), str(tmp_path / "out"), "trl", label="ssc")
-    with pytest.raises(ValueError, match="to lie apart from the selection"):
-        run_export_rl(str(made.path), str(made.path / "out"), "trl")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is left as it is"):
-        run_export_rl(str(made.path), str(tmp_path), "trl")
+    for output, label, message in (
+        (tmp_path / "out", "reference", "Run `selfcal select --label reference --references true` for it"),
+        (tmp_path / "out", "ssc", "Run `selfcal select --label ssc` for it"),
+        (made.path / "out", None, "to lie apart from the selection"),
+        (tmp_path, None, "is left as it is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_export_rl(str(made.path), str(output), "trl", label=label)
     one = next(examples(made))
     with pytest.raises(ValueError, match="but got a rendered prompt"):
         training_rows([replace(one, question=replace(one.question, messages=()))], None)

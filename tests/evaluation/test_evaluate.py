@@ -239,6 +239,7 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"model": "bundled", "task": "gsm8k"}, "no `task` beside models"),
         ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` to lie in \[0, 1\]"),
         ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be one of"),
+        ({"pools": {"m": "x"}, "num_reshuffles": -1}, "`num_reshuffles` to be at least 0"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -144,15 +144,6 @@ def test_pools_that_cannot_be_evaluated() -> None:
         evaluate_jobs(reshuffles, [Job("votes", SelfConsistency(2), (1,))])
 
 
-def test_settings_outside_their_range() -> None:
-    with pytest.raises(ValueError, match=r"`thresholds` to lie in \[0, 1\]"):
-        StrategySettings(thresholds=(0.5, 1.5))
-    with pytest.raises(ValueError, match=r"`strategies` to be one of .* but got 'magic'"):
-        StrategySettings(strategies=("self_consistency", "magic"))
-    with pytest.raises(ValueError, match="`num_reshuffles` to be at least 0"):
-        StrategySettings(num_reshuffles=-1)
-
-
 def curve(
     label: str, confidence: str | None, parameter: str, points: list[tuple[float, list[float], float]]
 ) -> StrategyCurve:
@@ -230,12 +221,6 @@ def test_report_with_calibration_questions() -> None:
     assert not any("No calibration split" in note for note in report.notes)
 
 
-def test_report_refuses_the_calibration_questions() -> None:
-    pool = pool_of(1)
-    with pytest.raises(ValueError, match="of 'model' and test set 'test' to share no question, but got 12 in both"):
-        evaluate(pool, pool)
-
-
 def test_report_without_confidences_runs_what_counts_and_says_so() -> None:
     bare = [
         replace(e, samples=tuple(replace(s, yes_mass=None, no_mass=None, logprob=None, **UNTOLD) for s in e.samples))
@@ -262,12 +247,6 @@ def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
     report = evaluate(recorded(entries), None)
     assert report.width == 2
     assert any("end at 2 samples, as many as 'short' has" in note and "up to 4" in note for note in report.notes)
-
-
-def test_sides_with_different_questions_cannot_be_paired() -> None:
-    pools = {"base": pool_of(1), "calibrated": pool_of(1, num_questions=11)}
-    with pytest.raises(ValueError, match=r"to answer the same questions, but got 1 .*'q11', which 'calibrated' lacks"):
-        check_inputs(Inputs({"test": pools}, {}))
 
 
 def test_confidences_that_look_ahead_are_refused() -> None:

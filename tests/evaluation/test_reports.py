@@ -1,0 +1,405 @@
+"""Tables and figures show the rows that they are given, and nothing smoothed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from selfcal_lightning.evaluation.figures import (
+    accuracy_figure,
+    confidence_distribution,
+    reliability_comparison,
+    reliability_diagram,
+    reliability_grid,
+    risk_coverage_figure,
+    roc_figure,
+)
+from selfcal_lightning.evaluation.strategy_tables import (
+    BreakEvenRow,
+    BudgetRow,
+    ChosenSetting,
+    ConsensusRow,
+    Contender,
+    CurveRow,
+    SavingRow,
+    break_even_table,
+    budget_table,
+    consensus_table,
+    curves_csv,
+    saving_table,
+    short_table,
+    strategies_markdown,
+)
+from selfcal_lightning.evaluation.tables import (
+    comparison_csv,
+    comparison_markdown,
+    comparison_rows,
+    comparison_table,
+    format_estimate,
+    is_better,
+)
+from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1
+from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses, paired_bootstrap
+from selfcal_lightning.metrics.calibration import reliability_bins
+from selfcal_lightning.metrics.curves import risk_coverage, wilson_interval
+
+VOTES, STOP = Contender("base", "self_consistency", None), Contender("base", "early_stopping", "sequence_logprob_platt")
+
+
+def estimate(value: float | None, half: float = 0.01) -> Estimate:
+    return Estimate(value, None, None) if value is None else Estimate(value, value - half, value + half)
+
+
+def budget_row(
+    who: Contender, budget: int, accuracy: float, change: float, tokens: Estimate | None = None
+) -> BudgetRow:
+    parts = estimate(accuracy), estimate(budget - 0.5), tokens, estimate(change), estimate(change - 0.1)
+    return BudgetRow(who, budget, 0.75, *parts)
+
+
+def saving_row(who: Contender, target: int, samples: float | None, chosen: ChosenSetting | None = None) -> SavingRow:
+    saving = None if samples is None else 1.0 - samples / target
+    return SavingRow(who, target, 0.5 + target / 100, estimate(samples), None, estimate(saving), None, None, chosen)
+
+
+BUDGETS = [budget_row(who, b, 0.5 + b / 100, c) for who, c in ((VOTES, 0.0), (STOP, 0.05)) for b in (1, 2, 4, 8, 16)]
+
+CHOSEN = ChosenSetting(0.5, estimate(-0.03), estimate(5.25), None, estimate(0.6))
+
+SAVINGS = [saving_row(VOTES, t, float(t)) for t in (4, 8, 16)] + [
+    saving_row(STOP, 4, 3.0),
+    saving_row(STOP, 8, None),
+    saving_row(STOP, 16, 5.0, CHOSEN),
+]
+
+SHARES, RIGHT = [1.0, 0.9, 0.6, 0.5], [True, True, False, False]
+
+CONSENSUS = [
+    ConsensusRow("base", name, 0.9, wilson_interval(1, 4), wilson_interval(1, 1), 0.1, risk_coverage(SHARES, RIGHT))
+    for name in (None, "sequence_logprob_platt")
+]
+
+
+def curve_row(who: Contender, parameter: str, points: list[tuple[float, float, float]], tokens: bool) -> CurveRow:
+    """Build a curve without intervals from (setting, accuracy, samples); a sample is a hundred tokens long."""
+    settings, accuracy, samples = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    nothing = np.full(len(points), np.nan)
+    costs = 100.0 * samples if tokens else None
+    return CurveRow(who, parameter, tuple(settings.tolist()), accuracy, nothing, nothing, samples, costs)
+
+
+CURVES = [
+    curve_row(VOTES, "max_samples", [(1, 0.25, 1), (2, 0.5, 2), (4, 0.75, 4)], tokens=False),
+    curve_row(STOP, "threshold", [(0.5, 0.25, 1), (0.9, 0.75, 3), (0.7, 0.5, 2)], tokens=True),
+    curve_row(Contender("base", "pass_at_n", None, True), "max_samples", [(1, 1.0, 1)], tokens=False),
+]
+
+SCORES = {"sequence_logprob_platt": ["0.900", "0.700", "0.050"]}
+
+
+def printed(table: object) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(table)
+    return stream.getvalue()
+
+
+def line_with(text: str, start: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.strip().startswith(start)).split()
+
+
+def test_terminal_tables_fit_a_hundred_columns_without_breaking_lines() -> None:
+    budgets, savings = printed(budget_table(BUDGETS, title="base")), printed(saving_table(SAVINGS))
+    assert line_with(budgets, "early_stopping")[1:6] == ["0.510", "0.520", "0.540", "0.580", "0.660"]
+    assert line_with(budgets, "early_stopping")[6:] == ["3.5", "+0.050", "[+0.040,+0.060]"]
+    assert line_with(savings, "early_stopping")[1:] == [
+        "3.0",
+        "(-25%)",
+        "never",
+        "5.0",
+        "(-69%)",
+        "5.2",
+        "-0.030",
+        "[-0.040,-0.020]",
+    ]
+    assert line_with(savings, "self_consistency") == ["self_consistency", "4.0", "8.0", "16.0", "never"]
+
+
+def test_savings_without_calibration_show_their_interval() -> None:
+    text = printed(saving_table([row for row in SAVINGS if row.chosen is None and row.target == 4]))
+    assert "25% [24%,26%]" in text
+
+
+def test_short_table_has_a_column_a_side() -> None:
+    other = budget_row(Contender("after", "early_stopping", "sequence_logprob_platt"), 4, 0.7, -0.5)
+    text = printed(short_table([*BUDGETS, other]))
+    assert line_with(text, "early_stopping")[1:] == ["0.540", "(3.5)", "0.700", "(3.5)"]
+    assert line_with(text, "self_consistency")[1:] == ["0.540", "(3.5)", "–"]
+
+
+def test_consensus_and_break_even() -> None:
+    text = printed(consensus_table(CONSENSUS, SCORES))
+    assert line_with(text, "sequence_logprob_platt")[1:5] == ["0.900", "0.700", "0.050", "25.0%"]
+    rows = [
+        BreakEvenRow(VOTES, 8, 1000.0, estimate(5.0), 5.0, 200, 180, None),
+        BreakEvenRow(STOP, 8, 1000.0, estimate(9.0), 2.0, 112, 100, 120),
+    ]
+    # Chosen by what it saves on the questions to choose by, not by what it saves here.
+    assert "self_consistency" in printed(break_even_table(rows))
+    assert "200 [180, never]" in printed(break_even_table(rows))
+
+
+def test_markdown_holds_every_row() -> None:
+    text = strategies_markdown(BUDGETS, SAVINGS, CONSENSUS, {"base": SCORES}, [])
+    lines = [line for line in text.splitlines() if line.startswith("| base")]
+    assert len(lines) == len(BUDGETS) + len(SAVINGS) + len(CONSENSUS)
+    assert (
+        "| base | early_stopping | sequence_logprob_platt | 4 | 0.75 | 0.540 [0.530, 0.550] | 3.50 | – | **+0.050"
+        in text
+    )
+    assert "Break-even" not in text
+
+
+def test_csv_holds_every_point_in_the_order_of_the_grid() -> None:
+    rows = list(csv.DictReader(io.StringIO(curves_csv({"id": CURVES}))))
+    assert [row["setting"] for row in rows] == ["1.0", "2.0", "4.0", "0.5", "0.9", "0.7", "1.0"]
+    assert (rows[0]["tokens"], rows[4]["tokens"], rows[4]["samples"]) == ("", "300.0", "3.0")
+
+
+def test_accuracy_figure_draws_the_points_as_they_are() -> None:
+    figure = accuracy_figure(CURVES)
+    votes, stop = figure.axes
+    assert [line.get_ydata().tolist() for line in votes.lines] == [[0.25, 0.5, 0.75]] * 2  # the reference beneath
+    assert stop.lines[1].get_xdata().tolist() == [1.0, 2.0, 3.0]
+    assert stop.lines[1].get_ydata().tolist() == [0.25, 0.5, 0.75]
+    assert votes.get_xscale() == "log"
+    tokens = accuracy_figure(CURVES, cost="tokens")
+    assert len(tokens.axes) == 1  # lengths of the votes are unknown
+
+
+def test_risk_coverage_figure() -> None:
+    axes = risk_coverage_figure(CONSENSUS).axes[0]
+    assert axes.lines[0].get_ydata().tolist() == pytest.approx([0.0, 0.0, 1 / 3, 1 / 2])
+    assert axes.get_legend().get_texts()[0].get_text() == "votes alone: AURC 0.100"
+
+
+UNKNOWN = Estimate(None, None, None)
+
+
+def row(metric: str, split: str, before: Estimate, after: Estimate, change: Estimate) -> tuple[str, MetricChange]:
+    return split, MetricChange(metric, before, after, change, UNKNOWN)
+
+
+BETTER = row(ECE, "test", Estimate(0.3, 0.2, 0.4), Estimate(0.1, 0.05, 0.2), Estimate(-0.2, -0.3, -0.1))
+
+WORSE = row(AUROC, "test", Estimate(0.8, 0.7, 0.9), Estimate(0.6, 0.5, 0.7), Estimate(-0.2, -0.3, -0.1))
+
+UNCLEAR = row(AUROC, "test", Estimate(0.8, 0.7, 0.9), Estimate(0.8, 0.7, 0.9), Estimate(0.0, -0.1, 0.1))
+
+NOWHERE = row("own/Thing", "a|b", UNKNOWN, Estimate(0.5, None, None), UNKNOWN)
+
+ROWS = [BETTER, WORSE, UNCLEAR, NOWHERE]
+
+
+def _rendered(width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system="standard")
+    console.print(comparison_table(ROWS, title="claims"))
+    return console.file.getvalue()
+
+
+def test_better_and_worse_follow_the_interval_and_the_metric() -> None:
+    assert [is_better(change) for _, change in ROWS] == [True, False, None, None]
+
+
+def test_rows_come_metric_by_metric() -> None:
+    generator = np.random.default_rng(0)
+    pool = ScoredResponses(generator.random(40), generator.random(40) < 0.5, np.repeat(np.arange(10), 4))
+    changes = paired_bootstrap(pool, pool, metrics=[ECE, PASS_AT_1], num_resamples=20)
+    rows = comparison_rows({"in-domain": changes, "out of domain": changes})
+    assert [(change.metric, split) for split, change in rows] == [
+        (ECE, "in-domain"),
+        (ECE, "out of domain"),
+        (PASS_AT_1, "in-domain"),
+        (PASS_AT_1, "out of domain"),
+    ]
+    assert rows[0][1].before == changes[ECE].before
+    assert rows[0][1].change.value == 0.0
+
+
+def test_markdown_has_equal_columns_and_marks_clear_changes() -> None:
+    lines = comparison_markdown(ROWS).splitlines()
+    assert len(lines) == 6
+    assert "| ECE ↓ | test | 0.300 [0.200, 0.400] | 0.100 [0.050, 0.200] | **-0.200 [-0.300, -0.100]** |" in lines
+    assert lines[4].endswith("| +0.000 [-0.100, +0.100] |")
+    assert lines[5] == r"| own/Thing | a\|b | – | 0.500 | – |"
+
+
+def test_csv_reads_back_in_full_precision() -> None:
+    third = row(ECE, "a, b", Estimate(1 / 3, 0.1, 0.2), UNKNOWN, UNKNOWN)
+    rows = list(csv.DictReader(io.StringIO(comparison_csv([*ROWS, third]))))
+    assert [row["metric"] for row in rows] == [ECE, AUROC, AUROC, "own/Thing", ECE]
+    assert float(rows[4]["before"]) == 1 / 3
+    assert rows[4]["split"] == "a, b"
+    assert rows[4]["after"] == rows[3]["change_low"] == ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_keeps_every_digit(width: int) -> None:
+    text = _rendered(width)
+    for number in ("0.300", "[0.200,0.400]", "[0.050,0.200]", "[-0.300,-0.100]", "+0.000", "[-0.100,+0.100]", "0.500"):
+        assert number in text
+    assert "…" not in text
+
+
+def test_terminal_colours_clear_changes() -> None:
+    text = _rendered(120)
+    assert "\x1b[32m-0.200" in text
+    assert "\x1b[31m-0.200" in text
+
+
+def test_unknown_is_a_dash_and_never_zero() -> None:
+    assert format_estimate(UNKNOWN) == "–"
+    assert format_estimate(Estimate(0.0, 0.0, 0.0)) == "0.000 [0.000, 0.000]"
+
+
+ODD_POOLS = {
+    "none": ([], []),
+    "one": ([1.0], [False]),
+    "all right": ([0.2, 0.9, 0.9], [True, True, True]),
+    "all wrong": ([0.2, 0.9, 0.9], [False, False, False]),
+    "constant": ([0.5] * 4, [True, False, True, True]),
+    "extremes": ([0.0, 0.0, 1.0, 1.0], [False, True, False, True]),
+}
+
+
+def _pool(seed: int = 0) -> ScoredResponses:
+    generator = np.random.default_rng(seed)
+    confidence = generator.beta(4, 2, 1000)
+    return ScoredResponses(confidence, generator.random(1000) < confidence**2, np.repeat(np.arange(100), 10))
+
+
+def _bars(axes: Axes, *, hatched: bool = False) -> dict[int, float]:
+    """Return the heights of the bars of a diagram with ten bins, by bin."""
+    patches = [patch for bars in axes.containers if isinstance(bars, BarContainer) for patch in bars]
+    return {
+        int(10 * (patch.get_x() + patch.get_width() / 2)): patch.get_height()
+        for patch in patches
+        if bool(patch.get_hatch()) == hatched
+    }
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=40)
+    return buffer.getvalue()
+
+
+def test_bars_are_the_reliability_bins() -> None:
+    pool = _pool()
+    bins = reliability_bins(pool.confidence, pool.correct)
+    figure = reliability_diagram(pool.confidence, pool.correct, title="arithmetic")
+    upper, lower = figure.axes
+    filled = np.flatnonzero(bins.count).tolist()
+    assert _bars(upper) == pytest.approx({b: bins.accuracy[b] for b in filled})
+    assert _bars(upper, hatched=True) == pytest.approx({b: bins.gap[b] for b in filled})
+    assert _bars(lower) == pytest.approx({b: bins.count[b] / 1000 for b in range(10)})
+    assert upper.get_title() == f"arithmetic: ECE {bins.expected_error:.3f}"
+
+
+def test_few_responses_make_a_pale_bar() -> None:
+    figure = reliability_diagram([0.05] + [0.95] * 199, [True] * 200)
+    shades = [patch.get_facecolor()[3] for bars in figure.axes[0].containers[:2] for patch in bars]
+    assert shades == [1.0, 0.35]
+    assert "fewer than 1% of the responses" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_overlay_shows_both_models() -> None:
+    before, after = _pool(1), _pool(2)
+    figure = reliability_diagram(after.confidence, after.correct, before=(before.confidence, before.correct))
+    upper, lower = figure.axes
+    bins = reliability_bins(before.confidence, before.correct)
+    line = next(line for line in upper.lines if line.get_label() == "before")
+    np.testing.assert_allclose(line.get_ydata(), bins.accuracy[bins.count > 0])
+    assert upper.get_title().count("→") == 1
+    assert lower.get_ylim()[1] >= bins.count.max() / 1000
+
+
+def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
+    before, after = ({"in-domain": _pool(seed), "out of domain": _pool(seed + 1)} for seed in (0, 5))
+    figure = reliability_comparison(before, after, title="samples of the base model")
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert len(figure.axes) == 8
+    for split in before:
+        for name, pools in (("before", before), ("after", after)):
+            bins = reliability_bins(pools[split].confidence, pools[split].correct)
+            title = f"{split}, {name}: ECE {bins.expected_error:.3f}"
+            axes = figure.axes[titles.index(title) // 2 * 4 + titles.index(title) % 2]
+            assert axes.get_title() == title
+            assert _bars(axes) == pytest.approx({b: bins.accuracy[b] for b in np.flatnonzero(bins.count).tolist()})
+    assert _png(figure).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="to hold the same columns"):
+        reliability_comparison(before, {})
+
+
+def test_grid_has_a_row_a_model_and_a_column_a_confidence() -> None:
+    bins = [reliability_bins(pool.confidence, pool.correct) for pool in map(_pool, range(1, 5))]
+    rows = {"base": {"p_true": bins[0], "fused": bins[1]}, "calibrated": {"p_true": bins[2], "fused": bins[3]}}
+    figure = reliability_grid(rows, title="in-domain")
+    headings = [axes.get_title().split(":")[0] for axes in figure.axes if axes.get_title()]
+    assert headings == ["p_true, base", "fused, base", "p_true, calibrated", "fused, calibrated"]
+    assert len(reliability_grid({"base": rows["base"]}).axes) == 4
+    for bad in ({}, {"base": {}}, {"base": rows["base"], "calibrated": {"p_true": bins[2]}}):
+        with pytest.raises(ValueError, match="to hold the same columns"):
+            reliability_grid(bad)
+
+
+def test_shared_axes_hold_the_tallest_bar() -> None:
+    sharp = ScoredResponses([0.85] * 100, [True] * 100, list(range(100)))
+    figure = reliability_comparison({"sharp": sharp, "wide": _pool()}, {"sharp": _pool(), "wide": _pool()})
+    assert figure.axes[2].get_ylim()[1] >= 1.0
+
+
+def test_roc_ends_in_the_corners() -> None:
+    pool = _pool()
+    figure = roc_figure({"before": (pool.confidence, pool.correct), "one class": ([0.5], [True])}, title="test")
+    line = figure.axes[0].lines[0]
+    assert (line.get_xdata()[0], line.get_ydata()[0]) == (0.0, 0.0)
+    assert (line.get_xdata()[-1], line.get_ydata()[-1]) == (1.0, 1.0)
+    assert figure.axes[0].get_legend().get_texts()[1].get_text() == "one class: AUROC –"
+
+
+def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
+    figure = confidence_distribution([0.9, 0.9, 0.8, 0.1], [True, True, True, False], num_bins=10)
+    heights = [[patch.get_height() for patch in bars] for bars in figure.axes[0].containers]
+    assert heights[0] == pytest.approx([0] * 8 + [1 / 3, 2 / 3])
+    assert heights[1] == pytest.approx([0, -1] + [0] * 8)
+
+
+@pytest.mark.parametrize("name", ODD_POOLS)
+@pytest.mark.filterwarnings("error")
+def test_odd_pools_draw_without_a_warning(name: str) -> None:
+    confidence, correct = ODD_POOLS[name]
+    pool = ScoredResponses(confidence, correct, list(range(len(confidence))))
+    for figure in (
+        reliability_diagram(confidence, correct),
+        reliability_diagram(confidence, correct, before=(confidence, correct)),
+        reliability_comparison({"test": pool}, {"test": pool}),
+        roc_figure({"after": (confidence, correct)}),
+        confidence_distribution(confidence, correct),
+    ):
+        assert _png(figure).startswith(b"\x89PNG")
+
+
+def test_figures_do_not_touch_pyplot() -> None:
+    code = "import sys, selfcal_lightning.evaluation.figures as f; "
+    code += "f.roc_figure({'a': ([.1, .9], [0, 1])}); "
+    code += "sys.exit('matplotlib.pyplot' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

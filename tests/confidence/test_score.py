@@ -354,7 +354,7 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
             {"estimator": "p_true", "store_dir": "s", "consistency_samples": 3},
             "with the estimator response_consistency",
         ),
-        ({"estimator": "prm", "store_dir": "s"}, "`reward.model` to be the folder"),
+        ({"estimator": "prm", "store_dir": "s"}, "Expected `reward.model`"),
         (
             {"estimator": "p_true", "store_dir": "s", "reward": RewardSettings("m")},
             "`reward` with an estimator that reads a reward model",

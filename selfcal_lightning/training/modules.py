@@ -34,8 +34,12 @@ def trained_parameters(module: LightningModule) -> dict[str, Tensor]:
 
 
 def plain_settings(*records: Any) -> dict[str, Any]:
-    """Return the fields of settings records as JSON has them: a checkpoint with other types is not read."""
-    return {name: value for record in records for name, value in json.loads(json.dumps(asdict(record))).items()}
+    """Return the fields of settings records as JSON has them: a checkpoint with other types is not read.
+
+    A prompt stands there only where there is one.
+    """
+    fields = {name: value for record in records for name, value in json.loads(json.dumps(asdict(record))).items()}
+    return {name: value for name, value in fields.items() if (name, value) != ("prompt", None)}
 
 
 class TrainedModule(LightningModule):

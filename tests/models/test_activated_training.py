@@ -375,7 +375,8 @@ def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding() -> No
         check_two_passes(model, packed=True)
 
 
-def test_a_checkpoint_of_before_is_joint(tiny_model: str) -> None:
+def test_settings_may_be_plain_as_a_checkpoint_holds_them(tiny_model: str) -> None:
     lora = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
-    assert not SelfCalibrationModule(tiny_model, lora=lora, omega=0.1, generation_loss=True).activated
+    joint = {**lora, "activated": False}
+    assert not SelfCalibrationModule(tiny_model, lora=joint, omega=0.1, generation_loss=True).activated
     assert SelfCalibrationModule(tiny_model, lora={**lora, "activated": True}, omega=0.0).activated

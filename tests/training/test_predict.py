@@ -172,7 +172,7 @@ def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
         )
     with pytest.raises(ValueError, match="`predict_split` to be one of"):
         data_module(tiny_model, store, predict_split="all")
-    with pytest.raises(ValueError, match=r"split 'test', but got none\. Name `test` sources in the data module"):
+    with pytest.raises(ValueError, match=r"no samples of round 0 for the split 'test'\. Name `test` sources"):
         trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
     overlapping = data_module(tiny_model, store, test=[QuestionSource("word_problems", split="train", limit=1)])
     with pytest.raises(ValueError, match="`train` and `test` to share no question, but got 1 in both"):

@@ -166,7 +166,7 @@ def test_a_start_that_cannot_be_is_refused(
         module_of(public, "trl-prn")
     with pytest.raises(InputError, match="Expected `full` without `lora`"):
         module_of(public, "trl-prm", full=True, lora=LoraSettings(activated=False))
-    with pytest.raises(InputError, match=r"Expected `format` of the data module to be 'trl-prm'"):
+    with pytest.raises(InputError, match=r"`format` of the data module to be the module's, 'trl-prm'"):
         trainer_with(max_steps=1).fit(module_of(public, "trl-prm"), datamodule=data_of(public, "reasoneval", store_dir))
     with pytest.raises(InputError, match=r"no `SSCGeneration` with `format='trl-prm'`.*`selfcal generate` first"):
         trainer_with(generation(), max_steps=1).fit(

@@ -25,7 +25,7 @@ from selfcal_lightning.training.contracts import SampledData
 from selfcal_lightning.training.export import check_output, write_export
 from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
-from selfcal_lightning.training.modules import TrainedModule
+from selfcal_lightning.training.modules import TrainedModule, check_defines
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
@@ -65,6 +65,7 @@ class AdapterExport(Callback):
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
         self._store_dir: str | None = None
+        self._tasks: list[str] | None = None
 
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
@@ -79,8 +80,7 @@ class AdapterExport(Callback):
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
     def _check(self, module: object, data: SampledData | None) -> None:
-        if not isinstance(module, TrainedModule):
-            raise InputError(f"Expected a TrainedModule for AdapterExport, but got {type(module).__name__}.")
+        check_defines(module, TrainedModule, "save_export", who="AdapterExport")
         self._store_dir = None if data is None else data.store_dir
         best = [] if self.monitor is None else [self._best_folder]
         for folder in (self._folder, *best, *self._folders_beside(module).values()):
@@ -163,9 +163,7 @@ class AdapterExport(Callback):
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
         training = {**self._training, "rows": rows}
-        write_export(
-            module, folder, store=describe_store(self._store_dir), run=self.run, training=training, beside=name
-        )
+        write_export(module, folder, store=self._describe_store(), run=self.run, training=training, beside=name)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:
@@ -175,7 +173,7 @@ class AdapterExport(Callback):
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         facts = {
-            "store": describe_store(self._store_dir),
+            "store": self._describe_store(),
             "metrics": metrics,
             "run": self.run,
             "training": self._training,
@@ -183,20 +181,21 @@ class AdapterExport(Callback):
         write_export(module, folder, state=state, **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
-
-def describe_store(store_dir: str | None) -> dict[str, Any] | None:
-    """Return the folder of a sample store, its tasks, and what every round was sampled with; None without a store."""
-    if store_dir is None:
-        return None
-    store = SampleStore(store_dir)
-    rounds = store.manifest.rounds
-    sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
-    return {
-        "path": store_dir,
-        "digests": {str(number): record.digest for number, record in rounds.items()},
-        "sampling": None if sampling is None else asdict(sampling),
-        "tasks": sorted(set(store.index(split="train").task.tolist())),
-    }
+    def _describe_store(self) -> dict[str, Any] | None:
+        """Return the folder of the store, its tasks, and what every round was sampled with; None without a store."""
+        if self._store_dir is None:
+            return None
+        store = SampleStore(self._store_dir)
+        rounds = store.manifest.rounds
+        sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
+        if self._tasks is None:  # the whole index is read for it, and no export of a run changes it
+            self._tasks = sorted(set(store.index(split="train").task.tolist()))
+        return {
+            "path": self._store_dir,
+            "digests": {str(number): record.digest for number, record in rounds.items()},
+            "sampling": None if sampling is None else asdict(sampling),
+            "tasks": self._tasks,
+        }
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from selfcal_lightning.capability.reports import capability_scatter
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
+from selfcal_lightning.evaluation.verdict import change_of
 from selfcal_lightning.metrics.calibration import reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.causal_lm import evaluation_mode
@@ -270,21 +271,21 @@ def outcome(pool: str, before: Columns, after: Columns) -> str:
     Example:
         >>> right, sure = np.array([1.0, 0.0] * 100), np.full(200, 0.9)
         >>> outcome("all", (sure, right), (np.where(right, 0.9, 0.1), right))
-        'Validation, all: better calibrated (ECE .400 -> .100), ranks better (AUROC .500 -> 1.000).'
+        'Validation, all: better calibration (ECE .400 -> .100), better ranking (AUROC .500 -> 1.000).'
     """
     errors = [reliability_bins(*columns).expected_error for columns in (before, after)]
     ranks = [auroc(*columns) for columns in (before, after)]
-    parts = [_compared("{} calibrated", "ECE", errors, less_is_better=True), _compared("ranks {}", "AUROC", ranks)]
+    parts = [
+        change_of("calibration", *errors, gain=_gain(*reversed(errors))),
+        change_of("ranking", *ranks, gain=_gain(*ranks)),
+    ]
     few = len(after[0]) < FEW_RESPONSES
     caution = f" {len(after[0])} responses are too few to tell; give more questions." if few else ""
     return f"Validation, {pool}: {', '.join(filter(None, parts))}.{caution}"
 
 
-def _compared(words: str, name: str, values: list[float | None], *, less_is_better: bool = False) -> str | None:
-    before, after = values
-    if before is None or after is None:
+def _gain(worse: float | None, better: float | None) -> bool | None:
+    """Return whether the second number is larger, None where they hardly differ."""
+    if worse is None or better is None or abs(better - worse) < SAME:
         return None
-    gain = before - after if less_is_better else after - before
-    how = "about as well" if abs(gain) < SAME else "better" if gain > 0 else "worse"
-    shown = " -> ".join(f"{value:.3f}".removeprefix("0") for value in (before, after))
-    return f"{words.format(how)} ({name} {shown})"
+    return better > worse

@@ -21,7 +21,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.contracts import needed_data
-from selfcal_lightning.training.modules import ScoringModule
+from selfcal_lightning.training.modules import ScoringModule, check_defines
 
 
 class ConfidenceWriter(Callback):
@@ -58,8 +58,7 @@ class ConfidenceWriter(Callback):
         return Plan(places=(Place("confidences", str(folder)),))
 
     def _check(self, trainer: Trainer, module: object) -> None:
-        if not isinstance(module, ScoringModule):
-            raise InputError(f"Expected a ScoringModule for ConfidenceWriter, but got {type(module).__name__}.")
+        check_defines(module, ScoringModule, "confidence_origin", "predict_step", who="ConfidenceWriter")
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
         if names.count(self.name) > 1:
             raise InputError(

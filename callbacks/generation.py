@@ -44,7 +44,7 @@ from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.contracts import QuestionData, needed_data
 from selfcal_lightning.training.model_parallel import decides_at_epoch_end
-from selfcal_lightning.training.modules import ScoringModule
+from selfcal_lightning.training.modules import ScoringModule, check_defines
 from selfcal_lightning.training.rounds import (
     adapter_folder,
     check_adapter,
@@ -528,8 +528,7 @@ class SSCGeneration(Callback):
     def _check_module(self, module: object, data: QuestionData) -> None:
         """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
         kind = ScoringModule if data.regenerate_every_n_epochs is None else ConfidenceModel
-        if not isinstance(module, kind):
-            raise InputError(f"Expected a {kind.__name__} for SSCGeneration, but got {type(module).__name__}.")
+        check_defines(module, kind, who="SSCGeneration")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the training whose rounds these are."""

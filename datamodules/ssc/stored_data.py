@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from itertools import combinations
@@ -72,7 +73,7 @@ NOT_OF_THE_TRAINING = {
 
 
 @dataclass(eq=False, repr=False)
-class StoredDataModule(LightningDataModule):
+class StoredDataModule(LightningDataModule, ABC):
     """Responses of a sample store as batches: an epoch of training, and the fixed pools whole.
 
     A subclass says what responses learn (``row_target``, ``recipes``) and how they are encoded (``collator``).
@@ -169,13 +170,13 @@ class StoredDataModule(LightningDataModule):
     # ---- what a subclass says
 
     @property
+    @abstractmethod
     def row_target(self) -> str:
         """What responses learn, and what the confidences of a pool are compared with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collator(self) -> RowLayout:
         """Return what encodes rows and makes batches of them."""
-        raise NotImplementedError
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
         """Return how targets are made: of the adapter first, then of those that are trained beside it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -91,7 +92,7 @@ def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict
     return chats
 
 
-class CalibratedModel(ScoringModule):
+class CalibratedModel(ScoringModule, ABC):
     """A causal language model and its adapter, trained to say how probable it is that a response is right.
 
     Args:
@@ -248,8 +249,9 @@ class CalibratedModel(ScoringModule):
         """Score a batch of the test pool."""
         self._score(batch, "test")
 
+    @abstractmethod
     def _score(self, batch: Any, stage: str) -> None:
-        raise NotImplementedError
+        """Put a scored batch into the metrics of the stage."""
 
 
 class ConfidenceModel(CalibratedModel):

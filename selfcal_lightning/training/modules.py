@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.training.checkpoints import check_base_model, check_hyper_parameters, check_trained
 from selfcal_lightning.training.contracts import class_path
@@ -174,6 +175,16 @@ class TrainedModule(LightningModule):
         """Return the module of a checkpoint, to be exported: its model loaded, on the CPU."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
         return cls.load_from_checkpoint(path, map_location="cpu", **place)
+
+
+def check_defines(module: object, base: type[TrainedModule], *methods: str, who: str) -> None:
+    """Raise InputError, before training, unless ``module`` is a ``base`` that defines what the base leaves open."""
+    kind = type(module)
+    if not isinstance(module, base):
+        raise InputError(f"Expected a {base.__name__} for {who}, but got {kind.__name__}.")
+    for name in methods:
+        if getattr(kind, name) is getattr(base, name):
+            raise InputError(f"{kind.__name__} must define `{name}` for {who}.")
 
 
 class ScoringModule(TrainedModule):

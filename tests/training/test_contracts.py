@@ -14,6 +14,7 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.training.modules import TrainedModule
 
 
 class Other(LightningDataModule):
@@ -29,6 +30,15 @@ def test_callbacks_name_the_module_that_they_need(tiny_model: str, callback: Any
     verb = "predict" if callback is ConfidenceWriter else "fit"
     with pytest.raises(InputError, match=rf"Expected a \w+Module for {type(one).__name__}, but got LightningModule"):
         one.plan_run(verb, trainer_with(one), LightningModule(), data_module(tiny_model, Path("store")))
+
+
+def test_what_a_module_leaves_open_is_told_before_training(tiny_model: str, tmp_path: Path) -> None:
+    class Unexported(TrainedModule):
+        """Nobody said how it is exported."""
+
+    export = AdapterExport(str(tmp_path / "adapter"))
+    with pytest.raises(InputError, match="Unexported must define `save_export` for AdapterExport"):
+        export.plan_run("fit", trainer_with(export), Unexported(tiny_model), None)
 
 
 def test_sampling_names_what_another_data_module_lacks(tiny_model: str) -> None:

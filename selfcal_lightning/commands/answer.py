@@ -6,7 +6,7 @@ import json as json_format
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def run_answer(
     threshold_file: str | None = None,
     json: bool = False,
     lookahead: int = 0,
-    sampling: SamplingSettings = SamplingSettings(),
+    sampling: SamplingSettings | None = None,
     seed: int = 0,
     chain_of_thought: bool = True,
     prompt: Prompt | None = None,
@@ -102,7 +102,8 @@ def run_answer(
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
+        sampling: How responses are drawn. Null is as the calibration of the adapter or model did; where one option is
+            given, the others have their own defaults.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
@@ -159,7 +160,7 @@ class AnswerSettings:
     scorers: tuple[str, ...] = ()
     threshold_file: str | None = None
     lookahead: int = 0
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: SamplingSettings | None = None
     seed: int = 0
     query: str = DEFAULT_QUERY
     prompt: Prompt | None = None
@@ -178,8 +179,8 @@ def answer_questions(
         say(note)
     asked = put_prompt(asked, prompt)
     taught = CalibratedDefaults.of(model, options.adapter)
-    settings = replace(settings, sampling=taught.sampling_for(settings.sampling))
-    check_can_draw(options, settings.sampling)
+    sampling = taught.sampling_for(settings.sampling)
+    check_can_draw(options, sampling)
     known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
     # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
@@ -212,11 +213,11 @@ def answer_questions(
         opened = open_engine(options, model, chat=chat)
         ends.callback(opened.close)
         if fitted is not None:
-            check_sampled_alike(fitted, store_fingerprint(opened, chat, settings.sampling, settings.seed))
+            check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
         source = EngineSource(
             opened,
             chat,
-            sampling=settings.sampling,
+            sampling=sampling,
             seed=settings.seed,
             scorers=[*rewards, *known],
             stops=stops,

@@ -83,7 +83,7 @@ def run_evaluate(
     tables: Literal["full", "short"] = "short",
     num_samples: int = 8,
     engine: EngineSettings = EngineSettings(),
-    sampling: SamplingSettings = SamplingSettings(),
+    sampling: SamplingSettings | None = None,
     prompt: Prompt | None = None,
     query: str = DEFAULT_QUERY,
     devices: int = 1,
@@ -131,7 +131,8 @@ def run_evaluate(
         tables: How much of the strategies is printed: one table for each test set, or all. The files hold everything.
         num_samples: Responses per question and model.
         engine: Which engine samples the models here, and how.
-        sampling: How responses are drawn. Where nothing is given, as the calibration of the adapter or model did.
+        sampling: How responses are drawn. Null is as the calibration of the adapter or model did; where one option is
+            given, the others have their own defaults.
         prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
             had one, else the task's.
         query: The confidence query.

@@ -23,6 +23,7 @@ from selfcal_lightning.data.tasks.rows import QuestionRow, check_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
 from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
+from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 
@@ -134,7 +135,7 @@ def answer(
     threshold_file: str | None = None,
     scorers: Sequence[str] = (),
     strategy_args: Mapping[str, Any] | None = None,
-    sampling: SamplingSettings = SamplingSettings(),
+    sampling: SamplingSettings | None = None,
     engine: EngineSettings = EngineSettings(),
     chain_of_thought: bool = True,
     prompt: Prompt | None = None,
@@ -145,8 +146,8 @@ def answer(
     Args:
         model: Folder or hub name of the model, or "bundled".
         questions: A file, mappings with ``question`` (and ``answer``, ``id``, ``task``), or ``Question`` records.
-        task: How prompts are written and answers are read, where a question names no task; None is word_problems for
-            the bundled model and local_number for others.
+        task: How prompts are written and answers are read, where a question names no task; None is that of the
+            calibration, else word_problems for the bundled model and local_number for others.
         adapter: Folder of the adapter that ``calibrate`` wrote.
         strategy: Name of the strategy; None is that of the threshold file, or early stopping at .7.
         threshold: Where the strategy stops, in [0, 1]; None is its default.
@@ -154,7 +155,7 @@ def answer(
         threshold_file: File of a threshold that ``fit_threshold`` wrote.
         scorers: Files of confidences that ``fit_confidence`` wrote.
         strategy_args: Further fields of the strategy.
-        sampling: How responses are drawn.
+        sampling: How responses are drawn; None is as the calibration did.
         engine: What draws them.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
@@ -174,7 +175,9 @@ def answer(
         >>> len(found), found[0].samples_used <= 2
         (1, True)
     """
-    asked = read_questions(questions, task=task or default_task(model), chain_of_thought=chain_of_thought)
+    given = None if adapter is None else str(adapter)
+    task = task or CalibratedDefaults.of(model, given).task or default_task(model)
+    asked = read_questions(questions, task=task, chain_of_thought=chain_of_thought)
     settings = AnswerSettings(
         strategy=strategy,
         threshold=threshold,
@@ -185,7 +188,7 @@ def answer(
         sampling=sampling,
         seed=seed,
         prompt=prompt,
-        engine=engine.of(adapter=None if adapter is None else str(adapter)),
+        engine=engine.of(adapter=given),
     )
     return answer_questions(model, asked, settings, on_answer=lambda _: None)
 

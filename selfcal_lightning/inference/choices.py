@@ -119,14 +119,12 @@ class CalibratedDefaults:
             folder / MANIFEST,
         )
 
-    def sampling_for(self, given: SamplingSettings) -> SamplingSettings:
+    def sampling_for(self, given: SamplingSettings | None) -> SamplingSettings:
         """Return how to draw responses: as given, or as the calibration did where nothing was."""
-        if self.sampling is None or given != SamplingSettings():
-            return given
-        fields = {name: value for name, value in asdict(self.sampling).items() if getattr(given, name) != value}
-        if fields:
-            shown = ", ".join(f"{name} {value}" for name, value in fields.items())
-            say(f"Sampling as the calibration did ({self.manifest}): {shown}.")
+        if given is not None or self.sampling is None:
+            return given or SamplingSettings()
+        shown = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
+        say(f"Sampling as the calibration did ({self.manifest}): {shown}.")
         return self.sampling
 
     def strategy_fields(self) -> dict[str, float]:

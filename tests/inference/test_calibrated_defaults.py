@@ -28,7 +28,7 @@ def adapter(tmp_path: Path) -> Path:
 def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = CalibratedDefaults.of("bundled", str(adapter))
     assert found.task == "local_number"
-    assert found.sampling_for(SamplingSettings()) == TAUGHT
+    assert found.sampling_for(None) == TAUGHT
     assert found.strategy_fields() == {"threshold": 0.43}
     said = capsys.readouterr().err
     assert "max_new_tokens 60" in said
@@ -36,14 +36,16 @@ def test_what_is_not_given_is_that_of_the_calibration(adapter: Path, capsys: pyt
 
 
 def test_what_is_given_counts(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = SamplingSettings(max_new_tokens=7)
-    assert CalibratedDefaults.of("bundled", str(adapter)).sampling_for(given) == given
+    found = CalibratedDefaults.of("bundled", str(adapter))
+    for given in (SamplingSettings(max_new_tokens=7), SamplingSettings()):
+        assert found.sampling_for(given) == given, "also where it is the default"
     assert capsys.readouterr().err == ""
 
 
 def test_a_folder_of_another_tool_knows_nothing(tmp_path: Path) -> None:
     found = CalibratedDefaults.of("bundled", str(tmp_path))
     assert (found.sampling, found.task, found.threshold) == (None, None, None)
+    assert found.sampling_for(None) == SamplingSettings()
     assert found.strategy_fields() == {}
 
 

@@ -16,8 +16,8 @@ TRACEBACK_VARIABLE = "SELFCAL_TRACEBACK"
 FAILED = 1
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 _LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket Timeout|gloo.*[Tt]imed? ?out|NCCL|"
-    r"collective operation timeout|remote process (exited|has)"
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|Socket Timeout|gloo.*[Tt]imed? ?out|"
+    r"NCCL.*([Tt]imeout|[Tt]imed out|remote|peer)|collective operation timeout|remote process (exited|has)"
 )
 
 

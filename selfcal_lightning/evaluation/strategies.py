@@ -284,7 +284,7 @@ def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> list[str]:
     for side, rows in scores.items():
         errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
         if errors:
-            notes.append(f"{side}: chance alone makes an ECE; less what it adds: {', '.join(errors)}.")
+            notes.append(f"{side}: ECE without the part that chance alone adds: {', '.join(errors)}.")
     return notes
 
 

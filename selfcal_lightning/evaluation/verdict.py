@@ -18,7 +18,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
         >>> change = {"own.t.ece.before": .2, "own.t.ece.after": .1, "own.t.ece.change.low": -.2,
         ...           "own.t.ece.change.high": -.05, "own.t.num_questions.before": 200}
         >>> verdict(change)
-        ['t: calibrated better (ECE .200 -> .100).']
+        ['t: better calibration (ECE .200 -> .100).']
     """
     tests = dict.fromkeys(match[1] for key in results if (match := re.fullmatch(r"own\.(.+)\.ece\.[^.]+", key)))
     return [_sentence(results, f"own.{test}", test) for test in tests]
@@ -30,35 +30,46 @@ def _sentence(results: Mapping[str, Any], own: str, test: str) -> str:
         named = {"ece": "ECE", "auroc": "AUROC", "pass_at_1": "pass@1"}
         shown = [f"{name} {_number(results.get(f'{own}.{key}.{side}'))}" for key, name in named.items()]
         return f"{test}, {side}: {', '.join(shown)}{_caution(results.get(f'{own}.num_questions.{side}'))}."
-    widths = [
-        int(match[1])
-        for key in results
-        if (match := re.fullmatch(rf"{re.escape(own)}\.weighted_votes_(\d+)\.change", key))
-    ]
+    votes = rf"{re.escape(own)}\.weighted_votes_(\d+)\.change"
+    most = max((int(match[1]) for key in results if (match := re.fullmatch(votes, key))), default=0)
     parts = [
-        _change(results, f"{own}.ece", "calibrated {} (ECE {})", is_better_below=True),
-        _change(results, f"{own}.auroc", "ranks {} (AUROC {})"),
+        change_of("calibration", *_ends(results, f"{own}.ece"), gain=_gain(results, f"{own}.ece", less=True)),
+        change_of("ranking", *_ends(results, f"{own}.auroc"), gain=_gain(results, f"{own}.auroc")),
     ]
-    if widths and max(widths) > 1:
-        parts.append(
-            _change(results, f"{own}.weighted_votes_{max(widths)}", f"weighted votes of {max(widths)} {{}} ({{}})")
-        )
+    if most > 1:
+        key = f"{own}.weighted_votes_{most}"
+        parts.append(change_of(f"weighted votes of {most}", *_ends(results, key), gain=_gain(results, key)))
     return f"{test}: {', '.join(filter(None, parts))}{_caution(results.get(f'{own}.num_questions.before'))}."
 
 
-def _change(results: Mapping[str, Any], key: str, words: str, *, is_better_below: bool = False) -> str | None:
-    before, after = results.get(f"{key}.before"), results.get(f"{key}.after")
+def change_of(what: str, before: float | None, after: float | None, *, gain: bool | None) -> str | None:
+    """Return a change in words and numbers; None where it is not known. ``gain`` is None where it is not clear.
+
+    Example:
+        >>> change_of("ranking", 0.59, 0.85, gain=True)
+        'better ranking (AUROC .590 -> .850)'
+    """
     if before is None or after is None:
         return None
+    name = {"calibration": "ECE ", "ranking": "AUROC "}.get(what, "")
+    how = f"no clear change of {what}" if gain is None else f"{'better' if gain else 'worse'} {what}"
+    return f"{how} ({name}{_number(before)} -> {_number(after)})"
+
+
+def _ends(results: Mapping[str, Any], key: str) -> tuple[float | None, float | None]:
+    return results.get(f"{key}.before"), results.get(f"{key}.after")
+
+
+def _gain(results: Mapping[str, Any], key: str, *, less: bool = False) -> bool | None:
+    """Return whether a change is for the better, None where its interval holds 0."""
     low, high = results.get(f"{key}.change.low"), results.get(f"{key}.change.high")
-    how = "the same, as far as can be told"
-    if low is not None and high is not None and (low > 0 or high < 0):
-        how = "better" if (high < 0) == is_better_below else "worse"
-    return words.format(how, f"{_number(before)} -> {_number(after)}")
+    if low is None or high is None or low <= 0 <= high:
+        return None
+    return (high < 0) == less
 
 
 def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.3f}".replace("0.", ".", 1)
+    return "unknown" if value is None else f"{value:.3f}".removeprefix("0")
 
 
 def _caution(questions: int | None) -> str:

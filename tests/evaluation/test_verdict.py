@@ -15,9 +15,19 @@ def keys(metric: str, before: float, after: float, low: float, high: float) -> d
 @pytest.mark.parametrize(
     ("ece", "auroc", "votes", "expected"),
     [
-        ((-0.2, -0.1), (0.01, 0.3), (0.01, 0.1), ["calibrated better", "ranks better", "votes of 4 better"]),
-        ((0.1, 0.2), (-0.3, -0.1), (-0.2, -0.1), ["calibrated worse", "ranks worse", "votes of 4 worse"]),
-        ((-0.1, 0.1), (-0.1, 0.1), (0.0, 0.1), ["calibrated the same", "ranks the same", "votes of 4 the same"]),
+        (
+            (-0.2, -0.1),
+            (0.01, 0.3),
+            (0.01, 0.1),
+            ["better calibration", "better ranking", "better weighted"],
+        ),
+        ((0.1, 0.2), (-0.3, -0.1), (-0.2, -0.1), ["worse calibration", "worse ranking", "worse weighted votes of 4"]),
+        (
+            (-0.1, 0.1),
+            (-0.1, 0.1),
+            (0.0, 0.1),
+            ["no clear change of calibration", "no clear change of ranking", "no clear change of weighted"],
+        ),
     ],
 )
 def test_a_change_is_named_where_its_interval_leaves_out_zero(

@@ -102,8 +102,8 @@ def run_answer(
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        sampling: How responses are drawn. Null is as the calibration of the adapter or model did; where one option is
-            given, the others have their own defaults.
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (`--sampling.help` lists the options).
+            Null is as the calibration of the adapter or model did; where one is given, the others have their defaults.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
@@ -186,8 +186,8 @@ def answer_questions(
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
-    if settings.strategy is None and fitted is None and not known and not given:
-        given = taught.strategy_fields()
+    if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
+        given |= taught.strategy_fields()
     stops: Stops | None = None
     read: list[str] = []
     if check_search(settings.strategy, given, settings.reward):

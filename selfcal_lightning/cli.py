@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 from selfcal_lightning import __version__
 from selfcal_lightning.commands.trainer_start import check_settings, is_check, is_first_process, short_help
 from selfcal_lightning.core.config_files import check_files, check_nesting, config_files, read_config
-from selfcal_lightning.core.errors import did_you_mean
+from selfcal_lightning.core.errors import InputError, UserError, did_you_mean
 from selfcal_lightning.core.last_resort import FAILED, explain, explain_interruption, say_last, wants_traceback
 from selfcal_lightning.core.plugins import load_plugins, load_plugins_of_parent, named_plugins
 from selfcal_lightning.core.signals import INTERRUPTION
@@ -256,7 +256,7 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
     """Return a verb's function and what a command line gives it; a mistake ends the process with status 2."""
     from jsonargparse import ActionConfigFile
 
-    from selfcal_lightning.commands.parsing import VerbParser
+    from selfcal_lightning.commands.parsing import VerbParser, own_sentence
 
     function = VERBS[verb].load()
     # Else jsonargparse would resolve them, and import what stands under `if TYPE_CHECKING:` for it.
@@ -269,5 +269,13 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
     )
     parser.add_argument("--config", action=ActionConfigFile, help="Path to a configuration file.")
     parser.add_function_arguments(function, as_group=False, sub_configs=True)
-    given = vars(parser.instantiate(parser.parse_args(arguments)))
+    parsed = parser.parse_args(arguments)
+    try:
+        given = vars(parser.instantiate(parsed))
+    except UserError:
+        raise
+    except ValueError as error:  # of a record that may be null: our sentence stands among those of the parser
+        if (own := own_sentence(str(error))) is None:
+            raise
+        raise InputError(own) from error
     return function, {name: value for name, value in given.items() if name not in ("config", "plugins")}

@@ -102,7 +102,7 @@ def run_answer(
         json: Print one JSON object for each question and nothing else.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (`--sampling.help` lists the options).
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`).
             Null is as the calibration of the adapter or model did; where one is given, the others have their defaults.
         seed: Seed of the run; every sample has its own, derived from it and the question's id.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.

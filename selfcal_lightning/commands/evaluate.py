@@ -131,7 +131,7 @@ def run_evaluate(
         tables: How much of the strategies is printed: one table for each test set, or all. The files hold everything.
         num_samples: Responses per question and model.
         engine: Which engine samples the models here, and how.
-        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (`--sampling.help` lists the options).
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`).
             Null is as the calibration of the adapter or model did; where one is given, the others have their defaults.
         prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
             had one, else the task's.

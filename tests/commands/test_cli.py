@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of the moment it is imported
 import pytest
 
 from selfcal_lightning.cli import VERBS, run

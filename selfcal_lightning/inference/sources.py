@@ -139,7 +139,7 @@ class EngineSource:
     Args:
         engine: Who samples; nothing else may be in flight in it.
         chat: Renders prompts and the confidence query.
-        sampling: How to draw.
+        sampling: Sampling settings.
         seed: Seed of the run.
         round: Generation round.
         scorers: Add further confidences to every sample.

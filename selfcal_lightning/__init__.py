@@ -8,7 +8,7 @@ The names below are imported when they are first used, so that ``import selfcal_
     answers = sc.answer("bundled", [{"question": "What is 3+4?"}], adapter=calibrated.adapter)
     found = sc.evaluate("bundled", "test.jsonl", adapter=calibrated.adapter)
 
-and, one floor below::
+and at a lower level::
 
     engine = sc.TransformersEngine("bundled")
     source = sc.EngineSource(engine, engine.chat, sampling=sc.SamplingSettings(max_new_tokens=120), seed=0)

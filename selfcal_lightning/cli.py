@@ -1,4 +1,4 @@
-"""The command line: which verb runs what. Nothing here imports torch before a verb needs it."""
+"""The command line and its verbs. Nothing here imports torch before a verb needs it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONTINUES = "What is complete is in the store, and the same command goes on from
 
 
 class Verb(NamedTuple):
-    """One verb: its line in the help, its function, and what it leaves behind when it is stopped.
+    """One verb: its help line, its function, and what is kept if it is interrupted.
 
-    ``function`` is a module of ``commands`` and a name in it; None is a verb of the Trainer. ``kept`` is said unless
-    the work that was under way knows better.
+    ``function`` names a module of ``commands`` and a function in it; None marks a verb of the Trainer. ``kept`` is
+    printed unless the interrupted work gives a more precise message.
     """
 
     text: str
@@ -219,7 +219,7 @@ def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
-    """Run ``work`` and return its exit status; whatever it raises is explained."""
+    """Run ``work`` and return its exit status; any error is explained on standard error."""
     try:
         work()
         sys.stdout.flush()
@@ -242,7 +242,7 @@ def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: st
 
 
 def _stdout_is_gone(error: BaseException) -> bool:
-    """Return whether the reader of standard output has gone, as ``| head`` does; then nothing more is written to it."""
+    """Return whether standard output was closed, as by ``| head``; then nothing more is written to it."""
     if not isinstance(error, BrokenPipeError) or sys.stdout is not sys.__stdout__ or sys.stdout is None:
         return False
     output = select.poll()
@@ -255,13 +255,13 @@ def _stdout_is_gone(error: BaseException) -> bool:
 
 
 def run_function(verb: str, arguments: list[str]) -> None:
-    """Parse ``arguments`` by the signature of a verb's function and call it."""
+    """Parse ``arguments`` against the signature of a verb's function and call it."""
     function, given = parse_function(verb, arguments)
     function(**given)
 
 
 def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return a verb's function and what a command line gives it; a mistake ends the process with status 2."""
+    """Return a verb's function and its parsed arguments; invalid arguments exit with status 2."""
     from jsonargparse import ActionConfigFile
 
     from selfcal_lightning.commands.parsing import VerbParser, own_sentence

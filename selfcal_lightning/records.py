@@ -1,4 +1,4 @@
-"""The record types that every room of the house shares. Frozen, named, free of torch."""
+"""Record types shared by all packages. Frozen dataclasses, free of torch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ModelIdentity:
         revision: Revision on the hub.
         weights_sha256: Hash of the weight files, None where unknown. Where it is known it decides, and a model may
             move to another folder.
-        adapter_sha256: Likewise of a LoRA adapter, None without one.
-        activated_adapter_sha256: Likewise of an adapter that is awake at the confidence query alone: confidences are
-            its own, texts and their log-probabilities those of the model without it.
-        quantization: How the weights were quantised as they were read, such as "nf4"; None where they were not.
-        head_dtype: What the output layer computes in for P(True), where that differs from the model's dtype; else None.
-        further: What else tells models apart, as plain JSON types.
+        adapter_sha256: Hash of the LoRA adapter, None without one.
+        activated_adapter_sha256: Hash of an activated adapter, which is active only on the confidence query's tokens:
+            it changes confidences, but neither texts nor their log-probabilities.
+        quantization: How the weights were quantised on loading, such as "nf4"; None if they were not.
+        head_dtype: Dtype of the output layer when computing P(True), if it differs from the model's; else None.
+        further: Other distinguishing facts, as plain JSON types.
     """
 
     model: str | None
@@ -44,10 +44,7 @@ class ModelIdentity:
         return cls(**known, further={name: value for name, value in content.items() if name not in known})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the identity as plain JSON types, without what came later and is None.
-
-        So the identities of stores that were written before there were any are still found.
-        """
+        """Return the identity as plain JSON types; optional fields that are None are left out."""
         known = {name: getattr(self, name) for name in _names(type(self))}
         for name in ("activated_adapter_sha256", "quantization", "head_dtype"):
             if known[name] is None:
@@ -57,15 +54,15 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PromptIdentity:
-    """How questions and the confidence query were put to the model; None where that is unknown.
+    """How questions and the confidence query were rendered for the model; None where unknown.
 
     Attributes:
         query: Text of the confidence query.
         suffix_ids: Token ids that follow a response to ask it.
         yes_ids: Token ids that count as Yes.
-        no_ids: Likewise as No.
+        no_ids: Token ids that count as No.
         template_sha256: Hash of the chat template.
-        further: What else tells prompts apart, as plain JSON types: of imported responses, their source.
+        further: Other distinguishing facts, as plain JSON types, such as the source of imported responses.
     """
 
     query: str | None = None
@@ -91,12 +88,12 @@ class PromptIdentity:
 
     @property
     def query_tokens(self) -> int:
-        """Tokens that asking for a confidence costs a response; 0 where that is unknown."""
+        """Tokens that the confidence query adds to a response; 0 where unknown."""
         return len(self.suffix_ids or ())
 
 
 def _names(identity: type[ModelIdentity] | type[PromptIdentity]) -> list[str]:
-    """Return the names of what an identity knows by name."""
+    """Return the names of an identity's declared fields."""
     return [each.name for each in fields(identity) if each.name != "further"]
 
 
@@ -116,14 +113,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question as it is put to a model.
+    """A question as it is put to the model.
 
     Attributes:
         id: Unique within a run; samples, splits and seeds are keyed by it.
         task: Name of the task that reads and verifies the answers.
         messages: The chat up to and including the user's turn.
         reference: The gold answer in the task's canonical form, or None where none is known.
-        text: The bare question, for people and for interchange files.
+        text: The bare question, for display and for export.
     """
 
     id: str
@@ -141,8 +138,8 @@ class SamplingSettings:
         temperature: Fixed temperature, or the base T0 of entropy-based dynamic temperature (EDT). 0 is greedy.
         edt_scale: N0 of EDT, in (0, 1]; None draws at the fixed temperature.
         edt_theta: Exponent theta of EDT, at least 0.
-        top_p: Mass of the nucleus, in (0, 1]; 1 keeps the whole vocabulary.
-        max_new_tokens: Longest response, in tokens, the end-of-turn token included.
+        top_p: Nucleus probability mass, in (0, 1]; 1 keeps the whole vocabulary.
+        max_new_tokens: Maximum length of a response in tokens, including the end-of-turn token.
 
     EDT: ``T = temperature * edt_scale ** (edt_theta / H)`` with H the entropy in nats (arXiv 2503.00031).
     """
@@ -183,17 +180,17 @@ class ConfidenceQuery:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample that an engine is asked for.
+    """A request to an engine for one sample.
 
     Attributes:
         id: Unique among the requests in flight.
         prompt_ids: Token ids of the rendered prompt. Requests with equal prompts share its encoding.
-        sampling: How to draw.
-        seed: Seed of this sample's own random stream; the text does not depend on what else is in the batch.
-        query: The P(True) query to answer after the response, or None.
-        prefix_ids: Tokens of the response that stand already, without end-of-turn; what is drawn continues them. They
-            count in ``max_new_tokens``, so that a continuation is cut where the response would have been.
-        step_ids: Tokens that end a step: the first one that is drawn is the last of the response. None by default.
+        sampling: Sampling settings.
+        seed: Seeds this sample's own random stream, so that the text does not depend on the rest of the batch.
+        query: P(True) query asked after the response, or None.
+        prefix_ids: Existing tokens of the response, without end-of-turn, to be continued. They count towards
+            ``max_new_tokens``, so that a continuation is cut where a whole response would have been.
+        step_ids: Tokens that end a step; generation stops after the first one drawn.
     """
 
     id: str
@@ -206,13 +203,13 @@ class Request:
 
     @property
     def context_ids(self) -> tuple[int, ...]:
-        """Token ids that stand before the first one drawn: prompt and prefix."""
+        """Token ids before the first generated one: prompt and prefix."""
         return self.prompt_ids + self.prefix_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What an engine returns for a request: what was drawn, without the prefix that it continues.
+    """An engine's response to a request: the new tokens, without the prefix.
 
     Attributes:
         request_id: The request that it answers.
@@ -222,7 +219,7 @@ class Response:
             step and more could follow.
         logprob: Sum of log p(token) over ``token_ids`` under the untempered model, in nats.
         yes_mass: Probability of a Yes token after the query, from the full softmax; None when not asked.
-        no_mass: Likewise for No.
+        no_mass: The same for No.
     """
 
     request_id: str
@@ -235,7 +232,7 @@ class Response:
 
 
 class Unstated(Enum):
-    """Marks what the record of a response does not say, unlike None, by which it says that there is none."""
+    """Marks a field that a recorded response leaves out, as opposed to None, a stated absence."""
 
     UNSTATED = "unstated"
 
@@ -245,14 +242,14 @@ UNSTATED = Unstated.UNSTATED
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponse:
-    """A response that was made before, here or elsewhere, as its record gives it.
+    """A recorded response, made earlier here or elsewhere.
 
     Attributes:
         text: The response.
-        token_ids: As in ``Sample``, and so are the others but for these two.
+        token_ids: As in ``Sample``, like all fields but ``answer`` and ``correct``.
         finish: Likewise.
-        answer: The answer that the record gives, None where it found none; unstated, it is read out of the text.
-        correct: The verdict that the record gives, None for an unknown one; unstated, it is found by comparison.
+        answer: The recorded answer, None if there was none; if unstated, it is extracted from the text.
+        correct: The recorded verdict, None if unknown; if unstated, the answer is compared with the reference.
         logprob: As in ``Sample``.
         yes_mass: Likewise.
         no_mass: Likewise.
@@ -276,9 +273,9 @@ class RecordedResponse:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to a question, read and judged: the row of the store.
+    """A response to a question with its answer and verdict: one row of the store.
 
-    One that continues a prefix is the whole response, prefix included; what was drawn for it is what follows.
+    If it continues a prefix, it is the whole response, prefix included.
 
     Attributes:
         question_id: The question.
@@ -291,11 +288,11 @@ class Sample:
         correct: Whether the answer is right; None when no reference exists.
         logprob: Log-probability in nats of the tokens that were drawn, or None.
         yes_mass: Probability mass of Yes after the confidence query, or None.
-        no_mass: Likewise for No.
+        no_mass: The same for No.
         confidences: Further confidences by estimator name.
-        num_tokens: Length of the response in tokens: the number of its ids where these are known, else as stated by
-            whoever made it; None where unknown.
-        prefix_tokens: How many of its first tokens stood already when it was sampled.
+        num_tokens: Length of the response in tokens: the number of its ids if known, else as recorded; None where
+            unknown.
+        prefix_tokens: How many of its first tokens were given as a prefix.
     """
 
     question_id: str
@@ -324,7 +321,7 @@ class Sample:
 
     @property
     def drawn_tokens(self) -> int | None:
-        """Tokens that were drawn for it, those behind its prefix; None where its length is unknown."""
+        """Tokens generated for it, after its prefix; None where its length is unknown."""
         return None if self.num_tokens is None else self.num_tokens - self.prefix_tokens
 
     @property
@@ -335,19 +332,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a strategy concludes about a question, and what it cost.
+    """A strategy's answer to a question, and its cost.
 
     Attributes:
         question_id: The question.
         answer: The answer chosen; None when no response could be read.
         confidence: The strategy's own confidence in it, higher is better; None where it has none.
-        correct: Taken from the samples of the answer's class; None when no reference exists. No answer is a wrong one.
-        samples_used: Samples that the strategy looked at.
-        stopped_early: Whether its rule ended it before its budget did.
-        samples_generated: Samples paid for, cancelled ones included; the driver fills it in.
-        tokens_used: Response and confidence-query tokens of the samples used, None where the length of one is unknown;
-            the driver fills it in.
-        tokens_generated: Likewise of all that was generated, cancelled work included; the driver fills it in.
+        correct: Whether the answer is right; None without a reference. No answer counts as wrong.
+        samples_used: Samples that the strategy has seen.
+        stopped_early: Whether its rule stopped it before the budget ran out.
+        samples_generated: Samples generated, cancelled ones included; filled in by the driver.
+        tokens_used: Response and confidence-query tokens of the samples used; None if a length is unknown; filled in by
+            the driver.
+        tokens_generated: The same for everything generated, cancelled work included; filled in by the driver.
     """
 
     question_id: str

@@ -109,7 +109,7 @@ class CapabilityProbe(ProbeBasis):
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name for messages."""
         return f"probe of {self.target}"
 
     @property

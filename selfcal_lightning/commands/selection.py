@@ -156,7 +156,7 @@ def run_extract_steps(
         model: Folder or hub name of the model that is asked.
         revision: Its revision on the hub.
         engine: Which engine runs the model, and how.
-        max_new_tokens: Longest reply.
+        max_new_tokens: Maximum length of a reply in tokens.
         max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
             stops.
         overwrite: Whether steps that were extracted in another way may be replaced.

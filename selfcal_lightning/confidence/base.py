@@ -1,4 +1,4 @@
-"""How a confidence is read from a sample, and what an estimator is."""
+"""The interface of estimators, and how a confidence is read from a sample."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
 
 
 class MissingConfidenceError(InputError):
-    """A confidence that a strategy or a fit needs is not there; the message names the estimator to run."""
+    """A required confidence is missing; the message names the estimator to run."""
 
 
 @dataclass(frozen=True)
 class RewardSupport:
-    """How the models that estimators with ``reads = "rewards"`` read are checked, identified and opened.
+    """Checks, identifies and opens the reward models of estimators with ``reads = "rewards"``.
 
     Attributes:
-        check: Refuses settings that name no model, or one that an estimator of these names cannot read.
-        identity: What the scores of a model depend on, JSON-able.
+        check: Refuses settings without a model, or with one that the named estimators cannot read.
+        identity: Everything that a model's scores depend on, as JSON types.
         open: Loads the model, in a dtype.
     """
 
@@ -39,12 +39,12 @@ class RewardSupport:
 
 
 class Estimator(Protocol):
-    """Puts a number on each response to a question; higher is better.
+    """Assigns a number to each response to a question; higher is better.
 
     Attributes:
         name: Key of the confidence on a sample.
-        is_probability: Whether it lies in [0, 1] and may be held against correctness by ECE.
-        needs_pool: Whether it needs the other responses to the question, which a live run does not have yet.
+        is_probability: Whether it is a probability in [0, 1], so that ECE is defined.
+        needs_pool: Whether it reads the other responses to the question, which a live run does not have yet.
     """
 
     name: str
@@ -56,7 +56,10 @@ class Estimator(Protocol):
 
 
 class SampleScorer(Protocol):
-    """Puts further confidences on a sample from those that it has: scalers and fusions. Works live and replayed."""
+    """Derives further confidences of a sample from existing ones: scalers and fusions.
+
+    Works live and on recorded samples.
+    """
 
     @property
     def name(self) -> str:
@@ -64,14 +67,14 @@ class SampleScorer(Protocol):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Names of the confidences that it reads."""
+        """Names of the confidences it reads."""
 
     @property
     def needs_pool(self) -> bool:
-        """Whether one of those depends on the other responses to the question, which a live run does not have yet."""
+        """Whether one of those depends on the other responses to the question."""
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the confidence in one sample, or None where a part of it is missing."""
+        """Return the confidence of one sample, or None if an input is missing."""
 
 
 def confidence_of(sample: Sample, name: str) -> float | None:
@@ -90,8 +93,7 @@ def confidence_of(sample: Sample, name: str) -> float | None:
 def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
     """Raise unless every question with a readable answer has the confidence ``name`` on at least one such response.
 
-    A few responses without it are taken like unreadable ones; a whole question without it means that the estimator was
-    not run there.
+    Single responses without it count as unreadable; a whole question without it means that the estimator was not run.
     """
     for entry in pool:
         readable = [sample for sample in entry.samples if sample.answer is not None]
@@ -103,7 +105,7 @@ def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
 
 
 def how_to_get(name: str) -> str:
-    """Return the sentence that says how to put the confidence ``name`` on a store's samples."""
+    """Return advice on how to add the confidence ``name`` to a store."""
     if name == P_TRUE:
         return "Sample with the confidence query (`selfcal generate`), or run `selfcal score --estimator p_true`."
     if name in (LOGPROB, MEAN_LOGPROB):
@@ -112,7 +114,7 @@ def how_to_get(name: str) -> str:
 
 
 def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
-    """Return ``sample`` with the confidences of ``scorers``, each of which sees what the earlier ones added."""
+    """Return ``sample`` with the confidences of ``scorers``, applied in order."""
     for scorer in scorers:
         value = scorer.score_sample(sample)
         if value is not None:
@@ -121,5 +123,5 @@ def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:
 
 
 def split_hash(question_ids: Iterable[str]) -> str:
-    """Return a sha256 that names a set of questions, whatever their order."""
+    """Return a sha256 that identifies a set of questions, independent of their order."""
     return hashlib.sha256("\n".join(sorted(set(question_ids))).encode()).hexdigest()

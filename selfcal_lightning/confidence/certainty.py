@@ -1,7 +1,7 @@
-"""One confidence of a response from values of its tokens: over all of them, over its steps, over windows.
+"""A response's confidence from values of its tokens: over all tokens, over steps, or over windows.
 
-Values are those of ``certainty.token_statistics`` or the like, one for each response token [n]. Scores here are no
-probabilities unless it is said; higher is surer.
+Values, one per response token [n], come from ``certainty.token_statistics`` or similar. Scores are not probabilities
+unless stated; higher is more certain.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TokenStatistics(NamedTuple):
 
 
 def self_certainty(logits: Array, *, mask: Array | None = None) -> Tensor:
-    r"""Compute the self-certainty of responses in nats, at least 0; higher is surer.
+    r"""Compute the self-certainty of responses in nats, at least 0; higher is more certain.
 
     ``1/n sum_i KL(U || p_i) = -1/(n V) sum_i sum_v log(V p_iv)`` over the n tokens of a response, with ``p_i`` the
     distribution that token i was drawn from and U the uniform one over the V entries of the logits.
@@ -50,7 +50,7 @@ def token_certainty(logits: Array) -> Tensor:
 
 
 def token_entropy(logits: Array) -> Tensor:
-    """Compute the Shannon entropy in nats of each next-token distribution, in [0, log V]; lower is surer.
+    """Compute the Shannon entropy in nats of each next-token distribution, in [0, log V]; lower is more certain.
 
     ``H = -sum_v p_v log p_v`` with ``p = softmax(logits)``, at temperature 1.
     """
@@ -58,9 +58,9 @@ def token_entropy(logits: Array) -> Tensor:
 
 
 def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
-    """Compute the mean negative log-probability of the k likeliest tokens, in nats; higher is surer.
+    """Compute the mean negative log-probability of the k most likely tokens, in nats; higher is more certain.
 
-    ``-1/k sum_{j <= k} log p_(j)``: a sure model leaves little to the second and further tokens.
+    ``-1/k sum_{j <= k} log p_(j)``: a certain model leaves little probability to all but the first.
     """
     check_positive(k, "k")
     size = torch.as_tensor(logits).shape[-1:]
@@ -89,7 +89,7 @@ def _certainty(z: Tensor, log_total: Tensor) -> Tensor:
 
 
 def _entropy(z: Tensor, log_total: Tensor) -> Tensor:
-    """Return the entropy [rows] of softmax(z) = log sum exp z - sum p z; a p of 0 takes no part, whatever its z."""
+    """Return the entropy [rows] of softmax(z) = log sum exp z - sum p z; tokens with p = 0 are ignored."""
     p = (z - log_total[:, None]).exp_()
     return (log_total - (p * z.clamp_min(torch.finfo(z.dtype).min)).sum(-1)).clamp_min(0.0)
 
@@ -104,7 +104,7 @@ def _by_rows(logits: Array, function: Callable[[Tensor, Tensor], Tensor]) -> Ten
 
 
 def _shifted(rows: Tensor) -> Iterator[Tensor]:
-    """Yield ``rows`` [n, V] in pieces, wide and shifted to a maximum of 0, so that sums of large logits keep digits."""
+    """Yield ``rows`` [n, V] in chunks, in higher precision and shifted to a maximum of 0 to limit rounding errors."""
     for chunk in rows.split(_rows_at_once(rows)):
         z = chunk if chunk.dtype == torch.float64 else chunk.float()
         yield z - z.amax(-1, keepdim=True)
@@ -117,7 +117,7 @@ def _rows_at_once(rows: Tensor) -> int:
 def response_certainty(logits: Tensor) -> Tensor:
     """Compute the mean cross-entropy of the uniform distribution against the model's, in nats, at least log V.
 
-    ``-1/(n V) sum_i sum_v log p_iv``: self-certainty plus log V, as published for choosing among responses.
+    ``-1/(n V) sum_i sum_v log p_iv``, which is self-certainty plus log V.
     """
     return self_certainty(logits) + math.log(logits.shape[-1])
 
@@ -133,7 +133,7 @@ def span_means(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def step_scores(metric: Tensor, logprob: Tensor, *, weight: float = 0.5) -> Tensor:
-    """Mix a metric of each step with the geometric mean of its tokens' probabilities.
+    """Combine a metric of each step with the geometric mean of its tokens' probabilities.
 
     ``metric^(1 - weight) * exp(logprob)^weight``
     """
@@ -165,7 +165,7 @@ def step_entropy(
 
 
 def group_confidences(values: Tensor, *, window: int) -> Tensor:
-    """Return the means of the values over all windows of ``window`` neighbouring tokens [max(n - window, 0) + 1]."""
+    """Return the means over all windows of ``window`` consecutive tokens [max(n - window, 0) + 1]."""
     check_positive(window, "window")
     if values.dim() != 1:
         raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
@@ -178,7 +178,7 @@ def group_confidences(values: Tensor, *, window: int) -> Tensor:
 
 
 def lowest_group_confidence(values: Tensor, *, window: int = 2048, share: float = 0.0) -> float | None:
-    """Compute the confidence of the least sure part of a response."""
+    """Compute the confidence of the least certain part of a response."""
     if not 0.0 <= share <= 1.0:
         raise InputError(f"Expected `share` to lie in [0, 1], but got {share}.")
     groups = group_confidences(values, window=window)

@@ -14,15 +14,16 @@ from selfcal_lightning.data.step_settings import Aggregation, Steps, check_steps
 
 @dataclass(frozen=True)
 class CriteriaSettings:
-    """How scores of tokens and steps become one of a response.
+    """How token and step scores are combined into one score per response.
 
     Attributes:
-        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
-            "auto", the coarsest of the first four that a response has.
-        weight: Weight of the probability of a step's tokens beside its metric, in [0, 1].
-        over_steps: How scores of steps become one: "mean", "min", "last" or "prod".
-        window: Tokens of a stretch, for lowest_group_confidence.
-        lowest: Mean of which share of the stretches, the least sure ones; 0 takes the least sure one.
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or "auto",
+            the coarsest of the first four that occurs in a response.
+        weight: Weight of the step's token probabilities against its metric, in [0, 1].
+        over_steps: How step scores are combined: "mean", "min", "last" or "prod".
+        window: Window length in tokens, for lowest_group_confidence.
+        lowest: Averages this share of the windows, the least certain ones; 0 takes only the single least certain
+            window.
     """
 
     steps: Steps = "auto"
@@ -37,12 +38,12 @@ class CriteriaSettings:
             raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
 
     def of(self, kind: EstimatorClass) -> dict[str, Any]:
-        """Return those settings that an estimator takes."""
+        """Return the settings that an estimator accepts."""
         taken = inspect.signature(kind).parameters
         return {name: value for name, value in asdict(self).items() if name in taken}
 
     def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
-        """Raise InputError where a setting was changed that none of the estimators takes."""
+        """Raise InputError if a setting was changed that none of the estimators uses."""
         taken = {name for kind in kinds for name in self.of(kind)}
         defaults = asdict(CriteriaSettings())
         changed = [name for name, value in asdict(self).items() if value != defaults[name]]

@@ -1,6 +1,6 @@
-"""Statistics of a response's tokens under the model that is asked: how likely they were, and how sure it was of each.
+"""Estimators of confidence from token statistics, P(True) and agreement.
 
-The model is untempered, however the response was drawn, and the end-of-turn token is no part of the response.
+Statistics are taken at temperature 1, however the response was drawn, and exclude the end-of-turn token.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 class ResponseConsistency:
-    """The share of k samples of the question that give a response's answer, in [0, 1].
+    """The share of k samples of the question that agree with a response's answer, in [0, 1].
 
-    ``c(y) = #{i in S: y_i = y} / k`` with S a set of k samples, drawn without replacement from those that there are.
-    An unreadable sample agrees with nothing, but counts among the k; an unreadable response has no confidence. Answers
-    are compared as the store names them, equal expressions being one answer.
+    ``c(y) = #{i in S: y_i = y} / k`` with S a set of k samples, drawn without replacement. Unreadable samples count
+    among the k but agree with nothing; an unreadable response has no confidence. Answers are compared in canonical
+    form.
 
     Args:
-        num_samples: k; None takes all. A question with fewer samples takes those that it has.
-        seed: Seed of the draw; every question has its own, derived from it.
+        num_samples: k; None uses all samples. Questions with fewer samples use all of theirs.
+        seed: Seeds the draw, separately for each question.
 
     Raises:
         ValueError: If ``num_samples`` is neither None nor positive.
@@ -75,13 +75,13 @@ class PTrue:
     """P(Yes) / (P(Yes) + P(No)) after the confidence query, in [0, 1]; the definition that generation uses.
 
     The sequence is prompt + response without end-of-turn + ``chat.query.suffix_ids``; the masses are sums of the full
-    softmax over the exact token ids of the query. So the model that sampled a store gives again what the store holds,
-    and another model gives its own view of the same responses.
+    softmax over the query's Yes and No token ids. The model that sampled a store reproduces the stored values; another
+    model gives its own confidence in the same responses.
 
     Args:
-        engine: Who is asked.
+        engine: The engine to ask.
         chat: Chat format of its tokenizer, with the query.
-        normalised: False gives P(Yes) itself, the raw value of the paper.
+        normalised: False returns the unnormalised P(Yes), as in the paper.
     """
 
     name: ClassVar[str] = P_TRUE
@@ -122,9 +122,9 @@ def sequence_behind(ids: ResponseIds, query: ConfidenceQuery, *, end: int | None
 def p_true_of(
     engine: Engine, sequences: Sequence[tuple[int, ...]], query: ConfidenceQuery, *, normalised: bool = True
 ) -> dict[tuple[int, ...], float | None]:
-    """Return P(True) behind each of different sequences that end with the query.
+    """Return P(True) after each of several distinct sequences that end with the query.
 
-    None stands for a sequence without mass, and for one that the engine refuses.
+    None stands for a sequence without mass, or one that the engine refuses.
     """
     wanted = [*query.yes_ids, *query.no_ids]
     masses = engine.next_token_probabilities(list(sequences), wanted) if sequences else []
@@ -144,11 +144,11 @@ Read = Callable[["ResponseStatistics"], float]
 
 @dataclass(frozen=True)
 class TokenStatistic:
-    """An estimator that reads one number off the statistics of a response's tokens; called with a reader it is made.
+    """An estimator that is one statistic of a response's tokens; call it with a reader to create it.
 
     Attributes:
         name: Name of the confidence.
-        read: Returns the statistic of a response; nan where it has no token to take a mean over.
+        read: Returns the statistic of a response; nan for an empty response.
     """
 
     name: str
@@ -169,7 +169,7 @@ class ReadStatistic(TokenStatistic):
     tokens: TokenReader
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the statistic of every sample, [question][sample]; None where it has none, or no room is left."""
+        """Return the statistic of every sample, [question][sample]; None if undefined or too long for the model."""
         return self.tokens.scores(pool, self.read)
 
 
@@ -189,10 +189,10 @@ TokenSteadiness = TokenStatistic(
 
 
 class LowestGroupConfidence:
-    """Confidence of the least sure stretch of a response, in nats; higher is better.
+    """Confidence of the least certain window of a response, in nats; higher is better.
 
-    The confidence of a token is the mean negative log-probability of the 20 likeliest ones at its place; that of a
-    stretch is the mean over its tokens. A response that is shorter than ``window`` is one stretch.
+    A token's confidence is the mean negative log-probability of the 20 most likely tokens at its position; a window's
+    is the mean over its tokens. A response shorter than ``window`` is a single window.
     """
 
     name: ClassVar[str] = "lowest_group_confidence"
@@ -207,7 +207,7 @@ class LowestGroupConfidence:
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the confidence of every sample, [question][sample]; None where it has no token, or no room is left."""
+        """Return the confidence of every sample, [question][sample]; None if it is empty or too long for the model."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
@@ -219,7 +219,7 @@ class LowestGroupConfidence:
 
 
 class _Standardised(ABC):
-    """What the weights have in common; a member adds its name and the scores that are standardised."""
+    """Base of the standardised weights; subclasses add a name and the scores to standardise."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -230,22 +230,22 @@ class _Standardised(ABC):
         self._tokens = tokens
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the weight of every sample, [question][sample]; None where it has no score, or no room is left."""
+        """Return the weight of every sample, [question][sample]; None without a score, or if it is too long."""
         found = [self._tokens.scores(pool, read) for read in self.scores()]
         return [_weights(columns) for columns in zip(*found, strict=True)]
 
     @abstractmethod
     def scores(self) -> Sequence[Read]:
-        """Return what reads the scores of a response, each higher where it is surer; nan where there is none."""
+        """Return functions that compute a response's scores, each higher when more certain; nan if undefined."""
 
 
 class SteadyTokens(_Standardised):
-    """``exp(-z)`` of the standard deviation of the entropies of a response's tokens: the steadier, the more."""
+    """``exp(-z)`` of the standard deviation of a response's token entropies; higher is steadier."""
 
     name = "sasc_std"
 
     def scores(self) -> Sequence[Read]:
-        """Return what reads minus the deviation."""
+        """Return the negative standard deviation."""
         return (TokenSteadiness.read,)
 
 
@@ -255,12 +255,12 @@ class LikelyTokens(_Standardised):
     name = "sasc_certainty"
 
     def scores(self) -> Sequence[Read]:
-        """Return what reads the mean."""
+        """Return the mean log-probability."""
         return (lambda statistics: statistics.tokens.logprob.mean().item(),)
 
 
 class SteadySteps(_Standardised):
-    """``exp(-z - z')`` of the deviations of the entropies of tokens, and of the mean entropies of steps."""
+    """``exp(-z - z')`` of the standard deviations of token entropies and of the steps' mean entropies."""
 
     name = "sasc_double"
 
@@ -269,7 +269,7 @@ class SteadySteps(_Standardised):
         self._steps = steps
 
     def scores(self) -> Sequence[Read]:
-        """Return what reads minus both deviations."""
+        """Return both negative standard deviations."""
         return TokenSteadiness.read, self._minus_step_spread
 
     def _minus_step_spread(self, statistics: ResponseStatistics) -> float:
@@ -280,7 +280,7 @@ class SteadySteps(_Standardised):
 
 
 def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Return the weight of each response to one question; None where one of its scores is unknown."""
+    """Return the weight of each response to a question; None if one of its scores is unknown."""
     from selfcal_lightning.metrics.consistency import standardised_weights
 
     samples = list(zip(*columns, strict=True))

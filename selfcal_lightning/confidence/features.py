@@ -1,8 +1,8 @@
-"""Numbers of responses by name, one row a response: what scalers and fusions are fitted on.
+"""The features that scalers and fusions are fitted on, one row per response.
 
-A feature is the name of a confidence (``confidence.base.confidence_of``), ``logit:NAME`` for the log-odds of one that
-is a probability, or ``num_tokens``, the length of the response. All belong to one response alone, so that they exist
-while sampling is under way.
+A feature is the name of a confidence (``confidence.base.confidence_of``), ``logit:NAME`` for the log-odds of a
+probability, or ``num_tokens``, the length of the response. Each depends on one response only, so it is available while
+sampling.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ResponseTable:
 
     Attributes:
         question_ids: Q ids.
-        question: Position of each response's question [N], int64.
-        correct: 1 right, 0 wrong (an unreadable response too), nan where nobody knows [N].
-        values: Features [N, F]; nan where a response lacks one.
+        question: Index of each response's question [N], int64.
+        correct: 1 right, 0 wrong (or unreadable), nan unknown [N].
+        values: Features [N, F]; nan if missing.
     """
 
     question_ids: tuple[str, ...]
@@ -51,7 +51,7 @@ class ResponseTable:
 
     @classmethod
     def from_pool(cls, pool: Sequence[QuestionSamples], features: Sequence[str]) -> ResponseTable:
-        """Read ``features`` off every sample of ``pool``."""
+        """Read ``features`` of every sample in ``pool``."""
         samples = [sample for entry in pool for sample in entry.samples]
         if not samples:
             raise InputError("Expected `pool` to hold at least one response, but got none.")
@@ -66,7 +66,7 @@ class ResponseTable:
 
 
 def feature_value(sample: Sample, name: str) -> float | None:
-    """Return one feature of a response, or None where it has none."""
+    """Return one feature of a response, or None if missing."""
     if name == NUM_TOKENS:
         return None if sample.num_tokens is None else float(sample.num_tokens)
     value = confidence_of(sample, confidence_behind(name))
@@ -110,7 +110,7 @@ def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> 
 
 
 def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
-    """Compute ``log(p / (1 - p))``, p kept a millionth away from 0 and 1.
+    """Compute ``log(p / (1 - p))`` with p clipped to [1e-6, 1 - 1e-6].
 
     Example:
         >>> log_odds(np.array([0.5, 1.0])).round(3).tolist()
@@ -146,7 +146,7 @@ def _or_nan(value: float | None) -> float:
 
 @dataclass(frozen=True)
 class ConfidenceScores:
-    """How a confidence relates to correctness on some responses; None where a value is not defined."""
+    """How well a confidence predicts correctness; None where a value is undefined."""
 
     name: str
     auroc: float | None
@@ -192,7 +192,7 @@ def score_confidence(name: str, confidence: Floats, correct: Floats, question: I
 
 
 def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:
-    """Return the scores as lines of text, one confidence a line.
+    """Return the scores as text, one confidence per line.
 
     Example:
         >>> print(scores_text([ConfidenceScores("p_true", 0.75, 0.5, None, 3, 12, 0)], title="held-out half"))

@@ -1,4 +1,4 @@
-"""Fitted things as JSON files: one envelope with format, version and kind, checked when read."""
+"""JSON files of fitted objects: an envelope with format, version, kind and hash, checked on reading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THRESHOLD = "threshold"  # all other kinds are confidences
 
 
 def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
-    """Raise ValueError unless ``path`` may be written: a threshold replaces a threshold, a confidence a confidence."""
+    """Raise ValueError unless ``path`` is free or holds a fitted file of the same kind."""
     is_threshold = kind == THRESHOLD
 
     def is_own(file: Path) -> bool:
@@ -34,7 +34,7 @@ def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") 
 
 
 def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Write ``content`` of ``kind`` to ``path``, which appears when it is complete; folders are made."""
+    """Write ``content`` of ``kind`` to ``path`` atomically, creating folders."""
     path = Path(path)
     check_fitted_target(path, kind)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Fused confidence: a small logistic model over several confidences of one response, with or without labels.
 
-P(True) may know which questions are hard and nothing of which response is right, where likelihood knows the latter; the
-fusion takes what each has. It reads one response at a time, so that it works while sampling is under way.
+P(True) may know which questions are hard, and likelihood which response is right; the fusion combines both. It reads
+one response at a time, so it works while sampling.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Fusion:
         intercept: The constant.
         means: Mean of each feature in the fit [F].
         stds: Standard deviation of each feature in the fit [F]; 1 where it was constant.
-        target: What it was fitted to: "label", or without labels "ssc" or "vote_share".
+        target: The target of the fit: "label", or without labels "ssc" or "vote_share".
         l2: Strength of the regularisation.
         needs_pool: Whether a feature depends on the other responses to the question: recorded pools only.
         fitted_on: The questions of the fit.
         scores: Each part alone and the fusion on the fitting questions, the fusion last.
-        held_out_scores: Likewise on other questions; empty where none were given.
+        held_out_scores: The same on other questions; empty if none were given.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Fusion:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The confidences that it reads."""
+        """The confidences it reads."""
         return required_confidences(self.features)
 
     def transform(self, values: Floats) -> Floats:
@@ -119,7 +119,7 @@ class Fusion:
         return sigmoid(standard @ np.array(self.weights) + self.intercept)
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the fused confidence, or None where the sample lacks a feature."""
+        """Return the fused confidence, or None if the sample lacks a feature."""
         z = self.intercept
         for name, weight, mean, std in zip(self.features, self.weights, self.means, self.stds, strict=True):
             value = feature_value(sample, name)
@@ -131,7 +131,7 @@ class Fusion:
         return 1.0 / (1.0 + e) if z >= 0.0 else e / (1.0 + e)
 
     def score_parts(self, pool: Sequence[QuestionSamples]) -> tuple[ConfidenceScores, ...]:
-        """Return the scores of each part alone and of the fusion, the fusion last, on ``pool``."""
+        """Return the scores on ``pool`` of each feature alone and, last, of the fusion."""
         parts = self.requires
         raw, table = (ResponseTable.from_pool(pool, names) for names in (parts, self.features))
         columns = [(name, raw.values[:, column]) for column, name in enumerate(parts)]
@@ -139,7 +139,7 @@ class Fusion:
         return tuple(score_confidence(name, values, table.correct, table.question) for name, values in columns)
 
     def describe(self) -> str:
-        """Return the model as readable text: weights, and what each part and the fusion are worth."""
+        """Describe the model as text: weights, and the scores of each feature and of the fusion."""
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
         lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
         if self.needs_pool:
@@ -262,7 +262,7 @@ def fit_fusion(
 def _targets(
     pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget, target_confidence: str
 ) -> Floats:
-    """Return the target of every response [N]; nan where it has none."""
+    """Return the target of every response [N]; nan if it has none."""
     if target == "label":
         check_labels(table)
         return table.correct
@@ -292,7 +292,7 @@ def load_scorer(path: str | Path) -> FittedScorer:
 
 
 def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
-    """Read several; each may read what the ones before it add, so that the order is that of the computation."""
+    """Read several scorers; each may use the confidences of those before it."""
     scorers = [load_scorer(path) for path in paths]
     names = [scorer.name for scorer in scorers]
     if len(set(names)) < len(names):
@@ -305,7 +305,7 @@ def load_scorers(paths: Sequence[str | Path]) -> list[FittedScorer]:
 
 
 def scorer_digests(confidence: str | None, scorers: Sequence[FittedScorer]) -> dict[str, str]:
-    """Return the sha256 of each scorer that a confidence is computed by, directly or through one another, by name."""
+    """Return the sha256, by name, of each scorer that a confidence depends on, directly or indirectly."""
     wanted = {confidence}
     found = {}
     for scorer in reversed(scorers):
@@ -330,7 +330,7 @@ def load_for_fitting(
     *,
     texts: bool = False,
 ) -> RecordedPool:
-    """Return the questions of a calibration split, with the annotations of a store that fitting needs merged in."""
+    """Return a calibration split's questions, with the store annotations that fitting needs."""
     names = {*needed, *(name for scorer in scorers for name in scorer.requires)}
     names -= {*STORED, *(scorer.name for scorer in scorers)}
     annotations = sorted(names & set(annotation_names(pool))) if Path(pool).is_dir() else []
@@ -339,7 +339,7 @@ def load_for_fitting(
 
 @dataclass(frozen=True)
 class WeighedPool:
-    """A pool with the confidences that strategies may read."""
+    """A pool with all confidences that strategies may use."""
 
     pool: RecordedPool
     confidences: tuple[str, ...]
@@ -348,9 +348,9 @@ class WeighedPool:
 
 
 def carried_confidences(pool: RecordedPool) -> list[str]:
-    """Return the names of the confidences that every question with a readable answer has, in a fixed order.
+    """Return the confidences that every question with a readable answer has, in a fixed order.
 
-    What depends on the other responses to the question is left out: computed over the whole pool it would let a
+    Those that depend on a question's other responses are left out: computed over the whole pool, they would let a
     strategy look ahead.
     """
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
@@ -360,13 +360,13 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
 
 
 def is_probability(pool: RecordedPool, name: str) -> bool:
-    """Whether all values of a confidence lie in [0, 1], so that they can weigh votes as they are."""
+    """Whether all values of a confidence lie in [0, 1], so that they can weight votes unscaled."""
     values = (confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
     return name not in (LOGPROB, MEAN_LOGPROB) and all(value is None or 0.0 <= value <= 1.0 for value in values)
 
 
 def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
-    """Return what to weigh by when nothing is said: probabilities as they are, scores scaled, and the fusion."""
+    """Return the default confidences for weighting: probabilities as they are, other scores scaled, and the fusion."""
     carried = carried_confidences(pool)
     parts = [(name, is_probability(pool, name)) for name in carried]
     names = [name if probable else f"{name}_platt" for name, probable in parts if probable or can_fit]
@@ -376,7 +376,7 @@ def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
 def fit_confidences(
     pool: RecordedPool, names: Sequence[str], *, target: FusionTarget = "label", known: Sequence[FittedScorer] = ()
 ) -> list[FittedScorer]:
-    """Fit those of ``names`` that a pool does not carry: ``SOURCE_platt`` (or another scaler) and ``fused``."""
+    """Fit those of ``names`` that a pool lacks: ``SOURCE_platt`` (or another scaler) and ``fused``."""
     scorers: list[FittedScorer] = []
     carried = carried_confidences(pool)
     there = {*carried, *(scorer.name for scorer in known)}
@@ -398,7 +398,7 @@ def fit_confidences(
 def weigh_pool(
     pool: RecordedPool, names: Sequence[str], scorers: Sequence[FittedScorer], *, fitting: Sequence[str] = ()
 ) -> WeighedPool:
-    """Put the scorers' confidences on a pool and check that every name is there."""
+    """Add the scorers' confidences to a pool and check that every name is present."""
     check_not_fitted_on(pool.entries, [scorer for scorer in scorers if scorer.name not in fitting])
     refuse_looking_ahead(names, [*recorded_confidences(pool.estimators), *scorers])
     entries = tuple(
@@ -411,7 +411,7 @@ def weigh_pool(
 
 
 def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
-    """Return the confidences that one is computed from in the end; itself where nothing was fitted."""
+    """Return the unfitted confidences that a confidence is computed from; itself if it was not fitted."""
     by_name = {scorer.name: scorer for scorer in scorers}
     if name not in by_name:
         return {name}
@@ -419,7 +419,7 @@ def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
 
 
 def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
-    """Write each scorer to a file of its name; return the file names."""
+    """Write each scorer to a file named after it; return the file names."""
     names = [f"{file_name(scorer.name)}.json" for scorer in scorers]
     for scorer, name in zip(scorers, names, strict=True):
         scorer.save(folder / name)

@@ -1,4 +1,4 @@
-"""What a model is asked that judges an answer, and how its reply is read: nothing in it is ever executed."""
+"""Verification by a model: its grading prompts and how replies are parsed. Replies are never executed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _GUARD = (
 
 @dataclass(frozen=True)
 class Form:
-    """A way to judge."""
+    """A grading prompt and its grades."""
 
     instruction: str
     grades: Mapping[str, Grade]
 
     @property
     def digest(self) -> str:
-        """What tells forms apart."""
+        """Identifies the grading prompt."""
         return hashlib.sha256(json.dumps([self.instruction, dict(self.grades)]).encode()).hexdigest()[:16]
 
 
@@ -81,15 +81,15 @@ def write_judgement(form: Form, *, question: str, reference: str, answer: str) -
 
 
 def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None:
-    r"""Return the grade that a reply gives at its end; None where it gives none."""
+    r"""Return the grade at the end of a reply; None without one."""
     letter = read_letter(reply, "".join(form.grades), finished=finished)
     return None if letter is None else form.grades[letter]
 
 
 def shown_answer(name: JudgeForm, sample: Sample) -> str | None:
-    """Return what of a response is graded; None where no answer could be read, which is never right.
+    """Return the text of a response to be graded; None without a readable answer, which is wrong.
 
-    Of a fact the words of the response, since the form in which answers are compared has lost points and signs.
+    For facts this is the response's own wording, since the canonical form drops punctuation.
     """
     if sample.answer is None or name == "mathematics":
         return sample.answer
@@ -97,7 +97,7 @@ def shown_answer(name: JudgeForm, sample: Sample) -> str | None:
 
 
 def form_digest(names: Sequence[JudgeForm]) -> dict[str, str]:
-    """Return the digests of some forms, by their names."""
+    """Return the digests of some grading prompts by name."""
     return {name: FORMS[name].digest for name in sorted(names)}
 
 
@@ -111,7 +111,7 @@ Key = tuple[str, str, str]  # id of a question, digest of its content, the text 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdicts of a name: who judged, and one for each text; None where the reply could not be read."""
+    """The verdicts of one verifier: its identity, and a verdict per text; None if the reply was unreadable."""
 
     origin: Mapping[str, Any]
     grades: Mapping[Key, Grade | None]
@@ -128,7 +128,7 @@ class Verdicts:
 
 
 class KeptVerdicts(NamedRecord[Verdicts]):
-    """The verdicts of one name beside the rows of a store. Opening it reads and writes nothing."""
+    """The verdicts of one verifier, stored with a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         super().__init__(
@@ -136,12 +136,12 @@ class KeptVerdicts(NamedRecord[Verdicts]):
         )
 
     def known(self, origin: Mapping[str, Any]) -> dict[Key, Grade | None]:
-        """Return the verdicts of this judge; none where they are of another."""
+        """Return the stored verdicts of this verifier, none if they are another's."""
         record = self.of_origin(origin)
         return {} if record is None else dict(record.grades)
 
     def write(self, grades: Mapping[Key, Grade | None], *, origin: Mapping[str, Any]) -> None:
-        """Write the verdicts of a judge in the place of what is there."""
+        """Replace the stored verdicts."""
         plain = json.loads(json.dumps(dict(origin)))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_record(self.path, Verdicts(plain, grades).as_json())
@@ -152,7 +152,7 @@ CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A text that is graded."""
+    """A text to be graded."""
 
     form: JudgeForm
     question: str
@@ -161,7 +161,7 @@ class Candidate:
 
 
 def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task]) -> dict[Key, Candidate]:
-    """Return the different answers to questions whose tasks name a judge and whose reference is known."""
+    """Return the distinct answers to questions with a reference whose tasks are verified by a model."""
     found: dict[Key, Candidate] = {}
     for group in groups:
         question, form = group.question, judge_form(tasks(group.question.task))
@@ -174,7 +174,7 @@ def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task
 
 
 def key_of(group: QuestionSamples, sample: Sample, form: JudgeForm) -> Key | None:
-    """Return what the verdict on a response is kept under; None for one without an answer."""
+    """Return the key of a response's verdict; None for a response without an answer."""
     answer = shown_answer(form, sample)
     return None if answer is None else (group.question.id, question_digest(group.question), answer)
 
@@ -187,7 +187,7 @@ def grade_candidates(
     max_new_tokens: int,
     keep: Callable[[Mapping[Key, Grade | None]], None],
 ) -> dict[Key, Grade | None]:
-    """Ask a model for its verdicts, greedily, and return them."""
+    """Ask a model for its verdicts by greedy decoding."""
     sampling = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=max_new_tokens)
     grades: dict[Key, Grade | None] = {}
     keys = list(candidates)

@@ -1,4 +1,4 @@
-"""Estimators by name: what ``selfcal score --estimator`` can run, and what each needs."""
+"""Estimators by name, for ``selfcal score --estimator``, and what each needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class EstimatorClass(Protocol):
-    """What the registry knows of an estimator before there is one."""
+    """What the registry knows about an estimator before it is created."""
 
     name: str
     is_probability: bool
@@ -83,10 +83,10 @@ _PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
 
 
 def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
-    """Add an estimator under the ``name`` of its class, and return the class: it can stand as a decorator.
+    """Register an estimator class under its ``name``; usable as a decorator.
 
     Raises:
-        InputError: The name is taken, or the class does not say what it is and what it reads.
+        InputError: The name is taken, or the class lacks required attributes.
     """
     missing = [name for name in _PARTS if name not in dir(estimator)]
     if missing:
@@ -109,7 +109,7 @@ def estimator_class(name: str) -> EstimatorClass:
 
 
 def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
-    """Return the settings of the estimator ``name``: its defaults with ``changes``, for the record of what was run."""
+    """Return the estimator's settings, its defaults with ``changes``, for the record of a run."""
     parameters = inspect.signature(estimator_class(name)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     if unknown := sorted(changes.keys() - defaults.keys()):
@@ -126,7 +126,7 @@ def build_estimator(
     rewards: Any = None,
     **settings: Any,
 ) -> Estimator:
-    """Return the estimator ``name``, made from those of the arguments that it reads."""
+    """Create the estimator ``name`` from the arguments that it accepts."""
     estimator = estimator_class(name)
     given: dict[str, tuple[Any, ...]] = {
         "engine": (engine, chat),
@@ -142,7 +142,7 @@ def build_estimator(
 
 
 class KnownConfidence(Protocol):
-    """What says of itself whether it needs the other responses: scalers, fusions, recorded confidences."""
+    """A confidence that knows whether it depends on other responses: a scaler, a fusion or a recorded confidence."""
 
     @property
     def name(self) -> str:
@@ -154,12 +154,12 @@ class KnownConfidence(Protocol):
 
     @property
     def needs_pool(self) -> bool:
-        """Whether it is computed from the other responses to the question, directly or through what it reads."""
+        """Whether it depends on the question's other responses, directly or indirectly."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfidence:
-    """A confidence that samples carry and that no estimator or scorer at hand computed."""
+    """A confidence found on samples, not computed here."""
 
     name: str
     needs_pool: bool
@@ -177,13 +177,13 @@ TARGETS = tuple(
 
 
 def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
-    """Return what is known of annotations."""
+    """Return what is known about annotations."""
     known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
     return [RecordedConfidence(name, estimator.needs_pool) for name, estimator in known.items()]
 
 
 def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> list[str]:
-    """Return those of ``names`` that depend on the other responses to the question, in their order."""
+    """Return those of ``names`` that depend on a question's other responses, in order."""
     # Asked each time: plug-ins add estimators.
     needs = {one.name: one.needs_pool for one in ESTIMATORS.values()} | {one.name: one.needs_pool for one in TARGETS}
     for one in known:
@@ -192,7 +192,7 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
 
 
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
-    """Raise ValueError where a strategy would read a confidence that depends on the other responses."""
+    """Raise ValueError if a strategy would read a confidence that depends on other responses."""
     ahead = pool_dependent(names, known)
     if ahead:
         raise InputError(
@@ -203,7 +203,7 @@ def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] 
 
 
 def check_name_tells(confidence: KnownConfidence) -> None:
-    """Raise ValueError where a JSON-lines pool, which keeps no more of a confidence than its name, would hide this."""
+    """Raise ValueError if a JSONL pool, which stores only names, would hide that a confidence looks ahead."""
     if confidence.needs_pool and not pool_dependent([confidence.name]):
         raise InputError(
             f"Expected a confidence that depends on the other responses to keep its estimator's name in a JSON-lines "

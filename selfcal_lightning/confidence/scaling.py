@@ -1,6 +1,6 @@
 """Post-hoc scalers: one confidence turned into a calibrated probability by temperature, Platt or isotonic regression.
 
-Scaling changes what a confidence says, not (temperature, Platt) or hardly (isotonic: ties) whom it ranks first.
+Scaling changes the values of a confidence but not its ranking (isotonic regression may add ties).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LogisticFit:
     """Coefficients of ``p = sigmoid(intercept + x . weights)``.
 
     Attributes:
-        weights: One a column [F].
+        weights: One per feature [F].
         intercept: The constant.
     """
 
@@ -46,8 +46,9 @@ class LogisticFit:
 def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> LogisticFit:
     r"""Fit probabilities to targets by maximum likelihood.
 
-    ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``: a soft
-    target t is a response that counts t times as right and 1 - t times as wrong. The intercept is not regularised.
+    ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``. A
+    response with soft target t counts as right with weight t and wrong with weight 1 - t. The intercept is not
+    regularised.
     """
     from scipy.optimize import minimize
 
@@ -94,17 +95,17 @@ COOLEST, HOTTEST = 0.01, 100.0
 
 @dataclass(frozen=True)
 class TemperatureMap:
-    """``sigmoid(logit(p) / temperature)``; keeps 0.5 where it is. Only for probabilities."""
+    """``sigmoid(logit(p) / temperature)``; leaves 0.5 unchanged. Only for probabilities."""
 
     kind: ClassVar[str] = "temperature"
     temperature: float
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> TemperatureMap:
-        """Find the temperature of least cross-entropy within [0.01, 100].
+        """Find the temperature in [0.01, 100] with the lowest cross-entropy.
 
-        In ``b = 1 / T`` the cross-entropy of ``sigmoid(b x)`` is convex, so that its slope has one root. A confidence
-        that is worth nothing, or less, ends at the hottest temperature: it says about .5 everywhere.
+        The cross-entropy of ``sigmoid(b x)`` is convex in ``b = 1 / T``, so its derivative has one root. An
+        uninformative confidence gets the highest temperature and becomes about .5 everywhere.
         """
         from scipy.optimize import brentq
 
@@ -126,7 +127,7 @@ class TemperatureMap:
 
 @dataclass(frozen=True)
 class PlattMap:
-    """``sigmoid(slope * x + intercept)``, x the log-odds of a probability, or the score itself."""
+    """``sigmoid(slope * x + intercept)``, where x is the log-odds of a probability, or an unbounded score itself."""
 
     kind: ClassVar[str] = "platt"
     slope: float
@@ -135,9 +136,9 @@ class PlattMap:
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats, *, takes_logit: bool) -> PlattMap:
-        """Fit slope and intercept to Platt's targets, which are finite whatever the labels.
+        """Fit slope and intercept to Platt's targets, which keep the fit finite.
 
-        Right responses get ``(n1 + 1) / (n1 + 2)`` and wrong ones ``1 / (n0 + 2)``, n1 and n0 being their numbers.
+        The n1 right responses get ``(n1 + 1) / (n1 + 2)`` and the n0 wrong ones ``1 / (n0 + 2)``.
         """
         x = log_odds(values) if takes_logit else values
         right = float(targets.sum())
@@ -155,10 +156,10 @@ class PlattMap:
 
 @dataclass(frozen=True)
 class IsotonicMap:
-    """A rising piecewise-linear function through knots, constant outside them.
+    """A non-decreasing piecewise-linear function through knots, constant outside them.
 
     Attributes:
-        x: Knots in rising order [K].
+        x: Knots in ascending order [K].
         y: Probabilities at them [K].
     """
 
@@ -168,7 +169,7 @@ class IsotonicMap:
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
-        """Fit the rising function of least squared error."""
+        """Fit the non-decreasing function with the least squared error."""
         from sklearn.isotonic import IsotonicRegression
 
         model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, targets)
@@ -187,7 +188,7 @@ ScalerMap = TemperatureMap | PlattMap | IsotonicMap
 
 
 def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
-    """Return the map of ``kind`` with ``parameters`` (its fields), as they stand in a JSON file.
+    """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file.
 
     Example:
         >>> read_map("temperature", {"temperature": 2.0})
@@ -216,7 +217,7 @@ SCALER_KINDS: tuple[ScalerKind, ...] = ("temperature", "platt", "isotonic")
 
 @dataclass(frozen=True)
 class Scaler:
-    """Adds the calibrated form of one confidence to a sample (a ``SampleScorer``)."""
+    """Adds a calibrated version of one confidence to a sample (a ``SampleScorer``)."""
 
     name: str
     source: str
@@ -230,11 +231,11 @@ class Scaler:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The one confidence that it reads."""
+        """The confidence it reads."""
         return (self.source,)
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return the scaled confidence, or None where the sample has none."""
+        """Return the scaled confidence, or None if the sample has none."""
         value = feature_value(sample, self.source)
         return None if value is None else float(self.map.transform(np.array([value]))[0])
 
@@ -255,7 +256,7 @@ class Scaler:
 
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
-        """Read what :meth:`as_json` wrote; ``kind`` stands beside it in the file."""
+        """Read what :meth:`as_json` wrote; the file holds ``kind`` next to it."""
         held_out = content["held_out_scores"] or {}
         read = ConfidenceScores.from_json
         return cls(
@@ -292,8 +293,8 @@ def fit_scaler(
 ) -> Scaler:
     """Fit a scaler of one confidence to correctness on a calibration split.
 
-    Responses without the confidence are left out and counted; unreadable ones are wrong. Of a source that depends on
-    the other responses, the scaler does too, and says so (``needs_pool``).
+    Responses without the confidence are left out and counted; unreadable ones are wrong. If the source depends on other
+    responses, so does the scaler (``needs_pool``).
     """
     name = f"{source}_{kind}" if name is None else name
     check_new_name(name, (source,))
@@ -329,7 +330,7 @@ def check_labels(table: ResponseTable) -> None:
 
 
 def check_new_name(name: str, sources: Sequence[str]) -> None:
-    """Raise when a fitted confidence would take the name of something else."""
+    """Raise if the name of a fitted confidence is taken."""
     taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *sources)
     if not name or name in taken:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")

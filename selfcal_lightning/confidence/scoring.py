@@ -1,4 +1,4 @@
-"""A run that scores recorded responses with estimators of confidence."""
+"""Scoring recorded responses with confidence estimators."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A question of a target: the position of its first response there, and its samples."""
+    """A question of a target: its samples and the position of the first one."""
 
     start: int
     samples: QuestionSamples
 
 
 class ScoreTarget(Protocol):
-    """Recorded responses that take scores. Responses have positions 0, 1, 2, ... in the order of ``entries``."""
+    """Recorded responses to be scored. Responses are numbered 0, 1, 2, ... in the order of ``entries``."""
 
     num_responses: int
 
@@ -61,28 +61,28 @@ class ScoreTarget(Protocol):
         """Begin."""
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Keep what was put; after an error, as much of it as may be shown."""
+        """Save all scores; after an error, as many as can be published."""
 
     def num_left(self, names: Sequence[str]) -> int:
-        """Return how many scores ``names`` may lack, over all responses."""
+        """Return at most how many scores of ``names`` are missing over all responses."""
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
         """Yield the questions that may lack one of the confidences ``names``."""
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
-        """Return which samples of ``entry`` have no confidence ``name`` yet, nor were found to have none."""
+        """Return which samples of ``entry`` are not yet scored for ``name``."""
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
-        """Take the scores of the responses at ``positions``."""
+        """Store the scores of the responses at ``positions``."""
 
 
 def brings(sample: Sample, name: str) -> bool:
-    """Return whether a sample has the confidence ``name`` in a column of its own, which no later value replaces."""
+    """Return whether a sample has the confidence ``name`` in its own column, which is never replaced."""
     return name in STORED and confidence_of(replace(sample, confidences={}), name) is not None
 
 
 class PoolTarget:
-    """A JSON-lines pool; the scores go into a copy of it that appears when it is complete."""
+    """A JSONL pool; scores are written to a copy that appears once it is complete."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class PoolTarget:
             write_json_lines(self._output, self._contents())
 
     def num_left(self, names: Sequence[str]) -> int:
-        """Return the number of responses, once for each name."""
+        """Return the number of responses times the number of names."""
         return self.num_responses * len(names)
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
-        """Yield every question that has responses, judged by its task."""
+        """Yield every question with responses, verified by its task."""
         start = 0
         for line in self._lines:
             if line.responses:
@@ -123,7 +123,7 @@ class PoolTarget:
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
-        """Return the samples that do not bring the confidence ``name``; those that do lack it where it is replaced."""
+        """Return the samples without the confidence ``name``, or all if it is being replaced."""
         return [
             number
             for number, sample in enumerate(entry.samples.samples)
@@ -131,7 +131,7 @@ class PoolTarget:
         ]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
-        """Keep scores in memory; an unknown one is left out of the copy."""
+        """Keep scores in memory; unknown ones are left out of the copy."""
         for position, value in zip(positions, values, strict=True):
             self._scores.setdefault(position, {})[name] = value
 
@@ -164,7 +164,7 @@ COMMIT_SECONDS = 300.0
 def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
-    """Return the rows of a process's share."""
+    """Return this process's share of the rows."""
     index = store.index(split=split, round=round)
     keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
     if shard[1] > 1:
@@ -180,16 +180,16 @@ def select_rows(
 
 
 def num_bringing(index: SampleIndex, name: str) -> int:
-    """Return how many rows bring the confidence ``name`` in a column of their own."""
+    """Return how many rows have the confidence ``name`` in its own column."""
     mean_logprob = np.where(index.num_tokens > 0, index.logprob, np.nan)
     columns = {P_TRUE: index.p_true, LOGPROB: index.logprob, MEAN_LOGPROB: mean_logprob}
     return int(np.isfinite(columns[name]).sum()) if name in columns else 0
 
 
 class StoreTarget:
-    """Rows of a store; scores become annotations, shown every five minutes and at the end.
+    """Rows of a store; scores become annotations, published every five minutes and at the end.
 
-    What will compute each confidence is held against what computed those that are there.
+    Each confidence's origin is compared with that of the scores already stored.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StoreTarget:
         self._committed = time.monotonic()
 
     def _scored(self, name: str) -> np.ndarray:
-        """Return which rows were scored in the same way before, bool [R]."""
+        """Return which rows were already scored in the same way, bool [R]."""
         if name in self.index.confidences:
             raise InputError(
                 f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring with "
@@ -230,7 +230,7 @@ class StoreTarget:
         self.commit()
 
     def num_left(self, names: Sequence[str]) -> int:
-        """Return how many scores are not there as annotations."""
+        """Return how many scores are missing."""
         return sum(int((~self._known[name]).sum()) for name in names)
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
@@ -244,7 +244,7 @@ class StoreTarget:
             yield Entry(start, QuestionSamples(rows[0].question, samples, rows[0].split, rows[0].prompt_ids))
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
-        """Return the samples that have no annotation ``name``, and no column of that name."""
+        """Return the samples with neither an annotation nor a column ``name``."""
         known = self._known[name][entry.start :]
         return [
             number
@@ -253,13 +253,13 @@ class StoreTarget:
         ]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
-        """Buffer scores, and show them to readers when the last time is five minutes ago."""
+        """Buffer scores, and publish them every five minutes."""
         self._buffer.setdefault(name, {}).update(zip(positions, values, strict=True))
         if time.monotonic() - self._committed > COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """Write and publish what is buffered."""
+        """Write and publish the buffered scores."""
         for name, scores in self._buffer.items():
             run, annotation = uuid.uuid4().hex[:12], self._annotations[name]
             rows = np.array(sorted(scores), dtype=np.int64)
@@ -281,7 +281,7 @@ CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of wor
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """What one estimator did."""
+    """What one estimator scored."""
 
     estimator: str
     name: str
@@ -300,7 +300,7 @@ class ScoreReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreScoring:
-    """What is scored of a store, and by what."""
+    """Which part of a store to score, and how."""
 
     store_dir: str
     estimators: tuple[str, ...]
@@ -317,7 +317,7 @@ class StoreScoring:
 
 @dataclass(frozen=True, slots=True)
 class PoolScoring:
-    """What is scored of a JSON-lines pool, and by what."""
+    """Which JSONL pool to score, and how."""
 
     pool: str
     output: str
@@ -331,7 +331,7 @@ class PoolScoring:
 
 
 def score_store(run: StoreScoring) -> list[ScoreReport]:
-    """Score responses of a store; the confidences lie beside its rows, and a killed run goes on."""
+    """Score responses of a store. Confidences are stored as annotations, and a killed run resumes."""
     members = _members(run)
     _check_model(run.model, members)
     store = SampleStore(run.store_dir)
@@ -342,7 +342,7 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
 
 
 def score_pool(run: PoolScoring) -> list[ScoreReport]:
-    """Score the responses of a JSON-lines pool into another one."""
+    """Score the responses of a JSONL pool into a copy."""
     members = _members(run)
     _check_model(run.model, members)
     for member in members:
@@ -353,7 +353,7 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
 
 @dataclass(slots=True)
 class _Member:
-    """An estimator of a run; it is made when the first response needs it."""
+    """An estimator of a run, created when the first response needs it."""
 
     kind: EstimatorClass
     name: str
@@ -370,7 +370,7 @@ class _Member:
 
 
 def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
-    """Return the estimators of a run, each under its own name or the one given."""
+    """Return the estimators of a run by their own or given names."""
     chosen, name, consistency_samples = run.estimators, run.name, run.consistency_samples
     if not chosen or len(set(chosen)) < len(chosen):
         raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {list(chosen)}.")
@@ -399,7 +399,7 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
 
 
 def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
-    """Refuse the name of a model or an adapter that there is not; the store's own model is checked when it is known."""
+    """Refuse a model or adapter that does not exist; the store's own model is checked once it is known."""
     _check_rewards(settings.reward, [member.kind.name for member in members if member.kind.reads == "rewards"])
     if all(member.kind.reads in ("pool", "rewards") for member in members):
         return
@@ -410,7 +410,7 @@ def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
 
 
 def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
-    """Refuse a reward model that is not there or that an estimator cannot read, and one that none of them reads."""
+    """Refuse a reward model that is missing, unreadable by an estimator, or not used by any."""
     if names:
         REWARDS.check(settings, names)
     elif settings != RewardSettings():
@@ -422,7 +422,7 @@ def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
 def _open_store(
     store: SampleStore, index: SampleIndex, scoring: ScoringModel, members: Sequence[_Member], run: StoreScoring
 ) -> StoreTarget:
-    """Hold what will be written against what is there, and leave the resolved settings beside the samples."""
+    """Compare what will be written with what is stored, and save the resolved settings with the samples."""
     origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
     for member in members:
         if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
@@ -467,7 +467,7 @@ def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: Scoring
 
 
 def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel) -> None:
-    """Score what lacks a confidence with ``members``, which read the same thing and share what they read."""
+    """Score the responses that lack a confidence with ``members``, which share their inputs."""
     names = [member.name for member in members]
     if not members:
         return
@@ -482,7 +482,7 @@ def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringMode
 
 
 def _build(members: Sequence[_Member], scoring: ScoringModel) -> None:
-    """Make the estimators before the first response is read, so that one pass over it serves what all of them need."""
+    """Create the estimators before reading the first response, so that one pass serves all of them."""
     for member in members:
         if member.estimator is None:
             member.estimator = scoring.build(member.kind.name, member.settings)
@@ -491,7 +491,7 @@ def _build(members: Sequence[_Member], scoring: ScoringModel) -> None:
 def _score_chunk(
     target: ScoreTarget, member: _Member, jobs: Sequence[tuple[Entry, list[int]]], scoring: ScoringModel
 ) -> int:
-    """Score the named samples of some questions, count them and hand them to the target. Returns their number."""
+    """Score the named samples of some questions and pass them to the target; return how many."""
     estimator = cast("Estimator", member.estimator)
     chosen = [_only(entry.samples, found) for entry, found in jobs]
     if member.kind.needs_pool:
@@ -517,7 +517,7 @@ def _only(samples: QuestionSamples, numbers: Sequence[int]) -> QuestionSamples:
 
 
 def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Yield whole questions together, about ``CHUNK_RESPONSES`` responses at a time."""
+    """Yield whole questions in chunks of about ``CHUNK_RESPONSES`` responses."""
     chunk: list[Entry] = []
     for entry in entries:
         chunk.append(entry)

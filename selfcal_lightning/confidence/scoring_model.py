@@ -1,4 +1,4 @@
-"""The model that scores recorded responses: named by the user or by the store, loaded when an estimator needs it."""
+"""The model that scores recorded responses, given by the user or by the store, and loaded on demand."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ACTIVATED = "activated_adapter_sha256"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model scores, and how it is run.
+    """The scoring model and how to run it.
 
     Attributes:
-        model: Folder or hub name; None takes the one that sampled the store, with its revision.
-        query: The confidence query; None takes the store's.
-        engine: What answers, and how.
-        reward: The reward model, for the estimators that read one.
+        model: Folder or hub name of the model; None uses the one that sampled the store, with its revision.
+        query: The confidence query; None uses the store's.
+        engine: The engine that answers, and its settings.
+        reward: The reward model, for estimators that need one.
     """
 
     model: str | None
@@ -53,10 +53,10 @@ class ModelSettings:
 
 
 class ScoringModel:
-    """Gives estimators what they read: an engine, a local model for statistics of all tokens, or a reward model.
+    """Provides estimators with an engine, a local model for token statistics, or a reward model.
 
-    Nothing is loaded before it is needed. The transformers engine shares the local model; the vLLM engine has its own
-    copy, which is closed before a local one is loaded.
+    Models are loaded on demand. The transformers engine shares the local model; the vLLM engine has its own copy, which
+    is closed before a local model is loaded.
     """
 
     def __init__(self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None) -> None:
@@ -88,7 +88,7 @@ class ScoringModel:
 
     @property
     def revision(self) -> str | None:
-        """Revision on the hub, the store's where its model is taken."""
+        """Revision on the hub; the store's if its model is used."""
         return self._sampled.revision if self.settings.model is None else self.settings.engine.revision
 
     @cached_property
@@ -109,7 +109,7 @@ class ScoringModel:
         return found
 
     def made_the_stored(self, name: str) -> bool:
-        """Return whether the estimator ``name`` would give what the rows of the store bring with them."""
+        """Return whether the estimator ``name`` would reproduce the values stored with the samples."""
         if estimator_class(name).reads == "rewards" or not self._sampled_the_store(self.identity):
             return False
         # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
@@ -120,13 +120,13 @@ class ScoringModel:
         return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
 
     def _sampled_the_store(self, identity: dict[str, str | None]) -> bool:
-        """Return whether the texts of the store are this model's."""
+        """Return whether this model sampled the store."""
         sampled = self._sampled.as_json()
         return all(sampled[name] == value for name, value in identity.items() if name != ACTIVATED)
 
     @cached_property
     def chat(self) -> ChatFormat:
-        """Chat format with the query: the one given, else the store's, else the default."""
+        """Chat format with the confidence query: as given, else the store's, else the default."""
         from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
         prompt = stated_prompt(self._prompt.further)
@@ -134,7 +134,7 @@ class ScoringModel:
         return ChatFormat(load_tokenizer(self.source, revision=self.revision), query=query, prompt=prompt)
 
     def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
-        """Return what the values of the estimator ``name`` depend on, JSON-able."""
+        """Return everything the values of the estimator ``name`` depend on, as JSON types."""
         origin = {"estimator": name, "settings": estimator_settings}
         reads = estimator_class(name).reads
         if reads == "pool":
@@ -154,7 +154,7 @@ class ScoringModel:
         return expected_head_dtype(self.settings.engine)
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
-        """Return the estimator ``name``, loading what it reads."""
+        """Create the estimator ``name``, loading the models it needs."""
         reads = estimator_class(name).reads
         if reads == "pool":
             return build_estimator(name, **settings)
@@ -167,7 +167,7 @@ class ScoringModel:
         return build_estimator(name, tokens=self._open_tokens(), **settings)
 
     def close(self) -> None:
-        """Give the engine and the reward model back."""
+        """Close the engine and the reward model."""
         self._close_engine()
         if self._rewards is not None:
             self._rewards.close()
@@ -222,7 +222,7 @@ class ScoringModel:
 
 
 def _check_is_there(model: str, revision: str | None) -> None:
-    """Raise InputError, with the way out, where the model that sampled a store does not lie where it lay."""
+    """Raise InputError if the model that sampled a store has moved, and say what to do."""
     try:
         check_name(model, revision=revision)
     except InputError as error:

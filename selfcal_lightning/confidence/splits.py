@@ -1,6 +1,6 @@
-"""Which questions something was fitted on, so that nothing is reported on them, and splits that share no question.
+"""Records of the questions something was fitted on, so that nothing is reported on them, and disjoint splits.
 
-A question is known by its id and by its content: the ids of one file's lines differ when it is read as two splits.
+Questions are identified by id and by content, since one file read as two splits gives its lines different ids.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FittedOn:
     def from_questions(
         cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
     ) -> FittedOn:
-        """Build the record from questions, or from their ids where nothing else is known of them.
+        """Build the record from questions, or from ids alone.
 
         Example:
             >>> FittedOn.from_questions(["b", "a", "b"], num_responses=12).num_questions
@@ -49,7 +49,7 @@ class FittedOn:
 
     @classmethod
     def from_pool(cls, pool: Sequence[QuestionSamples]) -> FittedOn:
-        """Build the record of a pool all of whose responses enter the fit."""
+        """Build the record of a pool whose responses all enter the fit."""
         return cls.from_questions(
             (entry.question for entry in pool), num_responses=sum(len(entry.samples) for entry in pool)
         )
@@ -73,18 +73,18 @@ class FittedOn:
         }
 
     def shared_questions(self, questions: Iterable[str | Question]) -> list[str]:
-        """Return the ids of those of ``questions`` that were fitted on, under this id or another, in their order."""
+        """Return the ids of those ``questions`` that were fitted on, under any id, in order."""
         ids, contents = set(self.question_hashes), set(self.content_hashes)
         shared = (_id_of(q) for q in questions if _hex_hash(_id_of(q)) in ids or _content_of(q) in contents)
         return list(dict.fromkeys(shared))
 
 
 class Fitted(Protocol):
-    """Something with a ``name`` that was fitted on questions: a scaler, a fusion, a threshold."""
+    """Something fitted on questions: a scaler, a fusion or a threshold."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name for messages."""
 
     @property
     def fitted_on(self) -> FittedOn:
@@ -92,7 +92,7 @@ class Fitted(Protocol):
 
 
 def content_hash(question: Question) -> str | None:
-    """Return the hash of a question's task, messages and reference, as the store has it; None without any text.
+    """Return the hash of a question's task, messages and reference, as in the store; None without any text.
 
     Example:
         >>> content_hash(Question("q", "local_number", ())) is None
@@ -104,7 +104,7 @@ def content_hash(question: Question) -> str | None:
 def check_disjoint(
     first: Iterable[Question], second: Iterable[Question], *, names: tuple[str, str], way_out: str
 ) -> None:
-    """Hold two splits apart: split by question, never by response."""
+    """Raise if two splits share a question."""
     ids: set[str] = set()
     contents: dict[str, str] = {}
     for question in first:
@@ -125,7 +125,7 @@ def check_disjoint(
 def check_not_fitted_on(
     questions: Iterable[str | Question | QuestionSamples], fitted: Fitted | Iterable[Fitted]
 ) -> None:
-    """Raise unless ``fitted`` never saw any of ``questions``; call it before anything is reported on them."""
+    """Raise if ``fitted`` was fitted on any of ``questions``; call it before reporting on them."""
     asked = [item.question if isinstance(item, QuestionSamples) else item for item in questions]
     for one in fitted if isinstance(fitted, Iterable) else (fitted,):
         shared = one.fitted_on.shared_questions(asked)
@@ -139,9 +139,9 @@ def check_not_fitted_on(
 
 
 def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Deal questions into two halves: the first for scalers and fusion, the second for thresholds.
+    """Split questions into two halves: the first for scalers and fusion, the second for thresholds.
 
-    The order is that of a hash of (seed, id): the same on every machine, and independent of the order of the ids.
+    Questions are ordered by a hash of (seed, id), so the split is the same on every machine and for every order of ids.
     """
     ids = sorted(set(question_ids), key=lambda name: (question_hash(f"{seed}/{name}"), name))
     if len(ids) < 2:
@@ -153,7 +153,7 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
 def halve_pool(
     pool: Sequence[QuestionSamples], *, seed: int = 0
 ) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
-    """Deal a pool into the two halves of :func:`split_in_halves`; one question under several ids goes to one half."""
+    """Split a pool as :func:`split_in_halves` does, keeping questions with equal content together."""
     leaders = leading_ids([entry.question for entry in pool])
     if len(set(leaders.values())) < 2:
         raise InputError(
@@ -166,7 +166,7 @@ def halve_pool(
 
 
 def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
-    """Return for the id of each question the smallest id of its content, so that what is one question stays together.
+    """Map each question id to the smallest id with the same content.
 
     Example:
         >>> from selfcal_lightning.records import Message

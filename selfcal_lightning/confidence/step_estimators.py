@@ -1,7 +1,7 @@
-"""How sure a model was of each step of a response: a metric of the step's tokens, mixed with their probability.
+"""Step confidences: a metric of each step's tokens, combined with their probability.
 
-``metric^(1 - weight) * exp(mean log p)^weight`` a step, with the tokens found by the characters of the step: headings
-and white space between steps belong to none. See ``confidence.certainty``.
+A step scores ``metric^(1 - weight) * exp(mean log p)^weight``. Its tokens are found by character positions; headings
+and white space between steps belong to no step. See ``confidence.certainty``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _StepStatistic(ABC):
-    """What they have in common; a member adds its name and the scores of steps."""
+    """Base of the step estimators; subclasses add a name and the step scores."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -44,11 +44,11 @@ class _StepStatistic(ABC):
         self._tokens, self._steps, self._weight, self._over_steps = tokens, steps, weight, over_steps
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the score of every sample, [question][sample]; None where it has no step, or no room is left."""
+        """Return the score of every sample, [question][sample]; None if it has no step or is too long for the model."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
-        """Return the score of one response; nan where it has no step or one of its steps has no score."""
+        """Return the score of a response; nan if it has no step, or a step without a score."""
         spans = self._tokens.steps(statistics.token_ids, self._steps)
         found = self.of_steps(statistics, spans) if spans else None
         score = None if found is None else aggregate(found.tolist(), self._over_steps)
@@ -84,7 +84,7 @@ class StepEntropy(_StepStatistic):
 
 
 class StepTrajectory(_StepStatistic):
-    """The metric is CoE-C of the step's own mean states, lengths and angles taken as they are."""
+    """The metric is CoE-C of the step's mean states, with unnormalised lengths and angles."""
 
     name = "step_coe_c"
     normalize: ClassVar[bool] = False
@@ -113,14 +113,14 @@ class StepTrajectory(_StepStatistic):
 
 
 class StepTrajectoryNormalised(StepTrajectory):
-    """The metric is CoE-C of the step's own mean states, in units of the step's whole way."""
+    """The metric is CoE-C of the step's mean states, normalised by the step's total movement."""
 
     name = "step_coe_c_normalised"
     normalize = True
 
 
 class StepDifference(StepTrajectory):
-    """CoE-R of the step's own mean states as they are: it may be below 0, so that no probability is mixed in."""
+    """Unnormalised CoE-R of the step's mean states. It may be negative, so it is not combined with a probability."""
 
     name = "step_coe_r"
 
@@ -130,7 +130,7 @@ class StepDifference(StepTrajectory):
 
 
 class StepDifferenceNormalised(StepDifference):
-    """CoE-R of the step's own mean states, in units of the step's whole way."""
+    """CoE-R of the step's mean states, normalised by the step's total movement."""
 
     name = "step_coe_r_normalised"
     normalize = True
@@ -142,9 +142,10 @@ STEP_TRAJECTORIES: tuple[type[StepTrajectory], ...] = (
 
 
 class StepSelfEvaluation:
-    """P(True) after each step of a response, in one number; that after the last step is P(True) of the response.
+    """P(True) after each step of a response, combined into one number.
 
-    It asks of an unfinished response whether it is right, which is no probability of anything that can be observed.
+    After the last step it is P(True) of the response; before, it asks whether an unfinished response is right,
+    which is not the probability of an observable event.
     """
 
     name: ClassVar[str] = "step_self_evaluation"
@@ -172,7 +173,7 @@ class StepSelfEvaluation:
         return [[self._score([found[one] for one in ones]) for ones in row] for row in sequences]
 
     def _sequences(self, ids: ResponseIds | None) -> list[tuple[int, ...]]:
-        """Return prompt + the response up to each step + query; none where the longest has no room."""
+        """Return prompt + response up to each step + query; empty if the longest exceeds the context."""
         if ids is None:
             return []
         ends = step_ends_of(self._chat.decode, ids.response, self._steps)

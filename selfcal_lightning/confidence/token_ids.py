@@ -26,7 +26,7 @@ class ResponseIds:
 
 
 def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | None]:
-    """Return the ids of all samples of a question; None where a sample is no response (its request had failed)."""
+    """Return the token ids of a question's samples; None for failed requests."""
     rendered: list[tuple[int, ...]] = []
 
     def prompt() -> tuple[int, ...]:
@@ -52,10 +52,10 @@ _INCOMPLETE = "\ufffd"
 
 
 def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds; joined they are ``decode(ids)``.
+    """Return the text that each token adds; joined, they equal ``decode(ids)``.
 
-    A character that several tokens make is the last one's. A token is decoded behind its neighbours, since many
-    vocabularies write a token at the start of a text in another way than inside of it.
+    A character made of several tokens belongs to the last one. Tokens are decoded after their neighbours, since many
+    tokenizers treat the start of a text specially.
     """
     pieces: list[str] = []
     before = start = 0
@@ -71,19 +71,19 @@ def token_pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 
 
 def steps_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[Span]:
-    """Return the tokens of each step of a response, without headings; none where it has no text."""
+    """Return the tokens of each step of a response, without headings; empty without text."""
     pieces = token_pieces(decode, ids)
     return token_spans(pieces, spans_of("".join(pieces), steps))
 
 
 def step_ends_of(decode: Decode, ids: Sequence[int], steps: Steps) -> list[int]:
-    """Return how many tokens stand up to the end of each step, rising; the last is all of them."""
+    """Return the number of tokens up to the end of each step, ascending; the last covers the whole response."""
     ends = ends_of(token_pieces(decode, ids), steps)
     return [*ends[:-1], len(ids)] if ends else []
 
 
 def _pieces_of_prefixes(decode: Decode, ids: Sequence[int], whole: str) -> list[str]:
-    """Return pieces by decoding every prefix, for a decoder whose text depends on more than the neighbours."""
+    """Return the pieces by decoding every prefix, for decoders with long-range dependencies."""
     lengths = [0]
     for end in range(1, len(ids)):
         text = decode(ids[:end])

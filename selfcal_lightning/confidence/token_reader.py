@@ -1,4 +1,4 @@
-"""Statistics of response tokens from a local model: one forward pass over prompt and response serves all estimators."""
+"""Token statistics from a local model; one forward pass over prompt and response serves all estimators."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TokenRows(NamedTuple):
-    """What a forward pass reads.
+    """The inputs of a forward pass.
 
     Attributes:
         ids: Token ids [S, T].
         mask: 1 at real tokens [S, T].
-        positions: Where the tokens of the responses are predicted, one after the other, in the S * T tokens [n].
+        positions: Positions, among the S * T tokens, that predict the response tokens [n].
         trees: Prompts and responses of a packed row.
     """
 
@@ -49,7 +49,7 @@ class TokenRows(NamedTuple):
 
 
 def rows_apart(batch: Sequence[Key]) -> TokenRows:
-    """Return each prompt + response as a row of its own, padded on the right."""
+    """Return one row per prompt + response, right-padded."""
     shape = len(batch), max(len(prompt) + len(response) for prompt, response in batch)
     ids = torch.zeros(shape, dtype=torch.long)
     mask = torch.zeros(shape, dtype=torch.long)
@@ -63,7 +63,7 @@ def rows_apart(batch: Sequence[Key]) -> TokenRows:
 
 
 def packed_rows(batch: Sequence[Key]) -> TokenRows:
-    """Return one row in which the responses to a prompt, which follow one another in ``batch``, share it."""
+    """Return one packed row in which consecutive responses to a prompt share it."""
     ids: list[int] = []
     positions: list[int] = []
     trees: list[PrefixTree] = []
@@ -80,7 +80,7 @@ def packed_rows(batch: Sequence[Key]) -> TokenRows:
 
 
 def packed_tokens(batch: Sequence[Key]) -> int:
-    """Return the tokens of such a row."""
+    """Return the number of tokens of such a row."""
     return sum(map(len, {prompt for prompt, _ in batch})) + sum(len(response) for _, response in batch)
 
 
@@ -90,7 +90,7 @@ TOP_K = 20
 
 @dataclass(frozen=True, slots=True)
 class ResponseStatistics:
-    """What the model says of one response's n tokens, without end-of-turn; in nats."""
+    """Statistics of one response's n tokens, without end-of-turn, in nats."""
 
     token_ids: tuple[int, ...]
     vocabulary_size: int
@@ -110,17 +110,17 @@ class ResponseStatistics:
 
     @property
     def certainty(self) -> float:
-        """Mean KL(uniform || p) of the distributions that the tokens were drawn from; nan where n is 0."""
+        """Mean KL(uniform || p) over the tokens' distributions; nan if n is 0."""
         return self.tokens.certainty.mean().item()
 
     @property
     def entropy(self) -> float:
-        """Mean entropy of these distributions; nan where n is 0."""
+        """Mean entropy of the tokens' distributions; nan if n is 0."""
         return self.tokens.entropy.mean().item()
 
 
 class TokenReader:
-    """Reads full-vocabulary statistics of recorded responses, under the untempered model."""
+    """Computes full-vocabulary statistics of recorded responses at temperature 1."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class TokenReader:
         self._spans: dict[tuple[tuple[int, ...], Steps], list[Span]] = {}
 
     def watch(self, steps: Steps | None) -> None:
-        """Read trajectories through the layers as well from now on."""
+        """Also read layer trajectories from now on."""
         if steps not in self._watched:
             self._watched.append(steps)
             self._known = {}
@@ -158,7 +158,7 @@ class TokenReader:
         return self._spans[key]
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:
-        """Return the statistics of every sample, [question][sample]; None where there is no response or no room."""
+        """Return the statistics of every sample, [question][sample]; None without a response, or if it is too long."""
         ids = [entry_ids(entry, self.chat) for entry in pool]
         keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
         wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
@@ -177,7 +177,7 @@ class TokenReader:
     def scores(
         self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
     ) -> list[list[float | None]]:
-        """Return one number of the statistics of every sample, [question][sample]; None where it is not finite."""
+        """Return one statistic of every sample, [question][sample]; None where it is not finite."""
 
         def known(statistics: ResponseStatistics | None) -> float | None:
             value = math.nan if statistics is None else pick(statistics)
@@ -189,7 +189,7 @@ class TokenReader:
         return self.max_context is None or len(key[0]) + len(key[1]) <= self.max_context
 
     def _packs(self, keys: Collection[Key]) -> bool:
-        """Return whether a prompt has several responses, and the model reads them rightly in one row."""
+        """Return whether a prompt has several responses and the model supports packed rows."""
         if len({prompt for prompt, _ in keys}) == len(keys):
             return False
         if self._can_pack is None:
@@ -201,7 +201,7 @@ class TokenReader:
 
     @contextmanager
     def _segments(self) -> Iterator[None]:
-        """Give the model the attention of packed rows for the block."""
+        """Use packed-row attention within the block."""
         implementation = self.network.config.get_text_config()._attn_implementation
         prefer_segments(self.network)
         try:
@@ -210,7 +210,7 @@ class TokenReader:
             self.network.set_attn_implementation(implementation)
 
     def _batches(self, keys: Iterable[Key], *, packs: bool) -> Iterator[list[Key]]:
-        """Yield ``keys`` in batches within the limits on tokens and on logits: by prompt, or by rising length."""
+        """Yield ``keys`` in batches within the limits on tokens and logits, grouped by prompt or sorted by length."""
         batch: list[Key] = []
         rows = 0
         for key in sorted(keys, key=(lambda key: key) if packs else (lambda key: (len(key[0]) + len(key[1]), key))):
@@ -225,7 +225,7 @@ class TokenReader:
 
     @torch.no_grad()
     def _forward(self, batch: Sequence[Key], *, packs: bool) -> list[ResponseStatistics]:
-        """Read the statistics of the tokens of each response of ``batch``."""
+        """Compute the token statistics of each response in ``batch``."""
         device = self.network.device
         laid_out = packed_rows(batch) if packs else rows_apart(batch)
         ids, mask, positions = (tensor.to(device) for tensor in laid_out[:3])
@@ -258,7 +258,7 @@ class TokenReader:
 
 
 class _SpanMeans:
-    """Takes the states of one level after the other and keeps their means over spans of tokens."""
+    """Collects the mean hidden states over spans of tokens, layer by layer."""
 
     def __init__(self, spans: Sequence[Sequence[Sequence[Span]]], lengths: Sequence[int], positions: Tensor) -> None:
         self._spans, self._positions = spans, positions

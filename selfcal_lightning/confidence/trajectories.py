@@ -1,4 +1,4 @@
-"""Chain-of-Embedding: how far and by what angle the mean hidden state of a response moves from layer to layer."""
+"""Chain-of-Embedding: how far, and by what angle, a response's mean hidden state moves between layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAST = 1e-9
 
 @dataclass(frozen=True)
 class ChainOfEmbedding:
-    """The trajectory of a response through L layers. Scores are no probabilities; higher is taken as surer.
+    """The trajectory of a response through L layers. Scores are not probabilities; higher means more certain.
 
     Attributes:
         magnitudes: Length of each of the L steps [L].
@@ -33,7 +33,7 @@ class ChainOfEmbedding:
         magnitude: Mean length.
         angle: Mean angle.
         coe_r: CoE-R, the difference of the two means.
-        coe_c: CoE-C, the length of the mean step in the plane of lengths and angles.
+        coe_c: CoE-C, the length of the mean step in polar coordinates (length, angle).
     """
 
     magnitudes: Floats
@@ -45,10 +45,7 @@ class ChainOfEmbedding:
 
 
 def response_layer_means(hidden_states: Tensor, *, prompt_length: int) -> Tensor:
-    """Return the mean state of each layer over the positions that predict the tokens of a response.
-
-    These are the last position of the prompt and those of all response tokens but the last.
-    """
+    """Return each layer's mean state over the positions that predict a response's tokens."""
     if hidden_states.dim() != 3 or not 1 <= prompt_length < hidden_states.shape[1]:
         raise InputError(
             "Expected `hidden_states` [layers, tokens, width] and `prompt_length` from 1 to below the tokens, "
@@ -83,12 +80,12 @@ def chain_of_embedding(layer_means: Array, *, normalize: bool = True) -> ChainOf
 
 
 def _angles(first: Floats, second: Floats) -> Floats:
-    """Return the angles between unit vectors [n, D]. Near 0 and pi the arc cosine would lose half of the digits."""
+    """Return the angles between unit vectors [n, D] without arccos, which is imprecise near 0 and pi."""
     return 2.0 * np.arctan2(np.linalg.norm(first - second, axis=1), np.linalg.norm(first + second, axis=1))
 
 
 class _Trajectory(ABC):
-    """What they have in common; a member adds its name, whether it normalises, and which number it takes."""
+    """Base of the CoE estimators; subclasses add a name, whether to normalise, and which number to take."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = False
@@ -101,11 +98,11 @@ class _Trajectory(ABC):
         tokens.watch(None)
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the score of every sample, [question][sample]; None where its trajectory is not defined."""
+        """Return the score of every sample, [question][sample]; None if its trajectory is undefined."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
-        """Return the score of one response; nan without tokens or where its trajectory is not defined."""
+        """Return the score of a response; nan without tokens or if its trajectory is undefined."""
         if not statistics.num_tokens:
             return math.nan
         chain = chain_of_embedding(statistics.trajectories[None][0], normalize=self.normalize)
@@ -132,26 +129,26 @@ class _Plane(_Trajectory):
 
 
 class CoeR(_Difference):
-    """CoE-R: mean length of the steps between layers minus their mean angle, both in units of the whole way."""
+    """CoE-R: mean length of the steps between layers minus their mean angle, both normalised by first-to-last layer."""
 
     name = "coe_r"
 
 
 class CoeC(_Plane):
-    """CoE-C: length of the mean step in the plane of lengths and angles, both in units of the whole way."""
+    """CoE-C: length of the mean step in polar coordinates, normalised by first-to-last layer."""
 
     name = "coe_c"
 
 
 class RawCoeR(_Difference):
-    """CoE-R of lengths and angles as they are; it follows the scale of the model's states."""
+    """Unnormalised CoE-R; it depends on the scale of the model's states."""
 
     name = "coe_r_raw"
     normalize = False
 
 
 class RawCoeC(_Plane):
-    """CoE-C of lengths and angles as they are; it follows the scale of the states and the length of the response."""
+    """Unnormalised CoE-C; it depends on the scale of the states and on the response's length."""
 
     name = "coe_c_raw"
     normalize = False

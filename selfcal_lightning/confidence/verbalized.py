@@ -1,4 +1,4 @@
-"""Scales on which a model states in words how sure it is, and how its reply is read."""
+"""Verbalised confidence: the scales on which a model states its confidence, and how replies are parsed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BARE_WORDS = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*)
 
 @dataclass(frozen=True)
 class VerbalScale:
-    """How a model is asked, and how it is understood."""
+    """A question to the model and a parser for its reply."""
 
     after: str
     before: str
@@ -43,21 +43,21 @@ class VerbalScale:
 
 
 def parse_confidence(text: str) -> float | None:
-    r"""Return the probability that a reply states, in [0, 1], or None."""
+    r"""Parse the probability stated in a reply, in [0, 1], or None."""
     return _last(text, _BARE_REPLY, _probability)
 
 
 def parse_percentage(text: str) -> float | None:
-    r"""Return the percentage that a reply states, as a probability in [0, 1], or None.
+    r"""Parse the percentage stated in a reply, as a probability in [0, 1], or None.
 
-    It is read as by :func:`parse_confidence`, but a number without a sign is one of percent; a fraction of one, such as
-    0.85, can only be meant as a probability.
+    Like :func:`parse_confidence`, but a bare number is a percentage, unless it is a fraction such as 0.85, which can
+    only be a probability.
     """
     return _last(text, _BARE_REPLY, _percentage)
 
 
 def parse_words(text: str) -> float | None:
-    r"""Return the middle of the interval that a reply names by one of ``WORDS``, or a probability; None for neither."""
+    r"""Return the midpoint of the interval named by one of ``WORDS``, or a stated probability; None for neither."""
     found = _last(text, _BARE_WORDS, _word)
     return found if found is not None else parse_confidence(text)
 
@@ -86,7 +86,7 @@ TEN_WORDS = VerbalScale(
 
 
 def _last(text: str, bare: re.Pattern[str], read: Callable[[str], float | None]) -> float | None:
-    """Return what the last box gives that gives anything; without boxes, what a reply gives that is nothing else."""
+    """Return the value in the last parsable box; without boxes, the value if the reply is nothing else."""
     reply = final_part(text)
     if reply is None:
         return None
@@ -132,15 +132,14 @@ Prompt = tuple[int, ...]
 class Verbalized:
     """The probability of being right that the model states in words, in [0, 1].
 
-    The conversation goes on after the response with a question, put by the model's own chat template with reasoning
-    closed; the reply is read on the scale of the class. A reply that names no probability gives no confidence: it is
-    never replaced by .5.
+    A further turn, rendered by the model's chat template with reasoning closed, asks for it after the response. A reply
+    without a probability gives no confidence; it is never replaced by .5.
 
     Args:
-        engine: Who is asked.
+        engine: The engine to ask.
         chat: Chat format of its tokenizer; its own query is not used.
-        query: The question; None is that of the scale.
-        max_new_tokens: Longest reply.
+        query: The question; None uses the scale's own.
+        max_new_tokens: Maximum length of a reply in tokens.
         attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
 
     Raises:
@@ -173,7 +172,7 @@ class Verbalized:
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the stated probability of every sample, [question][sample].
 
-        None stands for a reply that states none, and for a sample that the engine refuses.
+        None stands for a reply without a probability, or a sample that the engine refuses.
 
         Raises:
             RequestsFailedError: The engine did not answer for another reason.
@@ -191,7 +190,7 @@ class Verbalized:
         return [[None if prompt is None else stated.get(prompt) for prompt in row] for row in prompts]
 
     def _prompt(self, ids: ResponseIds | None) -> tuple[int, ...] | None:
-        """Return prompt + response + question, or None without a response or where no full reply has room."""
+        """Return prompt + response + question, or None without a response or without room for a full reply."""
         if ids is None:
             return None
         prompt = (*ids.prompt, *ids.response, *self._suffix_ids)
@@ -199,14 +198,14 @@ class Verbalized:
 
 
 class VerbalizedWords(Verbalized):
-    """The same on a scale of ten words, from "almost no chance" to "almost certain", each the middle of its tenth."""
+    """:class:`Verbalized` on a scale of ten phrases from "almost no chance" to "almost certain", .05 to .95."""
 
     name: ClassVar[str] = "verbalized_words"
     scale: ClassVar[VerbalScale] = TEN_WORDS
 
 
 class VerbalizedPercent(Verbalized):
-    """The same in percent."""
+    """:class:`Verbalized` in percent."""
 
     name: ClassVar[str] = "verbalized_percent"
     scale: ClassVar[VerbalScale] = PERCENTAGES
@@ -220,7 +219,7 @@ def ask_for_confidences(
     attempts: int = 1,
     max_new_tokens: int = 128,
 ) -> dict[Prompt, float]:
-    """Return the probabilities stated in reply to prompts, of those whose reply states one."""
+    """Return the probabilities stated in replies to prompts, where there is one."""
     stated: dict[Prompt, float] = {}
     for attempt in range(attempts):
         sampling = SamplingSettings(temperature=1.0 if attempt else 0.0, edt_scale=None, max_new_tokens=max_new_tokens)

@@ -30,12 +30,12 @@ def _config_values(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_yaml(value: str) -> bool:
-    """Return whether a value of ``--config`` is no name but YAML itself, which the parser takes too."""
+    """Return whether a value of ``--config`` is YAML text instead of a path; the parser accepts both."""
     return bool(set(value) & set("{\n"))
 
 
 def check_nesting(arguments: Sequence[str]) -> None:
-    """Raise InputError where a value is nested so deeply that the parser of YAML, written in C, would crash."""
+    """Refuse values nested so deeply that the YAML parser, written in C, would crash."""
     for place, argument in enumerate(arguments):
         level = deepest = 0
         for character in argument:
@@ -48,7 +48,7 @@ def check_nesting(arguments: Sequence[str]) -> None:
 
 
 def check_files(arguments: Sequence[str]) -> None:
-    """Refuse pipes and sockets, which could be read once and have no end, and YAML that grows without bound."""
+    """Refuse pipes and sockets, which may never end, and YAML whose aliases expand without bound."""
     for argument in arguments:
         value = argument.partition("=")[2] if argument.startswith("--") else argument
         try:
@@ -72,7 +72,7 @@ def _num_aliases(path: Path) -> int:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file."""
+    """Read the settings in a YAML file."""
     import yaml
 
     if not path.is_file():
@@ -95,7 +95,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """Return what the files and then the options of a command line set, by dotted names without ``init_args``.
 
-    It is meant for a first look: the parser of the verb decides.
+    Only for a first look: the verb's own parser has the last word.
 
     Example:
         >>> given_settings(["--trainer.accelerator", "cpu", "--model.init_args.lr=0.1"])

@@ -1,7 +1,6 @@
-"""What a user can mend: one family of errors, which the command line shows as one sentence each.
+"""Errors that a user can fix; the command line prints each as one sentence.
 
-Everything that is no :class:`UserError` (and no refusal of the operating system) is a defect of this package, and shown
-as one.
+Anything that is neither a :class:`UserError` nor an OSError is a bug in this package, and is reported as one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ MOST_NAMES = 30
 
 
 class UserError(Exception):
-    """Something that the user can mend; the message says what was expected, what was found, and the way out."""
+    """An error that the user can fix; the message says what was expected, what was found and what to do."""
 
 
 class InputError(UserError, ValueError):
@@ -21,7 +20,7 @@ class InputError(UserError, ValueError):
 
 
 class RunError(UserError, RuntimeError):
-    """What a run depends on gave way: a server, another process, a disk, the memory."""
+    """Something the run depends on failed: a server, another process, a disk, memory."""
 
 
 class MissingPackageError(UserError, ImportError):

@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, what a killed writer leaves of them, and JSON.
+"""Atomic files, cleaning up after killed writers, and JSON.
 
-A file is written under a temporary name in its own folder, flushed, and renamed. The writer holds a lock on the
-temporary file while it lives; the kernel gives it back when the process ends, by SIGKILL too. So whoever cleans up can
-tell what nobody will finish from what somebody is writing.
+A file is written under a temporary name in its own folder, flushed and renamed. The writer holds a lock on the
+temporary file; the kernel releases it when the process ends, even by SIGKILL. A clean-up can therefore tell abandoned
+files from those still being written.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
-    """Remove the temporary files that killed writers left, never one that somebody is writing. Returns the number.
+    """Remove temporary files left by killed writers, never one still being written, and return how many.
 
-    Where the file system has no locks, nobody can tell, and nothing is removed.
+    Without file locks the two cannot be told apart, and nothing is removed.
     """
     start, removed = "." if of is None else f".{of}.", 0
     for root, folders, names in os.walk(folder):
@@ -70,7 +70,7 @@ def remove_abandoned(folder: Path, *, of: str | None = None) -> int:
 
 
 def to_json(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as the bytes of a JSON file for people to read."""
+    """Return ``content`` as indented JSON."""
     return (json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
@@ -78,25 +78,25 @@ SEAL = "sha256"
 
 
 def seal_of(content: Mapping[str, Any]) -> str:
-    """Return the sha256 of a JSON object, whatever the order of its keys and without its own seal."""
+    """Return the sha256 of a JSON object, independent of key order and without its own seal."""
     plain = {key: value for key, value in content.items() if key != SEAL}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` as the bytes of a JSON file that says its own sha256, so that damage is seen."""
+    """Return ``content`` as JSON that carries its own sha256, so that damage is noticed."""
     plain = json.loads(json.dumps(content, allow_nan=False))
     return to_json({**plain, SEAL: seal_of(plain)})
 
 
 def check_seal(content: Mapping[str, Any], path: Path, *, way_out: str) -> None:
-    """Raise InputError where a file that :func:`sealed` made was changed since."""
+    """Refuse a file of :func:`sealed` that has changed since it was written."""
     if (stated := content.get(SEAL)) != (found := seal_of(content)):
         raise InputError(f"{path} was changed or is damaged: sha256 {found}, not {stated}. {way_out}")
 
 
 def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Write one object a line to ``path``, whose folder is made; the file appears when ``lines`` has ended."""
+    """Write one JSON object per line to ``path``, creating its folder; the file appears once ``lines`` is exhausted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_atomically(path) as file:
         for line in lines:
@@ -104,7 +104,7 @@ def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:
-    """Return ``content`` as a line of a file of JSON lines, with its end."""
+    """Return ``content`` as one line of a JSONL file, newline included."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -125,7 +125,7 @@ def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, B
 
 
 def _refusal(error: OSError, path: Path, size: int | None) -> str:
-    """Return what to tell a user about a write that the system refused without naming the file."""
+    """Return the message for a failed write when the OSError does not name the file."""
     space, found, way = "", f"{error.strerror!r}", "see to the disk"
     if error.errno in FULL:
         space = "more space " if size is None else f"{size:,} bytes of space "
@@ -136,7 +136,7 @@ def _refusal(error: OSError, path: Path, size: int | None) -> str:
 
 
 def _open_locked(path: Path) -> tuple[Path, BinaryIO]:
-    """Open a temporary file beside ``path`` and lock it."""
+    """Open and lock a temporary file next to ``path``."""
     while True:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115 - `_temporary` closes it
@@ -168,7 +168,7 @@ def _remove_if_abandoned(file: Path) -> bool:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Give ``temporary`` the name ``path`` unless that is taken; a hard link is the atomic way to do so."""
+    """Give ``temporary`` the name ``path`` unless it is taken; a hard link does so atomically."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -182,7 +182,7 @@ def _link(temporary: Path, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries: the new name of a file is safe only then."""
+    """Flush the folder's entries; only then is a new file name durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -195,7 +195,7 @@ LARGEST_JSON = 2**28  # bytes; a file above that is none of ours and is not read
 
 
 class UnreadableJSONError(InputError):
-    """A text is no JSON."""
+    """The text is not valid JSON."""
 
     def __init__(self, origin: str, reason: str, *, line: int | None = None) -> None:
         super().__init__(f"Expected {origin} to be JSON, but got {reason}.")
@@ -203,7 +203,7 @@ class UnreadableJSONError(InputError):
 
 
 def parse_json(content: bytes | str, *, origin: str) -> Any:
-    """Return what a JSON text says.
+    """Parse JSON text.
 
     Example:
         >>> parse_json('{"a": 1}', origin="line 1")
@@ -243,7 +243,7 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
 
 
 def json_object_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None where it is anything else; to find out whose file it is."""
+    """Return the JSON object in ``path``, or None if it holds anything else; used to see which tool wrote a file."""
     if path.stat().st_size > LARGEST_JSON:
         return None
     try:
@@ -253,7 +253,7 @@ def json_object_or_none(path: Path) -> dict[str, Any] | None:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of a JSON-lines file. Empty lines are allowed at the end only."""
+    """Yield (line number from 1, object) for each line of a JSONL file. Empty lines are allowed only at the end."""
     blank = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -277,7 +277,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def line_error(path: Path, number: int, expected: str, found: str) -> InputError:
-    """Return the error for a line, what was found being cut to a readable length."""
+    """Return the error for a line, with the offending value shortened."""
     shown = found if len(found) <= 200 else f"{found[:200]}..."
     return InputError(f"{path}:{number}: Expected {expected}, but got {shown}.")
 
@@ -286,7 +286,7 @@ PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
 
 
 def check_path_name(option: str, name: str) -> str:
-    """Return ``name`` where it can be the name of a file: no folder in it, nothing that leads elsewhere."""
+    """Return ``name`` if it is a plain file name, without folders or `..`."""
     if PATH_NAME.fullmatch(name) is None:
         raise InputError(
             f"Expected `{option}` to be a name that a file can have (at most 100 letters, digits, spaces and any of "
@@ -296,14 +296,14 @@ def check_path_name(option: str, name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return a name for the file of something whose own name may be any text, such as a confidence of a pool."""
+    """Return a safe file name for an arbitrary name, such as that of a pool's confidence."""
     return name if PATH_NAME.fullmatch(name) else quote(name, safe=" ").replace(".", "%2E")
 
 
 def check_replaceable(
     path: str | Path, is_own: Callable[[Path], bool], *, option: str, kind: str, inputs: Iterable[str | Path] = ()
 ) -> None:
-    """Raise InputError unless ``path`` may be written: free, empty, or an own file that is none of ``inputs``."""
+    """Refuse to write ``path`` unless it is free, empty, or a file of the same kind that is not among ``inputs``."""
     path = Path(path)
     if any(path.resolve() == Path(one).resolve() for one in inputs):
         raise InputError(f"`{option}` {path} is read by the same command. Choose another name.")
@@ -336,7 +336,7 @@ _OF_OTHERS = (
 
 
 def check_results_folder(folder: str | Path, *, option: str) -> None:
-    """Raise InputError where results would be written into a file, or into the folder of a model or store."""
+    """Refuse to write results into a file, or into the folder of a model or a store."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but got {folder}, which is a file.")
@@ -350,7 +350,7 @@ def is_empty_folder(path: Path) -> bool:
 
 
 def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: str) -> None:
-    """Raise InputError where a folder that is written is one of the places that are read, lies in it, or holds it."""
+    """Refuse an output folder that is, contains, or lies inside one of the inputs."""
     mine = Path(path).resolve()
     for what, place in places.items():
         other = Path(place).resolve()

@@ -1,4 +1,4 @@
-"""Optional dependencies: the one place that asks for them, and the one error that says how to install them."""
+"""Optional dependencies, and the error that says how to install a missing one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 def check_installed(module: str, *, extra: str) -> None:
-    """Say how to get an optional dependency where it is not installed; for the arguments and errors see ``require``."""
+    """Refuse with installation advice if an optional dependency is missing; arguments as in ``require``."""
     if not is_installed(module):
         raise MissingPackageError(
             f"Expected `{module.partition('.')[0]}` to be installed, but it is not. "
@@ -33,9 +33,9 @@ def check_installed(module: str, *, extra: str) -> None:
 
 
 def keep_bitsandbytes_quiet() -> None:
-    """Keep its advice to install `kernels` off the terminal; call before anything imports it, as PEFT does.
+    """Silence bitsandbytes' advice to install `kernels`. Call it before anything, such as PEFT, imports bitsandbytes.
 
-    On CPUs with AVX512-BF16 it would download compiled code for packed weights, which this project turns off.
+    On CPUs with AVX512-BF16, `kernels` would download compiled code for packed weights, which this project disables.
     """
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_advice)
 

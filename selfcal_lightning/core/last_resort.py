@@ -1,4 +1,4 @@
-"""The last words of a command: a mistake of the user's in one sentence, a defect of ours with the way to its trace."""
+"""How a command reports its failure: a user's mistake in one sentence, a bug of ours with the way to its traceback."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LOST_PEER = re.compile(
 
 
 def wants_traceback() -> bool:
-    """Return whether the user asked to see where an error was raised."""
+    """Return whether the user asked for tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 
 def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> str:
-    """Return what ends a command, as text for standard error."""
+    """Return the text that explains why a command failed, for standard error."""
     if isinstance(error, UserError):
         return f"{who}: error: {error}"
     if type(error).__name__ in _OUT_OF_MEMORY:
@@ -55,12 +55,12 @@ def _has_peers() -> bool:
 
 
 def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
-    """Return the one line that ends a command which Ctrl-C or SIGTERM stopped."""
+    """Return the last line of a command that Ctrl-C or SIGTERM stopped."""
     return f"\n{who}: stopped by {INTERRUPTION.name}. {what_is_kept(error) or kept}"
 
 
 def _refusal(error: OSError) -> str:
-    """Return what the operating system, or a server, refused, and where."""
+    """Describe what the operating system or a server refused, and where."""
     if error.strerror is None:
         return _one_line(error) or type(error).__name__
     places = [str(place) for place in (error.filename, error.filename2) if place is not None]
@@ -72,14 +72,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _tracker() -> str:
-    """Return where defects are reported, as the package's own metadata say it."""
+    """Return the issue tracker's address from the package's metadata."""
     urls = (entry.partition(", ") for entry in metadata.metadata("selfcal-lightning").get_all("Project-URL") or ())
     found = [url for label, _, url in urls if "issue" in label.lower()]
     return f"to {found[0]}" if found else "to those from whom you have this package"
 
 
 def say_last(text: str) -> None:
-    """Write last words; where nobody reads them any more, keep quiet."""
+    """Write a final message to standard error; ignore a closed pipe."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What a run will do, computed from its settings and questions before anything is sampled, loaded or written."""
+"""The plan of a run: what it will do, computed before anything is sampled, loaded or written."""
 
 from __future__ import annotations
 

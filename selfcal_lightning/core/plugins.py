@@ -1,7 +1,7 @@
-"""Plug-ins: modules of the user's own that register tasks, estimators, strategies and reward formats when imported.
+"""Plug-ins: users' modules that register tasks, estimators, strategies and reward formats when imported.
 
-A plug-in is named by the user (``--plugins``, or ``plugins`` in a YAML) or installed by them (an entry point); nothing
-is loaded from the folder of a model or from data. Processes that a verb starts find the same plug-ins in the
+A plug-in is named by the user (``--plugins``, or ``plugins`` in a YAML file) or installed by them (an entry point);
+nothing is ever loaded from a model folder or from data. Child processes learn of the same plug-ins from the
 environment.
 """
 
@@ -46,7 +46,7 @@ def named_plugins(arguments: Sequence[str]) -> list[str]:
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import plug-ins, each once, and name them to the processes that this one will start.
+    """Import each plug-in once, and pass their names on to child processes.
 
     Args:
         names: Modules, or paths of ``.py`` files. A module is looked for in the current folder too, after everything
@@ -65,7 +65,7 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def load_installed_plugins() -> None:
-    """Import what installed packages offer as entry points of the group ``selfcal_lightning.core.plugins``.
+    """Import the plug-ins of installed packages (entry-point group ``selfcal_lightning.core.plugins``).
 
     An entry point names a module, or a function in one, which is called without arguments.
     """
@@ -76,13 +76,13 @@ def load_installed_plugins() -> None:
 
 
 def load_plugins_of_parent() -> None:
-    """Import, in a process that a verb started, the plug-ins of the process that started it."""
+    """In a child process, import the plug-ins of its parent."""
     load_installed_plugins()
     load_plugins(json.loads(os.environ.get(VARIABLE) or "[]"))
 
 
 def loaded_plugins() -> list[str]:
-    """Return the plug-ins that were loaded by name, as they were named: for the record of a run."""
+    """Return the names of the plug-ins loaded so far, for the record of a run."""
     return list(_loaded.values())
 
 
@@ -94,7 +94,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _place_of(name: str) -> str:
-    """Return what a process in another folder finds a plug-in by: the absolute path of a file, the name of a module."""
+    """Return how a process in another folder finds a plug-in: a file's absolute path, or a module's name."""
     if not name.endswith(_FILE_ENDING):
         return name
     file = Path(name).resolve()
@@ -119,7 +119,7 @@ def _import(name: str, place: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Import a file under its own name, where no other module has it."""
+    """Import a file as a module of the same name, unless that name is taken."""
     taken = file.stem in sys.modules or importlib.util.find_spec(file.stem) is not None
     same = taken and _origin(file.stem) == str(file)
     if same:
@@ -147,7 +147,7 @@ def _origin(name: str) -> str | None:
 
 
 def _check_is_there(name: str) -> None:
-    """Refuse a module that is not there, which is another mistake than one that needs a module that is not there."""
+    """Refuse a plug-in that does not exist, as opposed to one whose own imports fail."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise InputError(
@@ -180,7 +180,7 @@ def _load_point(point: EntryPoint) -> None:
 
 
 def _failure(error: BaseException) -> str:
-    """Return what happened in a plug-in: what it lacks, or the error with the line that raised it."""
+    """Describe a plug-in's failure: the module it lacks, or the error and the line that raised it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"it needs the module {error.name!r}, which is not installed"
     if isinstance(error, SyntaxError):

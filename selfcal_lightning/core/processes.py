@@ -1,4 +1,4 @@
-"""Processes that wait for each other for hours: by files on the shared disk, since a collective would time out."""
+"""Lets processes wait for each other for hours, through files on a shared disk; a collective would time out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOPPED = "stopped"
 
 
 class Rendezvous:
-    """A meeting of ``world_size`` processes in a folder that all of them see."""
+    """A barrier for ``world_size`` processes that share a folder."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Rendezvous:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Show signs of life in the block; then the state is "done", or "failed" or "stopped" when the block raised."""
+        """Show the other processes that the block runs, and afterwards whether it is done, failed or stopped."""
         if self.world_size == 1:
             yield
             return
@@ -83,7 +83,7 @@ class Rendezvous:
 
     @contextmanager
     def together(self) -> Iterator[Rendezvous]:
-        """Run the block as ``working`` does, then ``meet``."""
+        """``working``, followed by ``meet``."""
         with self.working():
             yield self
         self.meet()
@@ -98,7 +98,7 @@ class Rendezvous:
             raise
 
     def check(self) -> None:
-        """Raise PreemptedError when this process, or another one that works, was asked to stop. Cheap to call often."""
+        """Raise PreemptedError if this or another working process was asked to stop. Cheap enough to call often."""
         self.interrupt()
         if self.world_size == 1 or time.monotonic() - self._looked_at < POLL_SECONDS:
             return
@@ -134,7 +134,7 @@ class Rendezvous:
         return self.folder / f"{rank}.json"
 
     def _read(self, rank: int) -> dict[str, Any]:
-        """Return what a process shows; where its file cannot be read (not there yet, just replaced), what it showed."""
+        """Return a process's state, or its last known one while its file is missing or being replaced."""
         try:
             self._seen[rank] = json.loads(self._file(rank).read_text())
         except OSError:
@@ -142,7 +142,7 @@ class Rendezvous:
         return self._seen[rank]
 
     def _show_surely(self, state: str, problem: str = "") -> None:
-        """Show a state that the others wait for, through a disk that fails for some seconds."""
+        """Publish a state that others wait for, retrying while the disk fails for some seconds."""
         for _ in range(SHOWS - 1):
             try:
                 self._show(state, problem)
@@ -169,9 +169,9 @@ GRACE_SECONDS = 60.0
 
 
 def run_step(arguments: Sequence[str]) -> int:
-    """Run a command of ``selfcal`` in a process of its own and return its status.
+    """Run a ``selfcal`` command in a child process and return its exit status.
 
-    It is waited for at Ctrl-C and SIGTERM too: it writes what is complete before it ends.
+    After Ctrl-C or SIGTERM the child is still waited for, since it saves finished work before it exits.
     """
     command = [sys.executable, "-m", "selfcal_lightning.core.processes", *arguments]
     step = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
@@ -190,7 +190,7 @@ def run_step(arguments: Sequence[str]) -> int:
 
 
 def _watch_parent() -> None:
-    """Wait for the end of standard input, then ask this process to end, then end it whatever it does."""
+    """When standard input closes, ask this process to stop, then kill it if it does not."""
     # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
     while os.read(0, 1024):
         pass

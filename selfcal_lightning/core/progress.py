@@ -1,4 +1,4 @@
-"""How far a long run is: a bar on a terminal, plain lines in a log file, both on standard error."""
+"""Progress of long runs: a bar on a terminal, plain lines in a log file, both on standard error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _said = time.monotonic()
 
 
 class Progress:
-    """Counts finished responses; shows how many a second and how long the rest takes."""
+    """Counts finished responses; shows the rate and the time left."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Progress:
             say(self.line())
 
     def update(self, responses: int, *, unreadable: int = 0) -> None:
-        """Count finished responses, and those of them whose answer cannot be read."""
+        """Count finished responses and how many of them have no readable answer."""
         self.done += responses
         self._first = self._first or (time.monotonic(), self.done)
         self.unreadable += unreadable
@@ -75,9 +75,9 @@ class Progress:
         return f"{self.label}: {self.done:,} of {self.total:,} {self.unit}, {rate:.1f} a second{unreadable}, {left}"
 
     def seconds_left(self) -> float | None:
-        """Return how long the rest takes at the pace since the first finished response; None while nobody can tell.
+        """Return the estimated seconds left, from the rate since the first finished response; None while unknown.
 
-        An engine finishes nothing while it fills its first batch, and then much at a time.
+        An engine finishes nothing while it fills its first batch, and then many responses at once.
         """
         if self.done >= self.total:
             return 0.0
@@ -89,9 +89,9 @@ class Progress:
 
 
 class Stage:
-    """Says after half a minute of silence that a step without countable parts is under way; a quick one is not told.
+    """Reports a long step that cannot be counted, after half a minute of silence.
 
-    Silence counts from the last line of the process on, so that many short steps in a row are not silent either.
+    Silence is measured from the process's last line of output, so a series of short steps is reported too.
     """
 
     def __init__(self, label: str) -> None:
@@ -118,19 +118,19 @@ class Stage:
 
 
 def counted(items: Iterable[Item], progress: Progress) -> Iterator[Item]:
-    """Yield ``items``, each of which is one step of the progress."""
+    """Yield ``items``, counting each as one step."""
     for item in items:
         yield item
         progress.update(1)
 
 
 def say(text: str) -> None:
-    """Write a line to standard error without tearing a bar apart."""
+    """Write a line to standard error without breaking a progress bar."""
     global _said
     _said = time.monotonic()
     tqdm.write(text, file=sys.stderr)
 
 
 def seconds_of_silence() -> float:
-    """Return how long ago this process said something, or began."""
+    """Return the seconds since this process last printed something, or since it started."""
     return time.monotonic() - _said

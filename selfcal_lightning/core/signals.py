@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: the handler only remembers them, and the work asks at places where it can stop."""
+"""Signals that ask a run to stop. The handler only sets a flag; the work checks it where it can stop safely."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Interruption:
-    """The signals by which this process is asked to end at once.
+    """The signals that ask this process to exit at once.
 
-    A library that is interrupted while it is imported, or in a callback of C code, may turn KeyboardInterrupt into an
-    error of its own: ``received`` tells what really happened.
+    A library that is interrupted during its import or in a C callback may turn KeyboardInterrupt into another error;
+    ``received`` tells what really happened.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Interruption:
         self._came_at = 0.0
 
     def listen(self) -> None:
-        """Put the handlers in place; what the parent ignores or has decided stays as it is."""
+        """Install the handlers, except for signals that the parent process ignores or handles."""
         self._process = os.getpid()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self.handle)
@@ -40,7 +40,7 @@ class Interruption:
         sys.unraisablehook = partial(self.ask_again, sys.unraisablehook)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the signal and raise KeyboardInterrupt; a later one, and one in a forked child, ends the process."""
+        """Remember the signal and raise KeyboardInterrupt; a second one, or one in a forked child, ends the process."""
         is_second = self.received is not None and time.monotonic() - self._came_at > ONE_REQUEST_SECONDS
         if is_second or os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
@@ -59,7 +59,7 @@ class Interruption:
         return timer.start()
 
     def ignore(self) -> None:
-        """Let nothing cut the last words short."""
+        """Ignore further signals while the last message is written."""
         for number in NAMES:
             if signal.getsignal(number) == self.handle:
                 signal.signal(number, signal.SIG_IGN)
@@ -71,7 +71,7 @@ class Interruption:
 
     @property
     def status(self) -> int:
-        """Exit status: 128 and the number of the signal, as shells have it."""
+        """Exit status: 128 plus the signal number, as in shells."""
         return 128 + (self.received or signal.SIGINT)
 
 
@@ -81,7 +81,7 @@ INTERRUPTION = Interruption()
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Tell whoever interrupts the block what is kept, and how to go on, in a sentence or two."""
+    """Set the message for an interruption of the block: what is kept and how to go on."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
@@ -90,7 +90,7 @@ def keeping(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def what_is_kept(error: BaseException) -> str | None:
-    """Return what the innermost :func:`keeping` said, also where a library has put another error on top of it."""
+    """Return the message of the innermost :func:`keeping`, even if a library wrapped the error in its own."""
     found: str | None = None
     link: BaseException | None = error
     while link is not None:
@@ -104,10 +104,10 @@ ONE_REQUEST_SECONDS = 3.0
 
 
 class PreemptedError(SystemExit):
-    """A signal asked the run to stop, and it did at a place from which it can go on.
+    """A signal asked the run to stop, and it stopped where it can resume.
 
-    The process ends with status 75 unless somebody catches it. Not an ``Exception``, like ``KeyboardInterrupt``: what
-    is complete is kept on the way out.
+    Uncaught, the process exits with status 75. Like ``KeyboardInterrupt`` it is not an ``Exception``; finished work is
+    saved on the way out.
     """
 
     def __init__(self, message: str) -> None:
@@ -119,7 +119,7 @@ class PreemptedError(SystemExit):
 
 
 class StopSignals:
-    """Handlers of signals that set a flag, and nothing else."""
+    """Signal handlers that only set a flag."""
 
     def __init__(self, names: Sequence[str]) -> None:
         known = signal.Signals.__members__
@@ -135,7 +135,7 @@ class StopSignals:
         self._came_at: dict[int, float] = {}
 
     def install(self) -> None:
-        """Put the handlers in place, also where somebody has replaced them since; only in the main thread."""
+        """Install the handlers, even if they were replaced since; only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._armed:
@@ -146,18 +146,18 @@ class StopSignals:
             signal.signal(number, self._remember)
 
     def restore(self) -> None:
-        """Put back the handlers that were there before ``install``. Where others came on top, those stay."""
+        """Restore the handlers from before ``install``, unless others have replaced ours since."""
         self._armed = False
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._remember:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
     def forget(self) -> None:
-        """Begin anew: the next signal is a first one."""
+        """Reset: the next signal counts as the first."""
         self.received, self._came_at = None, {}
 
     def raise_if_received(self) -> None:
-        """Raise PreemptedError when a signal came."""
+        """Raise PreemptedError if a signal was received."""
         if self.received is not None:
             raise PreemptedError(f"{self.received} asked this run to stop")
 
@@ -174,7 +174,7 @@ class StopSignals:
                 earlier(number, frame)
 
     def _pass_on(self, number: int) -> None:
-        """Send the signal once more, to the handler that was there before."""
+        """Send the signal again, to the previous handler."""
         signal.signal(number, self._earlier.get(number) or signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -183,4 +183,4 @@ Interrupt = Callable[[], None]
 
 
 def never() -> None:
-    """Ask nobody: the work is not interrupted."""
+    """Never interrupt."""

@@ -39,7 +39,7 @@ class InFlight:
         self._scores: dict[int, list[float] | Failure | None] = {}
 
     def __len__(self) -> int:
-        """Number of samples that are being made or wait to be."""
+        """Number of samples being generated or queued."""
         return len(self._number_of)
 
     @property

@@ -79,7 +79,7 @@ class Reshuffles:
 
     @property
     def num_orders(self) -> int:
-        """Orders in all, at least one."""
+        """Total number of orders, at least one."""
         return self._orders.num_orders
 
     def most_tokens(self, confidence: str | None) -> float | None:

@@ -56,7 +56,8 @@ def normalised_entropy(counts: Array) -> Floats:
     """Compute the entropy of the votes over its largest possible value, in [0, 1]; lower is more certain.
 
     ``-sum_k p_k log(p_k) / log(D)`` with ``p_k = v_k / sum v`` and D the number of answers seen. A lone answer gets a
-    phantom rival with one vote, as in the reference; without it, one vote would be taken for full agreement.
+    phantom rival with one vote, as in the reference implementation; otherwise a single vote would count as full
+    agreement.
     """
     votes = _as_votes(counts)
     distinct = np.count_nonzero(votes, axis=-1)
@@ -70,7 +71,7 @@ def normalised_entropy(counts: Array) -> Floats:
 
 
 def beta_leader_probability(counts: Array) -> Floats:
-    r"""Compute the probability that the leading answer is the likelier one of the first two.
+    r"""Compute the probability that the leading answer is more likely than the runner-up.
 
     ``P(p > 1/2)`` for ``p ~ Beta(v_1 + 1, v_2 + 1)``, which is ``1 - I_{1/2}(v_1 + 1, v_2 + 1)``; v_1 and v_2 are the
     two largest counts and I is the regularised incomplete beta function.
@@ -79,7 +80,7 @@ def beta_leader_probability(counts: Array) -> Floats:
 
 
 def dirichlet_leader_probability(counts: Array, *, top: int = 5) -> Floats:
-    r"""Compute the probability that the leading answer is the likeliest of the ``top`` most frequent ones."""
+    r"""Compute the probability that the leading answer is the most likely of the ``top`` most frequent ones."""
     if not isinstance(top, int) or isinstance(top, bool) or top < 2:
         raise InputError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
     return _by_combination(_largest(_as_counts(counts), top), _dirichlet_integral)
@@ -95,7 +96,7 @@ def _as_votes(counts: Array) -> Floats:
 
 
 def _as_counts(counts: Array) -> Floats:
-    """Return whole ``counts`` [..., K]."""
+    """Return ``counts`` [..., K] as int64; refuse fractions."""
     votes = _as_votes(counts)
     if (votes != np.floor(votes)).any():
         raise InputError("Expected `counts` to be whole numbers, but got fractions. Count answers; do not weigh them.")
@@ -103,16 +104,16 @@ def _as_counts(counts: Array) -> Floats:
 
 
 def _largest(votes: Floats, number: int) -> Floats:
-    """Return the ``number`` largest votes, largest first [..., number]; zeros where there are fewer answers."""
+    """Return the ``number`` largest votes in descending order [..., number], padded with zeros."""
     if votes.shape[-1] < number:
         votes = np.pad(votes, [(0, 0)] * (votes.ndim - 1) + [(0, number - votes.shape[-1])])
     return -np.sort(-votes, axis=-1)[..., :number]
 
 
 def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> Floats:
-    """Return ``function`` of rows of counts [R, top], largest first, for all rows [..., top], each combination once.
+    """Apply ``function``, which takes rows of counts [R, top], to all rows [..., top], once per distinct row.
 
-    Many prefixes of many questions share few combinations.
+    The prefixes of many questions share few distinct rows.
     """
     rows = leading.reshape(-1, leading.shape[-1]).astype(np.int64)
     base = int(rows.max(initial=0)) + 1
@@ -174,25 +175,26 @@ _FIRST = {"beta": 2, "dirichlet": 5}
 
 @dataclass(frozen=True)
 class AdaptiveConsistency:
-    """Stop as soon as the votes so far are clear; otherwise answer by the vote over the whole budget.
+    """Stop as soon as the votes are clear; otherwise answer by a vote over the whole budget.
 
     With the votes ``v_k`` of the answers so far, it stops once at least ``min_samples`` samples have voted and
 
-    - ``count_ratio``, ``majority``: ``max_k v_k / sum_k v_k >= threshold`` (one rule under the names of two papers);
-    - ``confidence_ratio``: the same with ``v_k`` the sum of the confidences; without any weight it goes on;
-    - ``beta``: ``P(the first is likelier than the second) >= threshold``;
-    - ``dirichlet``: ``P(the first is the likeliest of five) >= threshold``;
-    - ``entropy``: normalised entropy of the votes ``<= threshold``: here *less* is more certain.
+    - ``count_ratio``, ``majority``: ``max_k v_k / sum_k v_k >= threshold`` (two papers' names for one rule);
+    - ``confidence_ratio``: the same with ``v_k`` the sum of the confidences; if all are 0, sampling goes on;
+    - ``beta``: ``P(the leader is more likely than the runner-up) >= threshold``;
+    - ``dirichlet``: ``P(the leader is the most likely of the top five) >= threshold``;
+    - ``entropy``: normalised entropy of the votes ``<= threshold``; here *lower* is more certain.
 
-    Unreadable answers are counted as used but are no votes, and so are, for ``confidence_ratio``, samples without the
-    confidence. The verdict's confidence is the quantity compared, for the entropy one minus it.
+    Unreadable answers, and for ``confidence_ratio`` samples without the confidence, count as used but do not vote. The
+    verdict's confidence is the compared quantity, or one minus the entropy.
 
     Attributes:
         criterion: The rule.
-        threshold: What the rule compares with, in [0, 1]; None takes .8 for the ratios, .95 for the two probabilities
-            and .75 for the entropy.
-        max_samples: Budget for a question.
-        confidence: What weighs the votes of ``confidence_ratio``, ``p_true`` when None; None for the others.
+        threshold: Threshold of the rule, in [0, 1]; None means .8 for the ratios, .95 for the two probabilities and .75
+            for the entropy.
+        max_samples: Maximum samples per question.
+        confidence: Confidence that weights the votes of ``confidence_ratio``, ``p_true`` if None; must be None for the
+            other rules.
         min_samples: Votes before the rule may stop. A single vote always agrees with itself.
 
     Raises:
@@ -295,11 +297,11 @@ class AdaptiveConsistency:
         return THRESHOLDS[self.criterion] if self.threshold is None else self.threshold
 
     def _bound(self, threshold: float) -> float:
-        """Return what a score must reach: scores rise with certainty, so entropies have their sign turned."""
+        """Return the score to reach; scores rise with certainty, so entropies are negated."""
         return -threshold if self.criterion == "entropy" else threshold
 
     def _weight_of(self, sample: Sample) -> float | None:
-        """Return the weight of the sample's vote; None where it is no vote."""
+        """Return the weight of the sample's vote; None if it does not vote."""
         if self.confidence is None:
             return None if sample.answer is None else 1.0
         weight = vote_confidence(sample, self.confidence)
@@ -308,7 +310,7 @@ class AdaptiveConsistency:
         return weight
 
     def _certainty(self, votes: dict[str, float], total: float) -> float:
-        """Return the score of the votes so far; -inf without weight, which no threshold stops at."""
+        """Return the score of the votes so far; -inf without any weight, which never stops."""
         if total <= 0.0:
             return -np.inf
         if self.criterion in _RATIOS:
@@ -327,15 +329,15 @@ def _count_score(criterion: str, counts: Floats) -> Floats:
 
 @lru_cache(maxsize=1 << 16)
 def _cached_score(criterion: str, counts: tuple[float, ...]) -> float:
-    """Return the score of one list of counts, largest first; a live run meets the same few again and again."""
+    """Return the score of one list of counts, largest first; cached, since live runs see the same few lists."""
     return float(_count_score(criterion, np.array(counts)))
 
 
 def _count_vote(counts: Floats, votes: Votes, step: VoteStep) -> None:
-    """Add the step's votes to the counts of every question, largest first [Q, C], in place.
+    """Add the step's votes to every question's sorted counts [Q, C], in place.
 
-    A count that rises by one keeps the order if it is the first of its equals, so nothing is sorted. Where the list is
-    cut, a count below the last one can at most draw level with it, which changes nothing.
+    Incrementing the first of several equal counts keeps them sorted. Where the list is cut off, a count below the last
+    one can at most tie with it, which changes nothing.
     """
     if not step.totals.shape[1]:
         return

@@ -1,4 +1,4 @@
-"""What ``selfcal answer`` prints: a few lines for people, or an object of JSON for programs."""
+"""The output of ``selfcal answer``: a few lines of text, or a JSON object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Answer:
 
     Attributes:
         question: The question.
-        verdict: What the strategy concluded, and what it cost.
+        verdict: The strategy's verdict and its cost.
         max_samples: The strategy's budget.
         response: Text of the most confident response that gave the answer; None where there is none.
         withheld_by: Why the answer is withheld; None where it is given.
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def confidence(self) -> float | None:
-        """How sure the strategy is of its answer, in [0, 1]; None where it cannot say."""
+        """The strategy's confidence in its answer, in [0, 1]; None if it has none."""
         return self.verdict.confidence
 
     @property
@@ -56,12 +56,12 @@ class Answer:
 
     @property
     def samples_used(self) -> int:
-        """Samples that the answer took."""
+        """Number of samples used for the answer."""
         return self.verdict.samples_used
 
     @property
     def stopped(self) -> Literal["early", "budget"]:
-        """What ended the sampling: the strategy's rule, or its budget."""
+        """What ended sampling: the strategy's rule, or the budget."""
         return "early" if self.verdict.stopped_early else "budget"
 
     def as_json(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Answer:
         }
 
     def as_text(self) -> str:
-        """Return the answer in three lines: question, answer, and how sure and how costly it is."""
+        """Return three lines: the question, the answer, and its confidence and cost."""
         verdict = self.verdict
         if self.withheld_by is not None:
             answer = f"(withheld: {self.withheld_by})"
@@ -106,7 +106,7 @@ class Answer:
         return f"Q  {' '.join(self.question.text.split())}\nA  {answer}\n   confidence {sure}, {used}, {cost}"
 
     def _cut(self) -> str:
-        """Return how many responses the token limit cut, for who wonders why none could be read."""
+        """Say how many responses the token limit cut, since cut responses often have no readable answer."""
         if not self.samples_cut:
             return ""
         return f"; the token limit cut {self.samples_cut} of {self.verdict.samples_used}: raise `max_new_tokens`"
@@ -123,7 +123,7 @@ def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str |
 
 
 def summarise(answers: Sequence[Answer], *, failed: int) -> str:
-    """Return what a run gave and cost in one line."""
+    """Summarise a run's answers and cost in one line."""
     verdicts = [answer.verdict for answer in answers]
     parts = [
         f"{len(answers):,} questions",
@@ -154,7 +154,7 @@ Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
 
 
 def default_task(model: str) -> str:
-    """Return the task that questions have where none is named."""
+    """Return the task of questions that name none."""
     return "word_problems" if is_bundled(model) else "local_number"
 
 
@@ -166,7 +166,7 @@ def ask_question(
     reference: object = None,
     chain_of_thought: bool = True,
 ) -> Question:
-    """Return ``text`` as a question of ``task``: its prompt, its way to read answers, its form of the reference."""
+    """Return ``text`` as a question of ``task``, with the task's prompt and canonical reference."""
     if not text.strip():
         raise InputError(f"Expected `question` to hold text, but got {text!r}.")
     row = QuestionRow(text, reference, question_id, task, "", 1)

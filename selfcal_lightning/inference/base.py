@@ -1,4 +1,4 @@
-"""The contract of a test-time strategy: it asks for samples and ends with a verdict. It has no engine inside."""
+"""The interface of a test-time strategy: a generator that asks for samples and returns a verdict."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Solving = Generator["Ask", list[Sample], Verdict]
 class Ask:
     """A request for the next ``num_samples`` samples of the question, in index order.
 
-    They are sent back as a list, shorter (at last empty) only where the source has no more. Samples that continue a
-    prefix, or end with a step, are drawn anew: only live sources have them.
+    The driver sends back a list, which is shorter (or empty) only when the source has run out. Only live sources can
+    continue a prefix or stop at the end of a step.
     """
 
     num_samples: int
@@ -36,20 +36,20 @@ class Ask:
 
     @property
     def kind(self) -> AskKind:
-        """What tells samples apart beside their number."""
+        """Identity of a sample apart from its index."""
         return AskKind(self.prefix, self.to_step_end)
 
 
 @dataclass(frozen=True, slots=True)
 class AskKind:
-    """Where a sample begins and ends: see :class:`Ask`."""
+    """Where a sample starts and ends; see :class:`Ask`."""
 
     prefix: tuple[int, ...] | None = None
     to_step_end: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a response from its beginning to its end, as a recorded pool has them."""
+        """Whether it is a whole response, as in a recorded pool."""
         return self.prefix is None and not self.to_step_end
 
 
@@ -57,18 +57,18 @@ WHOLE = AskKind()
 
 
 class Stops(Protocol):
-    """Says where the steps of a response that is being drawn end."""
+    """Finds the ends of steps in a partial response."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens that may end one: the engine stops there."""
+        """Tokens that may end a step; the engine stops at each."""
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        """Return the first end of a step behind the first ``after`` tokens; None without one."""
+        """Return the first end of a step after the first ``after`` tokens, or None."""
 
 
 def refuse_parts(kind: AskKind) -> None:
-    """Raise InputError where a recorded pool is asked for anything but whole responses."""
+    """Refuse to take anything but whole responses from a recorded pool."""
     if not kind.is_whole:
         asked = "to continue a prefix" if kind.prefix is not None else "to end with a step"
         raise InputError(
@@ -78,9 +78,9 @@ def refuse_parts(kind: AskKind) -> None:
 
 
 class Strategy(Protocol):
-    """Decides, question by question, when to stop sampling and which answer to give.
+    """Decides for each question when to stop sampling and which answer to give.
 
-    Live and recorded runs are the same code: the driver feeds either.
+    The same code runs live and on recorded samples.
     """
 
     @property
@@ -89,14 +89,14 @@ class Strategy(Protocol):
 
     @property
     def max_samples(self) -> int:
-        """Budget for a question."""
+        """Maximum samples per question."""
 
     @property
     def confidence(self) -> str | None:
-        """Name of the confidence that it reads (see ``confidence.base.confidence_of``), or None."""
+        """Name of the confidence it reads (see ``confidence.base.confidence_of``), or None."""
 
     def solve(self, question: Question) -> Solving:
-        """Ask for samples until the answer is clear; return the verdict (costs are filled in by the driver)."""
+        """Ask for samples and return the verdict; the driver fills in the costs."""
 
 
 def make_verdict(
@@ -107,9 +107,9 @@ def make_verdict(
     confidence: float | None,
     stopped_early: bool,
 ) -> Verdict:
-    """Return the verdict ``answer`` after ``samples``; ``correct`` comes from the samples of its class.
+    """Return the verdict ``answer``; ``correct`` is that of the samples with this answer.
 
-    Without an answer the verdict is wrong, unless nothing is known because the question has no reference.
+    No answer is wrong, or unknown where the question has no reference.
     """
     if answer is None:
         correct = None if question.reference is None and all(s.correct is None for s in samples) else False
@@ -119,9 +119,9 @@ def make_verdict(
 
 
 def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
-    """Return the weight of each answer in the order first seen; one vote a sample where ``confidence`` is None.
+    """Return the weight of each answer in order of first appearance; each sample weighs 1 if ``confidence`` is None.
 
-    Unreadable answers, and samples that lack the confidence asked for, are no votes.
+    Samples without a readable answer, or without the confidence, do not vote.
     """
     votes: dict[str, float] = {}
     for sample in samples:
@@ -132,7 +132,7 @@ def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[st
 
 
 def leader(votes: dict[str, float]) -> str | None:
-    """Return the answer of the largest weight, the first seen on ties; None without votes."""
+    """Return the answer with the largest weight, the first seen on ties; None without votes."""
     return max(votes, key=votes.__getitem__) if votes else None
 
 
@@ -154,7 +154,7 @@ def check_threshold(value: float, name: str = "threshold") -> None:
 
 
 def check_confidence_name(value: str | None) -> None:
-    """Raise ValueError unless ``value`` names a confidence, for the strategies that cannot do without one."""
+    """Raise ValueError unless ``value`` names a confidence."""
     if not isinstance(value, str) or not value:
         raise InputError(
             f"Expected `confidence` to be the name of a confidence such as 'p_true', but got {value!r}. "
@@ -169,12 +169,12 @@ def check_optional_confidence_name(value: str | None) -> None:
 
 
 def vote_confidence(sample: Sample, confidence: str) -> float | None:
-    """Return the confidence in a readable sample; None where it is unreadable or has none, and so is no vote."""
+    """Return the sample's confidence; None if it does not vote, being unreadable or without the confidence."""
     return None if sample.answer is None else confidence_of(sample, confidence)
 
 
 def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
-    """Return the weight of each answer in the order first seen, as ``weighted_votes`` does."""
+    """Return ``weighted_votes``, refusing negative weights."""
     for sample in samples if confidence is not None else ():
         value = vote_confidence(sample, str(confidence))
         if value is not None and value < 0.0:
@@ -183,7 +183,7 @@ def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, 
 
 
 def share_of(votes: dict[str, float], answer: str | None) -> float | None:
-    """Return the share of the weight that ``answer`` holds, in [0, 1]; None without an answer or without weight.
+    """Return the answer's share of the total weight, in [0, 1]; None without an answer or any weight.
 
     Example:
         >>> share_of({"7": 1.5, "8": 0.5}, "7")
@@ -196,7 +196,7 @@ def share_of(votes: dict[str, float], answer: str | None) -> float | None:
 
 
 def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the weight of each answer in the order first seen.
+    """Return the weight of each answer in order of first appearance.
 
     Example:
         >>> add_up([("7", 0.5), ("8", 0.25), ("7", 1.0)])
@@ -211,7 +211,7 @@ def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
 def vote_at_once(
     question: Question, max_samples: int, weigh: Callable[[Sequence[Sample]], dict[str, float]]
 ) -> Solving:
-    """Ask for the whole budget at once and vote; the verdict's confidence is the winner's share of the weight."""
+    """Draw the whole budget at once and vote; the verdict's confidence is the winner's share of the weight."""
     samples = yield Ask(max_samples)
     votes = weigh(samples)
     answer = leader(votes)

@@ -1,4 +1,4 @@
-"""What ``selfcal answer`` needs before it samples: the strategy, fitted confidences and thresholds, the engine."""
+"""What ``selfcal answer`` sets up before sampling: the strategy, fitted confidences and thresholds, the engine."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def _fitted_strategy(
 def load_fitted_files(
     scorers: Sequence[str] | str, threshold_file: str | None
 ) -> tuple[list[FittedScorer], FittedThreshold | None]:
-    """Read the files of fitted confidences, in their order, and of the fitted threshold."""
+    """Read the fitted confidences, in order, and the fitted threshold."""
     paths = [scorers] if isinstance(scorers, str) else list(scorers)
     return load_scorers(paths), None if threshold_file is None else FittedThreshold.load(threshold_file)
 
 
 def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
-    """Raise ValueError where responses will be sampled otherwise than those that a threshold was fitted on."""
+    """Raise ValueError if responses will be sampled differently from those a threshold was fitted on."""
     plain = fingerprint.as_json()
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
@@ -77,7 +77,7 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
 
 
 def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tuple[Prompt | None, str | None]:
-    """Return the prompt that questions are put with, and what is to be said about it."""
+    """Return the prompt to use, and a note about it for the user."""
     folder = Path(resolve_model(model) if adapter is None else adapter)
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None or "prompt" not in manifest:
@@ -97,7 +97,7 @@ def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tupl
 
 @dataclass(frozen=True)
 class CalibratedDefaults:
-    """What a calibration did, which is taken where the user says nothing else; None where it is not known."""
+    """Settings of the calibration, used as defaults; None where unknown."""
 
     sampling: SamplingSettings | None = None
     task: str | None = None
@@ -106,7 +106,7 @@ class CalibratedDefaults:
 
     @classmethod
     def of(cls, model: str, adapter: str | None) -> CalibratedDefaults:
-        """Read them from the manifest of the adapter, or of the model where there is none."""
+        """Read them from the adapter's manifest, or from the model's if there is no adapter."""
         folder = Path(resolve_model(model) if adapter is None else adapter)
         manifest = (read_manifest(folder) if folder.is_dir() else None) or {}
         store = manifest.get("store") or {}
@@ -120,7 +120,7 @@ class CalibratedDefaults:
         )
 
     def sampling_for(self, given: SamplingSettings | None) -> SamplingSettings:
-        """Return how to draw responses: as given, or as the calibration did where nothing was."""
+        """Return the given sampling settings, or those of the calibration."""
         if given is not None or self.sampling is None:
             return given or SamplingSettings()
         shown = ", ".join(f"{name} {value}" for name, value in asdict(self.sampling).items())
@@ -128,7 +128,7 @@ class CalibratedDefaults:
         return self.sampling
 
     def strategy_fields(self) -> dict[str, float]:
-        """Return the threshold of early stopping that `fit` chose, if it did."""
+        """Return the early-stopping threshold chosen by `fit`, if any."""
         if self.threshold is None:
             return {}
         say(
@@ -139,13 +139,13 @@ class CalibratedDefaults:
 
 
 def promise_note(fitted: FittedThreshold) -> str:
-    """Return what a threshold promises, and what of its conditions nobody can check here."""
+    """Say what a threshold guarantees, and which of its conditions cannot be checked here."""
     unknown = " How its calibration responses were sampled is not known, so see that answers are sampled likewise."
     return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 
 
 def uncalibrated_note(model: str, adapter: str | None, strategy: Strategy) -> str | None:
-    """Return a warning where the strategy trusts the P(True) of a model on this disk that nobody calibrated."""
+    """Return a warning if the strategy relies on P(True) of a local model that was never calibrated."""
     folder = Path(resolve_model(model))
     if strategy.confidence != P_TRUE or adapter is not None or not folder.is_dir() or (folder / MANIFEST).is_file():
         return None

@@ -1,4 +1,4 @@
-"""The driver of strategies: many questions at once over one source of samples, live or recorded."""
+"""Runs a strategy on many questions at once, over one live or recorded source of samples."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def run_strategy(
 ) -> list[Verdict]:
     """Run ``strategy`` on every question and return the verdicts in the order of ``questions``.
 
-    It is a :class:`Driver` that gets all questions at once.
+    A shorthand for a :class:`Driver` that is given all questions at once.
 
     Args:
-        strategy: What decides.
-        questions: What to answer; ids must be unique.
+        strategy: The strategy.
+        questions: Questions with unique ids.
         source: Where samples come from.
-        lookahead: Samples beyond those asked for that may be started for a question while no other question can be
-            opened and the engine has room. They shorten the wait when there are few questions and cost samples.
-        on_verdict: Called with each verdict as it is reached and the samples that were delivered for it.
+        lookahead: How many samples beyond those asked for may be started for a question while the engine has room and
+            no other question is waiting. Shortens the wait when there are few questions, at the cost of samples.
+        on_verdict: Called with each verdict and the samples that it is based on.
         progress: Called with the number of samples that arrived, after each wait.
 
     Raises:
-        MissingConfidenceError: Where the source cannot give the confidence that the strategy reads.
-        ValueError: Where an id occurs twice, or a question cannot be asked.
+        MissingConfidenceError: The source does not have the confidence that the strategy reads.
+        ValueError: An id occurs twice, or a question cannot be asked.
 
     Example:
         >>> from selfcal_lightning.records import QuestionSamples
@@ -69,7 +69,7 @@ def run_strategy(
 
 @dataclass(slots=True)
 class _OpenQuestion:
-    """A question in work."""
+    """A question in progress."""
 
     question: Question
     solving: Solving
@@ -81,15 +81,15 @@ class _OpenQuestion:
     exhausted: bool = False
 
     def take_in(self, sample: Sample) -> None:
-        """Put a sample that came to those of its kind."""
+        """Store a sample that arrived with others of its kind."""
         self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
 
     def missing(self, ask: Ask) -> int:
-        """Return how many samples have to be started for ``ask``, beside those of its kind that are there or come."""
+        """Return how many more samples must be started for ``ask``, given those that have arrived or are under way."""
         return ask.num_samples - len(self.arrived.get(ask.kind, ())) - self.order.count(ask.kind)
 
     def batch(self) -> list[Sample] | None:
-        """Return what was asked for, or all that there will be of it; None where it has to be waited for."""
+        """Return the samples asked for, or all there will ever be; None while they are awaited."""
         if self.ask is None:
             return None
         here = self.arrived.get(self.ask.kind, deque())
@@ -99,12 +99,12 @@ class _OpenQuestion:
 
     @property
     def unseen(self) -> list[Sample]:
-        """Samples that came and that the strategy has not seen."""
+        """Samples that arrived and that the strategy has not seen."""
         return [sample for samples in self.arrived.values() for sample in samples]
 
 
 class Driver:
-    """The loop between a strategy and a source of samples. It takes questions while it runs."""
+    """The loop between a strategy and a source of samples. Questions may be added while it runs."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class Driver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every question that was added has its verdict, and all of them were returned."""
+        """Whether every added question has its verdict and all verdicts were returned."""
         return not (self._waiting or self._open or self._reached)
 
     def add(self, *questions: Question) -> None:
-        """Queue questions; they are opened, in their order, as the engine has room."""
+        """Queue questions; they are started in order, as the engine has room."""
         in_work = [*self._waiting, *(opened.question for opened in self._open.values())]
         if repeated := duplicate_ids([*in_work, *questions]):
             raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
@@ -145,9 +145,9 @@ class Driver:
         self._waiting.extend(questions)
 
     def work(self) -> list[Verdict]:
-        """Open what there is room for, wait once for samples, and return the verdicts that were reached.
+        """Start as many questions as there is room for, wait once for samples, and return new verdicts.
 
-        The list may be empty while samples are awaited; where nothing was added there is nothing to wait for.
+        The list may be empty while samples are awaited.
         """
         self._fill()
         if self._open and not self._reached:
@@ -163,7 +163,7 @@ class Driver:
         return reached
 
     def cancel(self, *question_ids: str) -> dict[str, Waste]:
-        """Give up questions; they get no verdict. Ids that are not in work are passed.
+        """Drop questions without a verdict. Unknown ids are ignored.
 
         Returns:
             What had been generated for those that were open: what was delivered, and what was thrown away.
@@ -192,11 +192,11 @@ class Driver:
             self._advance([opened])
 
     def close(self) -> None:
-        """Give up all questions. Closing twice is allowed, and new questions may be added after it."""
+        """Drop all questions. May be called twice, and questions may be added again afterwards."""
         self.cancel(*self._open, *(question.id for question in self._waiting))
 
     def _fill(self) -> None:
-        """Open questions while the engine has room; when none can be, look ahead in the open ones."""
+        """Start questions while the engine has room; when none are waiting, look ahead in the open ones."""
         while self.source.in_flight < self.source.target:
             if not self._waiting:
                 self._look_ahead()
@@ -206,7 +206,7 @@ class Driver:
             self._advance([opened])
 
     def _look_ahead(self) -> None:
-        """Start samples that were not asked for yet, one a question in turn, within the budget."""
+        """Start samples ahead of demand, one per question in turn, within the budget."""
         for ahead in range(1, self.lookahead + 1):
             for opened in self._open.values():
                 if self.source.in_flight >= self.source.target:
@@ -225,7 +225,7 @@ class Driver:
             opened.exhausted = started < count
 
     def _advance(self, questions: Iterable[_OpenQuestion]) -> None:
-        """Hand over what has been asked for and arrived, as far as that goes, and close what has a verdict."""
+        """Give strategies the samples that arrived, and close the questions that reached a verdict."""
         ended = [(opened, verdict) for opened in questions if (verdict := self._step(opened)) is not None]
         waste = self.source.cancel([opened.question.id for opened, _ in ended])
         for opened, verdict in ended:
@@ -236,7 +236,7 @@ class Driver:
                 self.on_verdict(verdict, tuple(opened.handed))
 
     def _step(self, opened: _OpenQuestion) -> Verdict | None:
-        """Run the strategy on what has arrived until it waits for more (None) or ends."""
+        """Run the strategy on the samples that arrived; return its verdict, or None while it waits for more."""
         try:
             if opened.ask is None:
                 opened.ask = next(opened.solving)
@@ -251,7 +251,7 @@ class Driver:
         return None
 
     def _with_costs(self, verdict: Verdict, opened: _OpenQuestion, waste: Waste) -> Verdict:
-        """Return the verdict with what it cost: samples used, and all that was generated."""
+        """Return the verdict with its cost: samples used and everything generated."""
         price = self.source.query_tokens
         made = (*opened.handed, *opened.unseen)
         delivered = total_tokens(made, price)

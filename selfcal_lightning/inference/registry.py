@@ -1,4 +1,4 @@
-"""All strategies by name. A new one is a class like its neighbours and one line here, or a plug-in."""
+"""All strategies by name. To add one, write a class like the others and list it here, or register it from a plug-in."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _PARTS = ("name", "grid_parameter", "max_samples", "confidence", "solve")
 
 
 def register_strategy(strategy: type) -> type:
-    """Add a strategy under the ``name`` of its class, and return the class: it can stand as a decorator.
+    """Register a strategy class under its ``name``; usable as a decorator.
 
     Args:
         strategy: A frozen dataclass whose fields have defaults, with ``name``, ``grid_parameter``, ``max_samples``,
-            ``confidence`` and ``solve``; one without ``curve`` is replayed.
+            ``confidence`` and ``solve``. Without a vectorised ``curve`` it is replayed sample by sample.
 
     Raises:
         InputError: The name is taken, or the class lacks something.
@@ -63,7 +63,7 @@ def register_strategy(strategy: type) -> type:
 
 
 def make_strategy(name: str, **settings: Any) -> Strategy:
-    """Return the strategy ``name`` with these fields; fields left out keep their defaults."""
+    """Return the strategy ``name`` with these fields."""
     known = setting_names(name)
     for setting in settings:
         if setting not in known:
@@ -76,7 +76,7 @@ def make_strategy(name: str, **settings: Any) -> Strategy:
 
 
 def check_can_answer(name: str) -> None:
-    """Raise ValueError where the strategy ``name`` looks at the reference, so that nobody can run it on a question.
+    """Raise ValueError if the strategy ``name`` is an oracle that reads the reference.
 
     Example:
         >>> check_can_answer("pass_at_n")
@@ -88,7 +88,7 @@ def check_can_answer(name: str) -> None:
 
 
 def unknown_strategy(option: str, name: str, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is none of the strategies on recorded samples.
+    """Return the error for a name that is not a strategy for recorded samples.
 
     Example:
         >>> print(unknown_strategy("strategies", "beam_search", ["cges"]))

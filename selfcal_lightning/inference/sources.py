@@ -1,4 +1,4 @@
-"""Where the samples of a strategy come from: an engine, live, or a recorded pool."""
+"""Sources of samples for a strategy: a live engine or a recorded pool."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What was generated for a question and never delivered."""
+    """What was generated for a question but never delivered."""
 
     samples: int = 0
     tokens: int | None = 0
 
 
 class SampleSource(Protocol):
-    """Gives the samples of questions, one after the other in index order.
+    """Delivers the samples of each question in index order.
 
     Attributes:
-        query_tokens: Tokens that the confidence query costs a sample; 0 where none is asked.
+        query_tokens: Tokens that the confidence query adds to a sample; 0 if it is not asked.
     """
 
     query_tokens: int
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that are being made or wait to be."""
+        """Number of samples being generated or queued."""
 
     @property
     def target(self) -> int:
-        """Number of samples to keep in flight, so that nothing stands idle."""
+        """Number of samples to keep in flight so that the engine is never idle."""
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        """Get ready for ``questions``, whose samples shall carry ``confidence``; None asks for none.
+        """Prepare ``questions``, whose samples must carry ``confidence`` unless it is None.
 
-        To be called again for questions that come later, and before a question is begun anew.
+        Call it again for further questions, and before restarting a question.
         """
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Start the next ``count`` samples of a question and return their number, fewer where there are no more."""
+        """Start the next ``count`` samples of a question; return how many were started, fewer if none are left."""
 
     def poll(self) -> list[Sample]:
-        """Work for a while and return finished samples; those of one question come in the order of their start.
+        """Work for a while and return finished samples, those of one question in the order they were started.
 
         The list may be empty while earlier samples are awaited.
         """
@@ -82,7 +82,7 @@ class SampleSource(Protocol):
         """Start no more for a question, drop what is being made and return what had finished, in index order."""
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        """End questions: drop what was not delivered and return what that had cost, for each of them."""
+        """End questions; drop undelivered samples and return their cost for each question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,12 @@ class Draws:
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
-    """Return whether P(True) has to be asked for: the strategy reads it, or a scorer does."""
+    """Return whether the strategy or a scorer reads P(True)."""
     return P_TRUE in {confidence, *(name for scorer in scorers for name in scorer.requires)}
 
 
 def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
-    """Raise unless a live sample carries ``confidence`` and what ``scorers`` read."""
+    """Raise unless live samples carry ``confidence`` and the inputs of ``scorers``."""
     read = [*(() if confidence is None else (confidence,)), *(name for scorer in scorers for name in scorer.requires)]
     refuse_looking_ahead(dict.fromkeys(read), scorers)
     known = list(STORED)
@@ -127,10 +127,11 @@ def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
 
 @dataclass(slots=True)
 class _Asked:
-    """A question that an engine samples: ``finished`` holds what cannot be judged yet, by index.
+    """A question being sampled by an engine.
 
-    ``prefixes`` holds what the samples continue that continue something, likewise, and ``parts`` what was drawn so far
-    of those whose step has not ended; ``thrown`` counts the tokens that were drawn behind ends of steps, to tell them.
+    By sample index, ``finished`` holds responses that wait for their predecessors, ``prefixes`` the prefixes that
+    samples continue, and ``parts`` unfinished steps; ``thrown`` counts tokens drawn past the end of a step and
+    discarded.
     """
 
     question: Question
@@ -147,34 +148,34 @@ class _Asked:
 
 
 class EngineSource:
-    """Samples live.
+    """Live samples from an engine.
 
-    A prompt is rendered once. Sample ``index`` of a question has the seed that it has in ``selfcal generate`` with the
-    same run seed and round, so that a live run sees the samples that a recorded one replays. A response is read,
-    verified and scored in index order; one that finished early waits for its predecessors, since equal answers are
-    named by the first seen. The P(True) query is put only where the strategy or a scorer reads it.
+    Sample ``index`` of a question has the same seed as in ``selfcal generate`` with the same run seed and round, so a
+    live run sees the samples that a recorded run replays. Responses are read, verified and scored in index order; one
+    that finishes early waits for its predecessors, since equal answers take the name of the first seen. The P(True)
+    query is asked only if the strategy or a scorer reads it.
 
-    A sample that continues a prefix is read as the whole response, which is cut where one that was sampled in one go
-    would be; each has the seed of its own index, whatever it continues.
+    A sample that continues a prefix is read as a whole response and cut at the same length; its seed depends on its own
+    index only.
 
     Args:
-        engine: Who samples; nothing else may be in flight in it.
+        engine: The engine; it must have no other requests in flight.
         chat: Renders prompts and the confidence query.
-        sampling: How to draw.
+        sampling: Sampling settings.
         seed: Seed of the run.
         round: Generation round.
-        scorers: Add further confidences to every sample.
-        tasks: Returns the task of a name.
-        target: Samples to keep in flight; None takes a quarter more than the engine works on at a time.
+        scorers: Fitted scorers that add confidences to every sample.
+        tasks: Returns a task by name.
+        target: Samples to keep in flight; None means 1.25 times the engine's batch.
         patience: Longest wait of ``poll`` in seconds; None waits for a response.
-        draws: Returns how a question is drawn that says so itself, in its own prompt; None where all are drawn alike.
-        stops: Where steps end, for strategies that ask for samples up to the next one.
-        on_failed: Called with the message when requests were not answered. Their samples are unreadable.
-        max_failures: Requests that may fail in a row; then ``poll`` raises an ``EngineStoppedError``.
+        draws: Returns how a question is drawn that brings its own prompt and sampling; None draws all alike.
+        stops: Finds the ends of steps, for strategies that sample step by step.
+        on_failed: Called with a message when requests fail. Their samples are unreadable.
+        max_failures: Consecutive failures after which ``poll`` raises ``EngineStoppedError``.
 
     Attributes:
-        failed: Samples whose requests were not answered.
-        scorers: Add further confidences to every sample from now on.
+        failed: Number of samples whose requests failed.
+        scorers: Those of ``scorers`` that hold from now on.
     """
 
     def __init__(
@@ -208,12 +209,12 @@ class EngineSource:
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that the engine has, or gets at the next poll."""
+        """Number of samples that the engine has, or will get at the next poll."""
         return len(self._place)
 
     @property
     def target(self) -> int:
-        """Number of samples to keep in flight; a little more than a batch, so that no place waits for us."""
+        """Number of samples to keep in flight; a little more than a batch, so that no slot waits for us."""
         return self._target or self._engine.batch_size + self._engine.batch_size // 4
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
@@ -235,7 +236,7 @@ class EngineSource:
         self._prompts |= prompts
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Queue the next ``count`` samples of a question for the next poll; there are always more."""
+        """Queue the next ``count`` samples of a question for the next poll; a live source never runs out."""
         if kind.to_step_end and self._stops is None:
             raise InputError(
                 "Expected `stops` of the source for a strategy that asks for samples up to the end of a step, but got "
@@ -253,7 +254,7 @@ class EngineSource:
         return count
 
     def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
-        """Queue a request for a sample, or for the next part of one: to where a step may end, or ``only`` so many."""
+        """Queue a request for a sample or its next part, up to a possible end of a step or ``only`` so many tokens."""
         asked, index = self._place[name]
         sampling = asked.draws.sampling
         if only is not None:
@@ -269,7 +270,7 @@ class EngineSource:
         )
 
     def poll(self) -> list[Sample]:
-        """Give the engine what was queued, and return the samples that can be judged now."""
+        """Submit queued requests to the engine, and return the samples that can be verified now."""
         if self._queue:
             self._engine.submit(list(self._queue.values()))
             self._queue = {}
@@ -286,7 +287,7 @@ class EngineSource:
         return [sample for asked in touched.values() for sample in self._judged(asked)]
 
     def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
-        """Return a sample up to the end of its step; None where that is not known yet, and a next part is queued."""
+        """Return a sample up to the end of its step; None, with the next part queued, if the end is not known yet."""
         asked, index = self._place[name]
         prefix = asked.prefixes.get(index, ())
         earlier = asked.parts.pop(index, None)
@@ -304,15 +305,15 @@ class EngineSource:
         return None
 
     def _joined(self, earlier: Response, response: Response) -> Response:
-        """Return two parts of a sample as one."""
+        """Join two parts of a sample."""
         token_ids = earlier.token_ids + response.token_ids
         text, logprob = self._chat.decode(token_ids), earlier.logprob + response.logprob
         return replace(response, text=text, token_ids=token_ids, logprob=logprob)
 
     def _ended(self, prefix: tuple[int, ...], drawn: Response, end: int, earlier: Response | None) -> RecordedResponse:
-        """Return a sample up to where its step ended; what was drawn behind it, to tell that, is drawn again.
+        """Return a sample cut at the end of its step; tokens drawn past it are discarded.
 
-        Its chance and its P(True) are known where a part of the sample ended there.
+        Its log-probability and P(True) are known only if a part of the sample ended exactly there.
         """
         kept = drawn.token_ids[: end - len(prefix)]
         for part in (drawn, earlier):
@@ -344,7 +345,7 @@ class EngineSource:
         return list(self._judged(asked))
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        """End questions; the engine is told once for all of them."""
+        """End questions, with one call to the engine for all of them."""
         for name in question_ids:
             self._prompts.pop(name, None)
         ended = [asked for name in question_ids if (asked := self._open.pop(name, None)) is not None]
@@ -358,7 +359,7 @@ class EngineSource:
         return dict.fromkeys(question_ids, Waste()) | wasted
 
     def _waste(self, asked: _Asked, drawn: Mapping[str, int]) -> Waste:
-        """Return what a question had cost beyond what was delivered; ``drawn`` is what the engine threw away."""
+        """Return a question's cost beyond its delivered samples; ``drawn`` is what the engine discarded."""
         parts = {name: asked.parts.get(self._place[name][1]) for name in asked.pending}
         cut = [
             drawn.get(name, 0) + (0 if part is None else len(part.token_ids))
@@ -375,7 +376,7 @@ class EngineSource:
         return asked
 
     def _finished_responses(self) -> dict[str, Response | None]:
-        """Return what finished, by request; None for what was not answered."""
+        """Return finished responses by request; None for failed ones."""
         try:
             responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)
         except RequestsFailedError as error:
@@ -392,7 +393,7 @@ class EngineSource:
         return {response.request_id: response for response in responses}
 
     def _judged(self, asked: _Asked) -> Iterable[Sample]:
-        """Yield the samples whose predecessors are all there."""
+        """Yield the samples whose predecessors have all arrived."""
         while asked.delivered in asked.finished:
             response = asked.finished.pop(asked.delivered)
             asked.delivered += 1
@@ -403,25 +404,24 @@ class EngineSource:
 
 
 def _num_drawn(response: Response | RecordedResponse) -> int:
-    """Return how many tokens of a response were drawn, and did not stand already."""
+    """Return how many tokens of a response were drawn, not counting its prefix."""
     stood = 0 if isinstance(response, Response) else response.prefix_tokens
     return len(response.token_ids or ()) - stood
 
 
 class ReplaySource:
-    """Gives recorded samples, in their order; ids, answers and ``correct`` are those of the record.
+    """Replays recorded samples in order, with their recorded answers and verdicts.
 
-    A sample that is started has been generated whole, so that speculation is counted at its full price here.
+    A started sample counts as fully generated, so lookahead is charged at its full price.
 
     Args:
         pool: The recorded samples.
-        scorers: Add further confidences to every sample.
-        query_tokens: Tokens of the confidence query, counted with every sample where the strategy or a scorer reads
-            P(True).
-        target: Samples to keep in flight. With 1, one question follows the other.
+        scorers: Fitted scorers that add confidences to every sample.
+        query_tokens: Tokens of the confidence query, added to every sample if the strategy or a scorer reads P(True).
+        target: Samples to keep in flight. With 1, questions run one after the other.
 
     Attributes:
-        query_tokens: Tokens that the confidence query costs a sample in this run.
+        query_tokens: Tokens that the confidence query adds to a sample in this run.
     """
 
     def __init__(
@@ -480,7 +480,7 @@ class ReplaySource:
         return len(samples)
 
     def poll(self) -> list[Sample]:
-        """Return what was queued."""
+        """Return the queued samples."""
         samples = list(self._queue)
         self._queue.clear()
         return samples
@@ -492,7 +492,7 @@ class ReplaySource:
         return found
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        """End questions; what was queued for them counts as generated."""
+        """End questions; their queued samples count as generated."""
         ended = set(question_ids)
         for name in ended:
             self._scored.pop(name, None)
@@ -506,7 +506,7 @@ class ReplaySource:
 def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:
     """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted.
 
-    Each Ask is answered with the next samples, fewer of them (at last none) where the record ends.
+    Each Ask gets the next samples, fewer or none once the record ends.
     """
     solving = strategy.solve(entry.question)
     position = 0

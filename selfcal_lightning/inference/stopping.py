@@ -1,4 +1,4 @@
-"""Confidence-guided early stopping: the posterior over the answers, from the probability that each sample is right."""
+"""Stopping rules: the first confident sample, windows of equal answers, and a Bayesian posterior over the answers."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ Fallback = Literal["weighted_vote", "best", "last"]
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Stop at the first sample whose confidence is at least the threshold, and give its answer.
+    """Stop at the first sample whose confidence reaches the threshold, and return its answer.
 
-    Where no sample of the budget reaches it, the fallback decides: ``weighted_vote`` (the largest sum of confidences),
-    ``best`` (the first sample of maximal confidence) or ``last`` (the last vote). Unreadable samples, and those without
-    the confidence, neither stop it nor vote. The verdict's confidence is the highest among the samples that gave its
-    answer, so that a verdict reached by the fallback never stands above one that reached the threshold.
+    If none does within the budget, the fallback decides: ``weighted_vote`` (the largest sum of confidences), ``best``
+    (the first sample with the highest confidence) or ``last`` (the last vote). Samples that are unreadable or lack the
+    confidence neither stop nor vote. The verdict's confidence is the highest among the samples with its answer, so a
+    fallback never ranks above a verdict that reached the threshold.
 
     Attributes:
-        threshold: Confidence, in [0, 1], that suffices.
-        max_samples: Samples after which it gives up.
+        threshold: Confidence at which to stop, in [0, 1].
+        max_samples: Maximum samples per question.
         confidence: Name of the confidence.
-        fallback: What decides where no sample suffices.
+        fallback: Decides if no sample reaches the threshold.
 
     Example:
         >>> EarlyStopping(threshold=0.9).fallback
@@ -62,7 +62,7 @@ class EarlyStopping:
 
     Reference:
         Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 5. Its offline
-        comparison falls back to the weighted vote, its online sampler to the last sample.
+        evaluation falls back to the weighted vote, its online sampler to the last sample.
     """
 
     name: ClassVar[str] = "early_stopping"
@@ -132,19 +132,19 @@ Mode = Literal["sliding", "disjoint"]
 
 @dataclass(frozen=True)
 class WindowStopping:
-    """Stop when ``window`` answers in a row are the same, and give that answer; else vote over all samples.
+    """Stop when ``window`` answers in a row agree, and return that answer; otherwise vote over all samples.
 
-    ``disjoint`` is the published method: windows do not overlap, and a whole window is asked for at a time.
-    ``sliding`` looks at the last ``window`` answers after every sample. Windows are made of readable answers: an
-    unreadable one is skipped, and costs a sample. The verdict's confidence is the answer's share of all votes.
+    ``disjoint`` is the published method: windows do not overlap, and a whole window is drawn at a time. ``sliding``
+    checks the last ``window`` answers after every sample. Unreadable answers are skipped, but cost a sample. The
+    verdict's confidence is the answer's share of all votes.
 
-    A question whose windows never agree falls back to the majority by itself. The offline comparison of the
-    Self-Calibration system gives up a window size for *all* questions as soon as one never agrees.
+    A question whose windows never agree falls back to the majority. (The Self-Calibration system's offline evaluation
+    instead drops a window size for *all* questions as soon as one never agrees.)
 
     Attributes:
         window: Answers that must agree.
-        max_samples: Samples after which it votes.
-        mode: Which windows are looked at.
+        max_samples: Maximum samples per question.
+        mode: Disjoint or sliding windows.
 
     Example:
         >>> WindowStopping(window=4).mode
@@ -202,7 +202,7 @@ class WindowStopping:
 
 
 def _streaks(votes: Votes) -> Integers:
-    """Return how many votes in a row, this one included, gave the same answer [Q, W]; kept where there is no vote."""
+    """Return the length of the current run of equal votes [Q, W]; unchanged where a sample does not vote."""
     num_questions, width = votes.code.shape
     streak = np.zeros((width, num_questions), dtype=np.int64)
     last, length = np.full(num_questions, UNREADABLE, dtype=np.int64), np.zeros(num_questions, dtype=np.int64)
@@ -214,7 +214,7 @@ def _streaks(votes: Votes) -> Integers:
 
 
 def _disjoint_crossing(votes: Votes, streak: Integers, windows: Integers) -> Integers:
-    """Return the sample that completes the first disjoint window that agrees [G, Q]; W where none does."""
+    """Return the index of the sample that completes the first agreeing disjoint window [G, Q]; W if none does."""
     num_questions, width = votes.code.shape
     crossing = np.full((len(windows), num_questions), width, dtype=np.int64)
     rank = np.cumsum(votes.is_vote.T, axis=0, dtype=np.int32).T
@@ -248,32 +248,32 @@ class CGES:
 
     ``s_a = sum_{i: y_i = a} [log c_i - log(1 - c_i) + log(M - 1)]``,
 
-    and that of each of the M - D answers that nobody gave (D answers were given) is 0. With the weight r below,
+    and that of each of the M - D answers not seen so far (D were seen) is 0. With the weight r below,
 
     ``P(a right) = exp(r s_a) / (sum_b exp(r s_b) + M - D)``.
 
-    The rest of the mass says that no answer seen is right. It makes one sample's posterior its own confidence, so that
-    the threshold means what it says. Where D exceeds M, D takes its place.
+    The remaining mass is the chance that no answer seen so far is right. Thanks to it the posterior after one sample
+    equals that sample's confidence. If D exceeds M, D is used instead.
 
-    **Samples are not independent.** A confidence that says how hard the *question* is comes back with every sample, and
-    wrong samples repeat one another, so the plain product (r = 1) is overconfident. The n votes are therefore taken for
-    ``n / (1 + (n - 1) (1 - evidence))`` independent ones, as in a survey whose answers are correlated by
-    1 - ``evidence``, hence ``r = 1 / (1 + (n - 1) (1 - evidence))``: 1 is the product, 0 takes further samples for
-    copies; the first sample keeps its full weight. :func:`fit_evidence` finds it on a calibration split.
+    **Samples are not independent.** A confidence mostly reflects how hard the *question* is, and wrong samples repeat
+    one another, so the plain product (r = 1) is overconfident. The n votes therefore count as ``n / (1 + (n - 1) (1 -
+    evidence))`` independent ones, as in a survey whose answers correlate by 1 - ``evidence``, which gives ``r = 1 / (1
+    + (n - 1) (1 - evidence))``: 1 is the plain product, 0 treats further samples as copies of the first.
+    :func:`fit_evidence` fits it on a calibration split.
 
-    It starts with the first sample. Unreadable samples, and those without the confidence, carry no evidence. Without a
-    stop the answer of the largest posterior is given. The verdict's confidence is that posterior.
+    Samples that are unreadable or lack the confidence are ignored. If the threshold is never reached, the answer with
+    the largest posterior is returned. The verdict's confidence is that posterior.
 
     Attributes:
-        threshold: Posterior, in [0, 1], that suffices.
-        max_samples: Budget for a question.
+        threshold: Posterior at which to stop, in [0, 1].
+        max_samples: Maximum samples per question.
         confidence: Name of a calibrated probability that a sample is right.
-        wrong_answers: Number of different wrong answers assumed possible. Agreement weighs the more the larger it is.
-        evidence: What a further sample tells beyond the first, in [0, 1].
-        clamp: Confidences are moved into [clamp, 1 - clamp], so that no single sample decides for ever.
+        wrong_answers: Assumed number of possible wrong answers. The larger it is, the more agreement counts.
+        evidence: How much further samples add to the first, in [0, 1].
+        clamp: Confidences are clipped to [clamp, 1 - clamp], so that no single sample decides alone.
 
     Raises:
-        ValueError: If a field is out of range; while solving, if a confidence is no probability.
+        ValueError: A field is out of range or, while solving, a confidence is not a probability.
 
     Example:
         >>> strategy = CGES(threshold=0.9, wrong_answers=4)
@@ -281,9 +281,9 @@ class CGES:
         ('p_true', 1.0)
 
     Reference:
-        After the idea of Aghazadeh et al., CGES: Confidence-Guided Early Stopping for Efficient and Accurate
-        Self-Consistency, arXiv 2511.02603. The likelihood, the answers not seen and ``evidence`` are derived here; the
-        effective number of samples is Kish, Survey Sampling, 1965.
+        Based on Aghazadeh et al., CGES: Confidence-Guided Early Stopping for Efficient and Accurate
+        Self-Consistency, arXiv 2511.02603. The likelihood, the treatment of unseen answers and ``evidence`` are ours;
+        the effective number of samples is from Kish, Survey Sampling, 1965.
     """
 
     name: ClassVar[str] = "cges"
@@ -320,7 +320,7 @@ class CGES:
         return make_verdict(question, samples, answer, confidence=posterior, stopped_early=False)
 
     def _judge(self, samples: Sequence[Sample]) -> tuple[str | None, float | None]:
-        """Return the leading answer and its posterior; two None without evidence."""
+        """Return the leading answer and its posterior, or (None, None) without evidence."""
         votes = [(s.answer, c) for s in samples if (c := vote_confidence(s, self.confidence)) is not None]
         if not votes:
             return None, None
@@ -387,7 +387,7 @@ class CGES:
         return np.asarray((sums + counts * np.log(wrong)) / discount)
 
     def _leader_posterior(self, scores: Floats, distinct: Integers) -> Floats:
-        """Return the posterior [Q] of the answer of the largest score, out of those seen [D, Q] and those not seen."""
+        """Return the posterior [Q] of the answer with the largest score [D, Q], counting unseen answers."""
         unseen = np.maximum(self.wrong_answers + 1 - distinct, 0)
         best = scores.max(axis=0)
         peak = np.maximum(best, 0.0)  # no exponent below is positive
@@ -396,10 +396,10 @@ class CGES:
 
 
 def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
-    """Fit ``CGES.evidence`` so that the leader's posterior is the chance that it is right, at every sample.
+    """Fit ``CGES.evidence`` so that the leader's posterior matches its chance of being right after every sample.
 
-    It maximises ``mean [right log p + (1 - right) log(1 - p)]`` over the questions and over the first n samples of
-    each, n = 1 .. ``max_samples``, with p the posterior of the answer that leads after n samples.
+    Maximises ``mean [right log p + (1 - right) log(1 - p)]`` over questions and n = 1 .. ``max_samples``, with p the
+    posterior of the answer that leads after n samples.
     """
     from scipy.optimize import minimize_scalar  # slow to import, and only a fit needs it
 

@@ -1,10 +1,9 @@
-"""Thresholds chosen on a calibration split: for a budget, for an accuracy, or with a guarantee and an abstain option.
+"""Thresholds chosen on a calibration split: for a budget, an accuracy, or a guaranteed error rate with abstention.
 
-A strategy's own threshold decides when it stops: :func:`fit_budget_threshold` and :func:`fit_accuracy_threshold` choose
-it, which promises nothing on other questions. :func:`fit_risk_threshold` decides afterwards which verdicts are given
-and which are withheld, with a guarantee. All test the very procedure that will be used: no calibration question may
-have fewer responses than the strategy may draw. All refuse questions that a scaler or a fusion in use was fitted on,
-and remember their own, so that nothing is reported on them.
+:func:`fit_budget_threshold` and :func:`fit_accuracy_threshold` choose when a strategy stops, without a guarantee for
+other questions. :func:`fit_risk_threshold` decides which verdicts to withhold, with a guarantee. All three test exactly
+the procedure that will be used, so every calibration question needs as many responses as the strategy may draw. They
+refuse questions that a scaler or fusion was fitted on, and record their own, so that nothing is reported on them.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ Numbers: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class GridOutcome:
-    """A strategy at G settings on Q questions, as sums over the orders of the samples: whole numbers, kept small.
+    """A strategy at G settings on Q questions: integer sums over the orders of the samples.
 
     Attributes:
-        grid: The settings, G.
-        sum_correct: Orders in which the verdict is right [G, Q]; no readable answer is wrong.
+        grid: The G settings.
+        sum_correct: Number of orders in which the verdict is right [G, Q]; an unreadable answer is wrong.
         sum_samples: Samples used [G, Q].
-        sum_tokens: Tokens of these samples [G, Q]; None where lengths are unknown or were not asked for.
-        num_orders: How many orders were added up.
+        sum_tokens: Tokens of these samples [G, Q]; None if lengths are unknown or were not requested.
+        num_orders: Number of orders summed.
     """
 
     grid: tuple[float, ...]
@@ -80,17 +79,17 @@ class GridOutcome:
 
     @property
     def correct(self) -> Floats:
-        """Share of the orders in which the verdict is right [G, Q]; made anew by each call."""
+        """Share of orders in which the verdict is right [G, Q]."""
         return self.sum_correct / self.num_orders
 
     @property
     def samples(self) -> Floats:
-        """Samples used, the mean over the orders [G, Q]; made anew by each call."""
+        """Mean number of samples used over the orders [G, Q]."""
         return self.sum_samples / self.num_orders
 
     @property
     def tokens(self) -> Floats | None:
-        """Tokens of these samples, the mean over the orders [G, Q], or None; made anew by each call."""
+        """Mean number of tokens of these samples over the orders [G, Q], or None."""
         return None if self.sum_tokens is None else self.sum_tokens / self.num_orders
 
     @cached_property
@@ -111,7 +110,7 @@ class GridOutcome:
 
 
 class GridSums:
-    """Adds up what a strategy does over the orders of a pool."""
+    """Sums a strategy's outcomes over the orders of a pool."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class GridSums:
     def add(
         self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
     ) -> None:
-        """Run the strategy on r orders of q questions, one below the other."""
+        """Run the strategy on r orders of q questions, stacked."""
         outcome = curve_of(self._strategy, pool, self._grid)
         rows = np.arange(outcome.answer.shape[1])
         _add(self._correct[:, questions], right[rows, outcome.answer])
@@ -143,7 +142,7 @@ class GridSums:
             _add(self._tokens[:, questions], spent[rows, outcome.used])
 
     def outcome(self) -> GridOutcome:
-        """Return what was added up, all orders having been added."""
+        """Return the sums, once all orders were added."""
         return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
 
 
@@ -161,7 +160,7 @@ def grid_outcome(
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> GridOutcome:
-    """Return what ``strategy`` costs and reaches at every value of ``grid``."""
+    """Return the cost and accuracy of ``strategy`` at every value of ``grid``."""
     if not len(grid):
         raise InputError("Expected `grid` to hold at least one value, but got none.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
@@ -182,7 +181,7 @@ def grid_outcome(
 def grid_of(
     strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the settings of a strategy that are worth trying, rising.
+    """Return the settings of a strategy worth trying, in ascending order.
 
     Example:
         >>> grid_of(EarlyStopping(), thresholds=(0.5, 0.9), values=(0.71,))
@@ -196,7 +195,7 @@ def grid_of(
 
 
 def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[float, ...]:
-    """Return fifty quantiles of a confidence, those in [0, 1]: a narrow range needs thresholds of its own."""
+    """Return fifty quantiles of a confidence within [0, 1], so that a narrow range gets thresholds too."""
     values = [
         value
         for entry in pool
@@ -208,7 +207,7 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
 
 
 def as_gridded(strategy: Strategy) -> GridStrategy:
-    """Return ``strategy``, which names the field that a grid sets; raise InputError where it names none."""
+    """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
     if not isinstance(strategy, GridStrategy):
         raise InputError(
             f"Expected {strategy.name} to name the field that its settings are tried by as `grid_parameter`, but got "
@@ -218,7 +217,7 @@ def as_gridded(strategy: Strategy) -> GridStrategy:
 
 
 class NoThresholdError(InputError):
-    """No threshold keeps the risk with the confidence asked for."""
+    """No threshold keeps the error rate with the required confidence."""
 
     def __init__(self, certificate: Certificate) -> None:
         super().__init__(certificate.message)
@@ -235,9 +234,9 @@ def fit_budget_threshold(
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> FittedThreshold:
-    """Choose the value of best accuracy among those that use no more than ``budget`` samples a question on average.
+    """Choose the most accurate setting that uses at most ``budget`` samples per question on average.
 
-    Of equal accuracies the cheapest is taken, of equal costs the first of the grid.
+    Ties go to the cheapest setting, then to the first.
     """
     if not budget > 0.0:
         raise InputError(f"Expected `budget` to be positive, but got {budget}.")
@@ -249,7 +248,7 @@ def fit_budget_threshold(
 def threshold_for_budget(
     strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
 ) -> FittedThreshold:
-    """Choose as :func:`fit_budget_threshold` does from what the strategy was found to cost and reach."""
+    """Choose as :func:`fit_budget_threshold` does, from known costs and accuracies."""
     best = best_setting_within(outcome.mean_samples, outcome.accuracy, budget)
     if best is None:
         cheapest = int(outcome.mean_samples.argmin())
@@ -270,9 +269,9 @@ def fit_accuracy_threshold(
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> FittedThreshold:
-    """Choose the cheapest value whose accuracy on the calibration questions reaches ``accuracy``.
+    """Choose the cheapest setting whose accuracy on the calibration questions reaches ``accuracy``.
 
-    Of equal costs the more accurate is taken. See :func:`fit_budget_threshold` for the other arguments.
+    Ties go to the more accurate setting. For the other arguments see :func:`fit_budget_threshold`.
     """
     if not 0.0 < accuracy <= 1.0:
         raise InputError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
@@ -301,7 +300,7 @@ def fit_risk_threshold(
     num_starts: int | None = None,
     procedure: Procedure = "fixed_sequence",
 ) -> FittedThreshold:
-    """Choose, by Learn then Test, the confidence from which a verdict is given; below it the strategy abstains."""
+    """Choose, by Learn then Test, the confidence below which the strategy abstains."""
     if guide is not None and grid is not None:
         raise InputError("Expected either `guide` or `grid`, but got both.")
     calibration = calibration_pool(strategy, pool, scorers)
@@ -379,7 +378,7 @@ def _chosen(
 
 
 def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:
-    """Return the confidence of each verdict (-inf where it is withheld), whether it is wrong, and samples used [Q]."""
+    """Return each verdict's confidence (-inf if it has no answer), whether it is wrong, and its samples used [Q]."""
     verdicts = [replay(strategy, entry) for entry in entries]
     answered = [verdict for verdict in verdicts if verdict.answer is not None]
     if answered and all(verdict.confidence is None for verdict in answered):

@@ -1,4 +1,4 @@
-"""A threshold that was chosen on a calibration split, with all that one needs to use it and to report it honestly."""
+"""A threshold chosen on a calibration split, with all that is needed to use and report it honestly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from selfcal_lightning.records import QuestionSamples, Verdict
 
 @dataclass(frozen=True)
 class CalibrationPool:
-    """Calibration questions on which a threshold may be chosen."""
+    """Checked calibration questions for choosing a threshold."""
 
     entries: tuple[QuestionSamples, ...]
     scorers: tuple[FittedScorer, ...]
@@ -31,7 +31,7 @@ class CalibrationPool:
 
     @property
     def num_samples(self) -> int:
-        """Responses that every question has: as many as the shortest one."""
+        """Number of responses that every question has."""
         return min(len(entry.samples) for entry in self.entries)
 
 
@@ -42,7 +42,7 @@ def calibration_pool(
     *,
     known: Iterable[KnownConfidence] = (),
 ) -> CalibrationPool:
-    """Check everything that a choice on ``pool`` depends on, once."""
+    """Check, once, everything that a choice on ``pool`` depends on."""
     check_can_answer(strategy.name)
     if not pool:
         raise InputError("Expected `pool` to hold at least one calibration question, but got none.")
@@ -52,7 +52,7 @@ def calibration_pool(
 
 
 def check_guide(calibration: CalibrationPool, guide: Sequence[QuestionSamples]) -> None:
-    """Raise ValueError where a guide shares a question with the calibration questions: luck would be chosen with it."""
+    """Raise ValueError if a guide shares questions with the calibration questions, which would select for luck."""
     check_disjoint(
         (entry.question for entry in calibration.entries),
         (entry.question for entry in guide),
@@ -68,7 +68,7 @@ def ready_entries(
     *,
     known: Iterable[KnownConfidence] = (),
 ) -> tuple[QuestionSamples, ...]:
-    """Return the questions with the scorers' confidences, checked for what the strategy needs of them."""
+    """Return the questions with the scorers' confidences, after checking what the strategy needs."""
     unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
     if unknown is not None:
         raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
@@ -98,27 +98,27 @@ AnyStrategy = TypeVar("AnyStrategy", bound=Strategy)
 
 @dataclass(frozen=True)
 class FittedThreshold:
-    """A threshold with all that one needs to use it, and to know where it must not be reported on.
+    """A threshold with all that is needed to use it, and the questions on which it must not be reported.
 
     Attributes:
         name: Name for messages: strategy, target kind and value.
         strategy: Name of the strategy.
-        fields: The strategy's fields, the threshold's among them as chosen.
-        parameter: Field that the threshold sets; None where it applies to the verdict's confidence.
+        fields: The strategy's fields, including the chosen threshold.
+        parameter: Field that the threshold sets; None if it applies to the verdict's confidence.
         threshold: The threshold.
         target: "budget" (mean samples), "accuracy" or "risk" (error rate among the answered).
         value: The target's value.
-        delta: Chance that the risk exceeds its bound; None for the other targets, which carry no guarantee.
-        num_samples: Responses that every calibration question had; a procedure that may draw more was not tested.
-        scorers: Fitted confidences that the strategy reads, directly or through one another: sha256 by name.
+        delta: Chance that the error rate exceeds its bound; None for the other targets, which have no guarantee.
+        num_samples: Responses per calibration question; a strategy that may draw more was not tested.
+        scorers: sha256 by name of the fitted confidences that the strategy reads, directly or indirectly.
         fitted_on: The calibration questions.
-        achieved: Numbers on these questions; for budget and accuracy they are chosen and therefore flatter.
+        achieved: Results on these questions; optimistic for budget and accuracy, which were chosen on them.
         message: The outcome in a sentence.
-        sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint; None
-            where nobody knows.
+        sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint; None if
+            unknown.
 
     Raises:
-        ValueError: The strategy knows the reference, may draw more than ``num_samples``, or fields contradict.
+        ValueError: The strategy is an oracle, may draw more than ``num_samples``, or fields contradict one another.
     """
 
     name: str
@@ -152,7 +152,7 @@ class FittedThreshold:
 
     @property
     def promise(self) -> str:
-        """What it promises, in a sentence or two; only a risk is guaranteed."""
+        """What it promises, in a sentence or two; only an error rate is guaranteed."""
         where = f"the {self.fitted_on.num_questions} calibration questions"
         if self.target == "risk" and self.delta is not None:
             return (
@@ -170,7 +170,7 @@ class FittedThreshold:
         """Return ``strategy`` with the chosen threshold; a risk threshold leaves it as it is.
 
         Raises:
-            InputError: It is another strategy, or set otherwise, than the one of the fit.
+            InputError: It is not the strategy of the fit, or its fields differ.
         """
         mine = {name: value for name, value in self.fields.items() if name != self.parameter}
         theirs = {name: value for name, value in fields_of(strategy).items() if name != self.parameter}
@@ -184,7 +184,7 @@ class FittedThreshold:
         return replace(strategy, **{self.parameter: self.fields[self.parameter]})  # type: ignore[type-var]
 
     def check_scorers(self, scorers: Sequence[FittedScorer]) -> None:
-        """Raise ValueError unless the confidence comes of the very scorers of the fit; others may stand beside them."""
+        """Raise ValueError unless the confidence comes from the scorers of the fit; further scorers are allowed."""
         found = scorer_digests(self.fields.get("confidence"), scorers)
         if found != dict(self.scorers):
             raise InputError(
@@ -193,11 +193,11 @@ class FittedThreshold:
             )
 
     def sampling_differences(self, sampled_by: Mapping[str, Any] | None) -> list[str]:
-        """Return one "field: at the fit, now" for each thing that responses are sampled by and that has changed.
+        """Return one "field: at the fit, now" for each sampling setting that has changed.
 
         Args:
-            sampled_by: See the attribute. What is unknown at the fit or now is no difference, and a model is known by
-                its weights: it may lie elsewhere.
+            sampled_by: See the attribute. Unknown values are no difference, and models are compared by their weights,
+                not their path.
         """
         mine, theirs = (_sampling_facts(facts or {}) for facts in (self.sampled_by, sampled_by))
         return [
@@ -207,13 +207,13 @@ class FittedThreshold:
         ]
 
     def answers(self, verdict: Verdict) -> bool:
-        """Return whether a verdict is given (True) or withheld; without a risk target every answer is given."""
+        """Return whether a verdict is given (True) or withheld (False); only a risk target withholds."""
         if verdict.answer is None:
             return False
         return self.target != "risk" or (verdict.confidence is not None and verdict.confidence >= self.threshold)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the threshold as plain JSON types; the promise is written for people and follows from the rest."""
+        """Return the threshold as plain JSON types, with the promise for human readers."""
         names = [field.name for field in fields(self) if field.name != "fitted_on"]
         content = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in names}
         return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}
@@ -224,7 +224,7 @@ class FittedThreshold:
 
         Raises:
             KeyError: A field is missing.
-            ValueError: The fields contradict, see the class.
+            ValueError: The fields contradict one another; see the class.
         """
         names = [field.name for field in fields(cls) if field.name != "fitted_on"]
         return cls(**{name: content[name] for name in names}, fitted_on=FittedOn.from_json(content["fitted_on"]))
@@ -239,7 +239,7 @@ class FittedThreshold:
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is no such file, of another version or kind, damaged, or of a procedure that cannot be used.
+            ValueError: It is another kind or version of file, damaged, or of a procedure that cannot be used.
         """
         content = load_fitted(path, (KIND,))[1]
         try:
@@ -250,12 +250,12 @@ class FittedThreshold:
 
 
 def fields_of(strategy: Strategy) -> dict[str, Any]:
-    """Return the fields of a strategy, which is a dataclass, by name."""
+    """Return a strategy's fields by name."""
     return {field.name: getattr(strategy, field.name) for field in fields(strategy)}  # type: ignore[arg-type]
 
 
 def _sampling_facts(sampled_by: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of how responses are sampled; an adapter counts where the weights are known."""
+    """Return what is known about how responses are sampled; adapters are compared only if the weights are known."""
     flat = dict(flatten(sampled_by))
     of_model = {"model.weights_sha256", "model.adapter_sha256"} if flat.get("model.weights_sha256") else set()
     kept = {name for name in flat if name.startswith(("prompt.", "sampling."))} | (of_model & flat.keys())

@@ -1,7 +1,7 @@
 """Votes and stopping rules over a whole pool at once, for the `curve` of a strategy.
 
-No Python loop runs over questions; those over samples see vectors of Q numbers. Ties go to the answer whose first vote
-came first: codes stand in the order first seen only until a pool is reshuffled, so a smaller code decides nothing here.
+No Python loop runs over questions; loops over samples work on vectors of Q numbers. Ties go to the answer whose first
+vote came first. Reshuffling a pool does not renumber its answer codes, so the order of codes decides nothing.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ UNREADABLE = -1
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where the rows of arrays come from: the samples of Q questions at most, each row some of them in an order."""
+    """Which samples the rows of a :class:`PoolArrays` stand for."""
 
     entries: Sequence[QuestionSamples] = field(repr=False)
     row: NDArray[np.int64] = field(repr=False)
     order: NDArray[np.int64] | None = field(default=None, repr=False)
 
     def taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Drawn:
-        """Return some of the rows in a further order."""
+        """Return some of the rows, reordered."""
         return Drawn(self.entries, self.row[rows], order if self.order is None else self.order[rows[:, None], order])
 
 
 @dataclass(frozen=True)
 class PoolArrays:
-    """The samples of Q questions, N at most, with one confidence.
+    """Up to N samples of each of Q questions, with one confidence.
 
     Attributes:
         question_ids: Q ids.
-        length: Samples of each question [Q], int64; columns beyond it hold padding.
-        answer: Code of each answer within its question, int32 [Q, N]; -1 where unreadable or padding. Codes are given
-            in the order first seen, which :meth:`reordered` does not renew: ties go by position, never by code.
+        length: Number of samples of each question [Q], int64; columns beyond it are padding.
+        answer: Code of each answer within its question, int32 [Q, N]; -1 for unreadable answers and padding. Codes
+            follow the order of first appearance, which :meth:`reordered` does not renew.
         confidence: The confidence [Q, N], float64; nan where there is none.
         correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
-        tokens: Cost of each sample in tokens [Q, N], float64: response, and the confidence query where one is read;
-            nan where the length is unknown, 0 for padding.
-        drawn: The samples that the rows stand for; None where the arrays were not made of samples.
+        tokens: Cost of each sample in tokens [Q, N], float64: the response, plus the confidence query if it is read;
+            nan if unknown, 0 for padding.
+        drawn: The samples that the rows stand for; None if the arrays were not built from samples.
     """
 
     question_ids: tuple[str, ...]
@@ -88,7 +88,7 @@ class PoolArrays:
         return plain if confidence is None else plain.with_confidence(pool, confidence)
 
     def with_confidence(self, pool: Sequence[QuestionSamples], confidence: str, *, query_tokens: int = 0) -> PoolArrays:
-        """Return what :meth:`from_samples` gives with a confidence, of arrays that it built of ``pool`` without one."""
+        """Add a confidence to arrays that :meth:`from_samples` built from ``pool`` without one."""
         samples = [sample for entry in pool for sample in entry.samples]
         found = (confidence_of(sample, confidence) for sample in samples)
         column = np.fromiter((np.nan if value is None else value for value in found), np.float64, len(samples))
@@ -103,7 +103,7 @@ class PoolArrays:
         return replace(self, confidence=values, tokens=tokens, drawn=drawn)
 
     def entry(self, row: int) -> QuestionSamples:
-        """Return the samples that a row stands for, in its order, with their question."""
+        """Return the samples of a row, in its order, with their question."""
         if self.drawn is None:
             raise InputError("Expected arrays that were made of samples (`PoolArrays.from_samples`), but got others.")
         entry = self.drawn.entries[self.drawn.row[row]]
@@ -113,11 +113,11 @@ class PoolArrays:
         return replace(entry, samples=tuple(entry.samples[position] for position in positions))
 
     def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
-        """Return the pool with the samples of question q taken in ``order[q]``, [Q, N]; padding must stay last."""
+        """Return the pool with the samples of question q in ``order[q]``, [Q, N]; padding must stay last."""
         return replace(self._taken(np.arange(len(order)), order), length=self.length)
 
     def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
-        """Return the pool in r orders, one below the other: the samples of question i % Q taken in ``order[i]``."""
+        """Return the pool in r stacked orders: row i holds the samples of question i % Q in ``order[i]``."""
         ids = self.question_ids[questions]
         times, left_over = divmod(len(order), len(ids))
         if left_over:
@@ -140,10 +140,10 @@ class PoolArrays:
 
 @dataclass(frozen=True)
 class CurveOutcome:
-    """What a strategy did on a pool at each of G settings (thresholds, or budgets).
+    """A strategy's outcome on a pool at each of G settings (thresholds or budgets).
 
     Attributes:
-        answer: Code of the chosen answer [G, Q], int32; -1 where there is none.
+        answer: Code of the chosen answer [G, Q], int32; -1 for none.
         used: Samples used [G, Q], int64.
         stopped_early: Whether the rule stopped it [G, Q], bool.
     """
@@ -155,7 +155,7 @@ class CurveOutcome:
 
 @runtime_checkable
 class GridStrategy(Strategy, Protocol):
-    """A strategy, a frozen dataclass, that can be run at every value of a grid."""
+    """A strategy with a field that can be set to each value of a grid."""
 
     @property
     def grid_parameter(self) -> str:
@@ -164,10 +164,10 @@ class GridStrategy(Strategy, Protocol):
 
 @runtime_checkable
 class CurveStrategy(GridStrategy, Protocol):
-    """One with a vectorised form; of others ``solve`` is replayed (``replayed_curves``)."""
+    """A strategy with a vectorised form; for others ``solve`` is replayed (:func:`replayed_curve`)."""
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return what ``solve`` does on each question at each value of the grid."""
+        """Return the outcome of ``solve`` on each question at each value of the grid."""
 
 
 # The defaults of every verb that fits, chooses or reports, so that they agree where nothing is said.
@@ -179,7 +179,7 @@ ROWS_AT_ONCE = 8192
 
 @dataclass(frozen=True)
 class OrderBlock:
-    """Orders of some consecutive questions, one below the other."""
+    """Stacked orders of some consecutive questions."""
 
     questions: slice
     position: Integers
@@ -190,14 +190,14 @@ class OrderBlock:
 class Orders:
     """Random orders of the samples of Q questions, cut to a budget.
 
-    They depend on the seed, the number of questions and their numbers of samples only, so that all strategies and all
-    confidences see the same ones; a smaller width cuts the very same orders shorter.
+    They depend only on the seed and the numbers of questions and samples, so all strategies and confidences see the
+    same orders; a smaller width cuts the same orders shorter.
 
     Attributes:
-        length: Samples of each question [Q].
-        width: Samples in an order, at most as many as the shortest question has.
-        num_reshuffles: Orders; 0 takes the recorded order alone.
-        seed: Of the orders.
+        length: Number of samples of each question [Q].
+        width: Samples per order, at most as many as the shortest question has.
+        num_reshuffles: Number of orders; 0 uses only the recorded order.
+        seed: Seeds the orders.
     """
 
     length: Integers
@@ -217,11 +217,11 @@ class Orders:
 
     @property
     def num_orders(self) -> int:
-        """Orders in all, at least one."""
+        """Total number of orders, at least one."""
         return max(self.num_reshuffles, 1)
 
     def blocks(self) -> Iterator[OrderBlock]:
-        """Yield the orders: several of all questions at a time or, of a large pool, one of some questions."""
+        """Yield the orders in blocks: several orders of all questions or, for a large pool, one of some questions."""
         generator = np.random.default_rng(self.seed)
         num_questions = len(self.length)
         at_once = max(1, ROWS_AT_ONCE // num_questions)
@@ -245,9 +245,9 @@ class Orders:
 
 
 def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return whether each answer code is right [rows, K + 1], by the first of its samples as a verdict is judged.
+    """Return whether each answer code is right [rows, K + 1], judged by its first sample as a verdict is.
 
-    The last column stands for "no answer", which never is.
+    The last column stands for "no answer", which is wrong.
     """
     num_codes = int(answer.max(initial=-1)) + 1
     right = np.zeros((len(answer), num_codes + 1), dtype=bool)
@@ -265,15 +265,15 @@ _NO_UNIT = -(1 << 60)  # an exponent below any other
 
 @dataclass(frozen=True)
 class Votes:
-    """The votes of Q questions with W samples each and K answer codes at most.
+    """The votes of Q questions with W samples each and at most K answer codes.
 
     Attributes:
-        code: Code of the answer [Q, W], int64; -1 where the sample is no vote.
-        weight: Weight of the vote [Q, W]; 0 where the sample is no vote.
-        is_vote: Whether the sample is a vote [Q, W]: readable, and with a confidence where one is asked for.
-        cell: Position of the vote's answer in a flat [K + 1, Q] table [Q, W]; what is no vote points to row K.
-        precedence: A number for each answer [K + 1, Q], smaller the earlier its first vote; it decides ties.
-        exponent: The weight counts 2 ** exponent times [Q, W], exactly, however far apart weights lie; None is 0.
+        code: Code of the answer [Q, W], int64; -1 if the sample does not vote.
+        weight: Weight of the vote [Q, W]; 0 if the sample does not vote.
+        is_vote: Whether the sample votes [Q, W]: it is readable, and has the confidence if votes are weighted.
+        cell: Position of the vote's answer in a flat [K + 1, Q] table [Q, W]; row K if the sample does not vote.
+        precedence: Tie-breaker for each answer [K + 1, Q]; smaller if its first vote came earlier.
+        exponent: Weights are exactly ``weight * 2 ** exponent`` [Q, W], however far apart they are; None means 0.
     """
 
     code: Integers
@@ -289,14 +289,14 @@ class VoteStep:
     """The state of the votes of Q questions after the first ``num_samples`` samples.
 
     Attributes:
-        num_samples: Samples seen, from 1.
-        totals: Weight of each answer [Q, K]. A live buffer: read it before the next step, do not keep it.
+        num_samples: Number of samples seen, from 1.
+        totals: Weight of each answer [Q, K]. A live buffer that the next step overwrites.
         num_votes: Votes so far [Q].
-        leader: Code of the answer of the largest weight, the first seen on ties [Q]; -1 without votes.
+        leader: Code of the answer with the largest weight, the first seen on ties [Q]; -1 without votes.
         lead_weight: Its weight [Q]; 0 without votes.
-        total_weight: Weight of all votes [Q], added up in the order of the samples.
+        total_weight: Weight of all votes [Q], summed in the order of the samples.
 
-    Where votes have exponents, weights are in units of 2 ** (the largest exponent of the question so far).
+    If votes have exponents, weights are in units of 2 ** (the question's largest exponent so far).
     """
 
     num_samples: int
@@ -332,7 +332,7 @@ def votes_of(pool: PoolArrays, *, weighted: bool, width: int | None = None) -> V
 def walk_votes(votes: Votes) -> Iterator[VoteStep]:
     """Yield the state of the votes after each sample, all questions at once.
 
-    Only the answer voted for can take the lead, so a step costs O(Q) and not O(Q K).
+    Only the answer just voted for can take the lead, so a step costs O(Q), not O(Q K).
     """
     _check_weights(votes.weight)
     num_questions = len(votes.code)
@@ -387,7 +387,7 @@ def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
 
 
 def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) -> Integers:
-    """Return the first column whose score is at least each value of the grid [G, Q]; W where there is none."""
+    """Return the first column whose score reaches each value of the grid [G, Q]; W if none does."""
     values = np.asarray(grid, dtype=np.float64)
     order = np.argsort(values, kind="stable")
     num_questions, width = scores.shape
@@ -410,7 +410,7 @@ def first_crossing(scores: Floats, grid: Sequence[float] | Floats | Integers) ->
 def outcome_at(
     crossing: Integers, answer: NDArray[np.integer], *, fallback: NDArray[np.integer], length: Integers
 ) -> CurveOutcome:
-    """Return what happens when a rule fires at ``crossing``, and falls back where it never does."""
+    """Return the outcome of a rule that fires at ``crossing``, with ``fallback`` where it never does."""
     width = answer.shape[1]
     table = np.concatenate([answer, fallback[:, None]], axis=1).astype(np.int32)
     fires = crossing < width
@@ -419,7 +419,7 @@ def outcome_at(
 
 
 def outcome_of_budgets(answer: NDArray[np.integer], budgets: Integers, length: Integers) -> CurveOutcome:
-    """Return the outcome of a strategy that looks at its whole budget: answers [G, Q] at G budgets."""
+    """Return the outcome of a strategy that uses its whole budget: answers [G, Q] at G budgets."""
     used = np.minimum(length[None, :], budgets[:, None])
     return CurveOutcome(answer.astype(np.int32), used, np.zeros(answer.shape, dtype=bool))
 
@@ -444,7 +444,7 @@ def _check_weights(weight: Floats) -> None:
 
 
 def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Flags) -> Floats:
-    """Raise the units [Q] to the exponents of new votes, and totals with them; return what weights shrink by [Q]."""
+    """Raise units [Q] to the exponents of new votes, rescaling totals; return the factors for other weights [Q]."""
     rows = np.flatnonzero(is_vote & (exponent > unit))
     shrink = np.ones(len(unit))
     shrink[rows] = power_of_two(unit[rows] - exponent[rows])
@@ -454,19 +454,19 @@ def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Fla
 
 
 def power_of_two(exponent: Integers) -> Floats:
-    """Return ``2.0 ** exponent`` exactly for exponents up to 0; 0 below what a float can hold."""
+    """Return ``2.0 ** exponent`` exactly for exponents up to 0; underflows to 0."""
     return np.ldexp(1.0, np.clip(exponent, -1100, 0).astype(np.int32))
 
 
 def curve_of(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-    """Return what ``strategy`` does on a pool at each value of a grid: by its ``curve``, or else by replaying it."""
+    """Return the outcome of ``strategy`` on a pool at each value of a grid, by its ``curve`` or by replaying it."""
     return strategy.curve(pool, grid) if isinstance(strategy, CurveStrategy) else replayed_curve(strategy, pool, grid)
 
 
 def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-    """Return what ``solve`` does on the samples of each row of ``pool``, in their order, at each value of the grid.
+    """Return the outcome of ``solve`` on each row of ``pool`` at each value of the grid.
 
-    It takes a run of the generator for every row and value, where ``curve`` takes a pass over arrays.
+    Runs the generator once per row and value, which is slower than a vectorised ``curve``.
     """
     shape = len(grid), len(pool.length)
     answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -488,7 +488,7 @@ def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[floa
 
 
 def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
-    """Return ``strategy`` with its grid parameter set, as ``solve`` runs it; what counts samples is a whole number."""
+    """Return ``strategy`` with its grid parameter set, as an integer unless it is a threshold."""
     setting = value if strategy.grid_parameter == "threshold" else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found

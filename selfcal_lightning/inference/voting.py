@@ -1,4 +1,4 @@
-"""Strategies that draw the whole budget at once: plain and weighted votes, best of N, and the oracle."""
+"""Strategies that draw the whole budget at once: plain and weighted votes, best of N, and an oracle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _votes(pool: PoolArrays, grid: Sequence[int], *, weighted: bool = True) -> t
 
 
 class _WeighedVote(ABC):
-    """Asks for the whole budget at once and votes; a member says what the confidences weigh."""
+    """Draws the whole budget at once and votes; subclasses turn confidences into weights."""
 
     max_samples: int
     confidence: str
@@ -60,16 +60,16 @@ class _WeighedVote(ABC):
 
     @abstractmethod
     def weights(self, confidence: Floats) -> Floats:
-        """Return the weights of a question's votes [N], of which there is at least one."""
+        """Return the weights of a question's N >= 1 votes [N]."""
 
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return the weight of each answer in the order first seen."""
+        """Return the weight of each answer in order of first appearance."""
         cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
         weights = self.weights(np.array([value for _, value in cast])).tolist() if cast else []
         return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights, strict=True))
 
     def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once and vote."""
+        """Draw the whole budget at once and vote."""
         return vote_at_once(question, self.max_samples, self.weigh)
 
 
@@ -77,13 +77,13 @@ class _WeighedVote(ABC):
 class SelfConsistency:
     """Vote over all samples of the budget: argmax over answers a of ``sum_{i: y_i = a} w_i``.
 
-    The weight w_i is 1, or the sample's confidence c_i where one is named. Unreadable samples, and those without the
-    confidence, are no votes. Where all weights are 0 the first seen answer wins. The verdict's confidence is the
+    The weight w_i is 1, or the sample's confidence c_i where one is named. Samples that are unreadable or lack the
+    confidence do not vote. If all weights are 0, the first answer seen wins. The verdict's confidence is the
     winner's share of the weight.
 
     Attributes:
         max_samples: Samples to draw.
-        confidence: Name of the confidence that weighs the votes; None counts them.
+        confidence: Name of the confidence that weights the votes; None counts them.
 
     Example:
         >>> SelfConsistency(max_samples=8, confidence="p_true").name
@@ -105,7 +105,7 @@ class SelfConsistency:
         check_optional_confidence_name(self.confidence)
 
     def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once and vote."""
+        """Draw the whole budget at once and vote."""
         return vote_at_once(question, self.max_samples, partial(weigh_votes, confidence=self.confidence))
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
@@ -122,13 +122,13 @@ MIN_TEMPERATURE = 1e-6
 class CISC(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = exp(c_i / T) / sum_j exp(c_j / T)``.
 
-    c_i is the confidence in sample i, any real number, and T the temperature: a small one is best-of-N, a large one the
-    plain majority. The sum runs over the votes of the question: unreadable samples, and those without the confidence,
-    are left out. The verdict's confidence is the winner's share of the weight.
+    c_i is the confidence in sample i, any real number, and T the temperature: a small T approaches best-of-N, a large T
+    the plain majority. The sum runs over the question's votes; samples that are unreadable or lack the confidence are
+    left out. The verdict's confidence is the winner's share of the weight.
 
     Attributes:
-        temperature: T, in units of the confidence. The paper tunes it for each model and confidence on questions that
-            it does not report on; so should you.
+        temperature: T, in units of the confidence. Tune it for each model and confidence on held-out questions, as the
+            paper does.
         max_samples: Samples to draw.
         confidence: Name of the confidence.
 
@@ -156,7 +156,7 @@ class CISC(_WeighedVote):
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return them in units that leave no weight too small to add."""
+        """Return the weights, scaled so that the largest does not underflow."""
         mantissa, exponent = _split_exp(confidence, self.temperature)
         return np.asarray(mantissa * power_of_two(exponent - exponent.max()))
 
@@ -171,8 +171,8 @@ class CISC(_WeighedVote):
 def _split_exp(confidence: Floats, temperature: float) -> tuple[Floats, Integers]:
     """Return m in [1, 2) and e with ``exp(confidence / temperature) = m * 2 ** e``.
 
-    The largest exponent of a question is then taken off without rounding, so that it does not matter which samples the
-    question has: a vote over the first n samples and one over all of them see the same mantissas.
+    Subtracting a question's largest exponent is then exact, so votes over the first n samples and over all of them use
+    the same mantissas.
     """
     power = confidence / (temperature * math.log(2.0))
     exponent = np.floor(power)
@@ -186,13 +186,13 @@ MAX_POWER = 100.0
 class BordaVoting(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = (N - rank_i + 1) ** p``.
 
-    rank_i is the rank of sample i by confidence, 1 for the highest, ties to the first seen; N the number of votes.
-    Unreadable samples, and those without the confidence, are no votes and have no rank. With p = 0 it is the majority,
-    with a large p best-of-N. Only the order of the confidences matters, so they may lie on any scale. The verdict's
+    rank_i is the rank of sample i by confidence, 1 for the highest, ties to the first seen; N is the number of votes.
+    Samples that are unreadable or lack the confidence do not vote. p = 0 is the majority, a large p best-of-N. Only the
+    order of the confidences matters, so they may be on any scale. The verdict's
     confidence is the winner's share of the weight.
 
     Attributes:
-        power: p, in [0, 100].
+        power: The power p, in [0, 100].
         max_samples: Samples to draw.
         confidence: Name of the confidence that ranks the samples.
 
@@ -242,9 +242,9 @@ class BordaVoting(_WeighedVote):
 
 
 def _admit(scores: Floats, points: Integers, number: int) -> None:
-    """Give sample ``number`` its points, and one more to each earlier vote that ranks above it [W, Q]; nan is no vote.
+    """Give sample ``number`` its points, and each earlier vote that ranks above it one more [W, Q]; nan is no vote.
 
-    A vote's points are N - rank + 1 = 1 + the number of votes that rank below it; it ranks above its later equals.
+    A vote's points are N - rank + 1, one more than the number of votes below it; it ranks above later equals.
     """
     earlier, new = scores[:number], scores[number]
     points[:number] += earlier >= new
@@ -253,14 +253,14 @@ def _admit(scores: Floats, points: Integers, number: int) -> None:
 
 @dataclass(frozen=True)
 class BestOfN:
-    """Take the answer of the first sample of maximal confidence among all samples of the budget.
+    """Return the answer of the most confident sample in the budget, the first one on ties.
 
-    Unreadable samples, and those without the confidence, cannot be chosen. The verdict's confidence is that of the
-    chosen sample.
+    Samples that are unreadable or lack the confidence are never chosen. The verdict's confidence is that of the chosen
+    sample.
 
     Attributes:
         max_samples: Samples to draw.
-        confidence: Name of the confidence that is compared.
+        confidence: Name of the confidence to compare.
 
     Example:
         >>> BestOfN(max_samples=4)
@@ -282,7 +282,7 @@ class BestOfN:
         check_confidence_name(self.confidence)
 
     def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once and take the best."""
+        """Draw the whole budget at once and take the best."""
         samples = yield Ask(self.max_samples)
         answer, best = None, None
         for sample in samples:
@@ -310,12 +310,12 @@ class BestOfN:
 class StandardisedVoting(_WeighedVote):
     """Vote over all samples of the budget with the weights ``w_i = exp((c_i - mean) / std)``.
 
-    c_i is the confidence in sample i, any real number; mean and standard deviation are over the votes of the question
-    within the budget, so that no sample beyond it has a say. Unreadable samples, and those without the confidence, are
-    no votes. The verdict's confidence is the winner's share of the weight.
+    c_i is the confidence in sample i, any real number; mean and standard deviation are taken over the question's votes
+    within the budget. Samples that are unreadable or lack the confidence do not vote. The verdict's confidence is the
+    winner's share of the weight.
 
-    With ``token_steadiness`` these are the weights of SASC by the spread of a response's entropies, with
-    ``mean_logprob`` those by its certainty.
+    With ``token_steadiness`` these are SASC's weights by the spread of token entropies, with ``mean_logprob`` those by
+    certainty.
 
     Attributes:
         max_samples: Samples to draw.
@@ -326,7 +326,7 @@ class StandardisedVoting(_WeighedVote):
         StandardisedVoting(max_samples=8, confidence='mean_logprob')
 
     Reference:
-        The voting weights of SASC, `run_evaluation.py` of Multi-step Test-time Training with Data Selection.
+        SASC's voting weights, `run_evaluation.py` of Multi-step Test-time Training with Data Selection.
     """
 
     name: ClassVar[str] = "standardised"
@@ -352,10 +352,10 @@ class StandardisedVoting(_WeighedVote):
 
 @dataclass(frozen=True)
 class PassAtN:
-    """Give the first *correct* answer among all samples of the budget; the first readable one where none is correct.
+    """Return the first *correct* answer within the budget, or the first readable one if none is correct.
 
-    An oracle: it looks at the reference, so it bounds from above what any choice among these samples can reach, and
-    cannot be used to answer a question. Where nothing was verified it is the first answer. It has no confidence.
+    An oracle: it reads the reference, so it is an upper bound for any choice among these samples and cannot answer
+    questions. It has no confidence.
     """
 
     name: ClassVar[str] = "pass_at_n"
@@ -368,7 +368,7 @@ class PassAtN:
         check_budget(self.max_samples)
 
     def solve(self, question: Question) -> Solving:
-        """Ask for the whole budget at once and look for a correct answer."""
+        """Draw the whole budget at once and look for a correct answer."""
         samples = yield Ask(self.max_samples)
         readable = [sample for sample in samples if sample.answer is not None]
         right = [sample for sample in readable if sample.correct]

@@ -88,7 +88,7 @@ async def run_requests(service: Service, source: Path, target: Path) -> BatchRes
             file.write(as_json_line(written).encode())
             file.flush()
             counts["answered" if status == 200 else "refused"] += 1
-            bar.update(1, refused=status != 200)
+            bar.update(1)
 
     waiting = {name: line for name, line in requests.items() if name not in done}
     with file, Progress(len(waiting), label="Answering", unit="requests", enabled=len(waiting) > 1) as bar:

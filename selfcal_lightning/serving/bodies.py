@@ -114,7 +114,7 @@ class ChatBody(BaseModel):
     stream_options: StreamOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    selfcal: Options = Options()
+    selfcal: Options = Field(default_factory=lambda: Options.model_validate({}))
 
     @property
     def stops(self) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
@@ -187,7 +187,7 @@ class Desk:
         self.source = _Source(
             engine,
             chat,
-            tasks=lambda name: self.jobs[name].reader,
+            tasks=lambda name: cast(Task, self.jobs[name].reader),
             draws=lambda question: self._draws(self.jobs[question.id]),
             patience=PATIENCE,
             max_failures=2**31,

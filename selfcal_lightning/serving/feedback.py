@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -72,21 +75,22 @@ class Metrics:
         Gauge("cancelled_tokens", "Tokens drawn and thrown away since the start.", **own).set_function(cancelled)
         gauges = {name: Gauge(f"feedback_{name}", text, **own) for name, text in FROM_LABELS.items()}
         for name, gauge in gauges.items():
-            gauge.set_function(lambda name=name: from_labels(feedback)[name])
+            gauge.set_function(partial(from_labels, feedback, name))
 
 
 FROM_LABELS = {"labels": "Labels.", "accuracy": "Share of right.", "ece": "ECE.", "brier": "Brier score."}
 
 
-def from_labels(feedback: Feedback) -> dict[str, float]:
+def from_labels(feedback: Feedback, name: str) -> float:
     """Return what confidences are worth by the labels; nan where there are none."""
     rows = [(stated, right) for stated, right in feedback.labelled.values() if stated is not None]
-    if not rows:
-        return dict.fromkeys(FROM_LABELS, float("nan")) | {"labels": float(len(feedback.labelled))}
+    if name == "labels":
+        return float(len(feedback.labelled))
     stated, right = [min(max(value, 0.0), 1.0) for value, _ in rows], [float(label) for _, label in rows]
-    return {
-        "labels": float(len(rows)),
-        "accuracy": sum(right) / len(right),
-        "ece": float(expected_calibration_error(stated, right)),
-        "brier": float(brier_score(stated, right)),
+    known: dict[str, Callable[[list[float]], float | None]] = {
+        "accuracy": fmean,
+        "ece": partial(expected_calibration_error, stated),
+        "brier": partial(brier_score, stated),
     }
+    value = known[name](right) if rows else None
+    return float("nan") if value is None else value

@@ -137,10 +137,13 @@ def make_reply(
     read = job.strategy.confidence or confidence
     nothing_agreed = len(used) > 1 and len({s.answer for s in used if s.answer is not None}) == len(used)
     values = [None if read is None else confidence_of(sample, read) for sample in used]
-    sure = max(values, key=lambda value: -1.0 if value is None else value, default=None)
-    if nothing_agreed and sure is not None:
-        best: Sample | None = used[values.index(sure)]
-        answer, stated, source = used[values.index(sure)].answer, sure, read
+    sure = max((value for value in values if value is not None), default=None)
+    by_confidence = nothing_agreed and sure is not None and job.strategy.confidence is None
+    best: Sample | None
+    stated: float | None
+    if by_confidence:
+        best = used[values.index(sure)]
+        answer, stated, source = best.answer, sure, read
     else:
         best = best_response(verdict, outcome.samples, read) or next(iter(used), None)
         answer, stated = verdict.answer, verdict.confidence
@@ -148,7 +151,7 @@ def make_reply(
         if len(used) == 1 or stated is None:  # one vote always agrees with itself
             stated, source = values[used.index(best)] if best is not None and answer is not None else None, read
     guarantee = None
-    if fitted is not None and fitted.target == "risk" and not nothing_agreed and outcome.stop_reason in OF_STRATEGY:
+    if fitted is not None and fitted.target == "risk" and outcome.stop_reason in OF_STRATEGY:
         guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
     is_low = answer is None or (threshold is not None and (stated is None or stated < threshold))
     if guarantee is not None and fitted is not None:
@@ -173,7 +176,7 @@ def make_reply(
             "calibrated": described is not None,
             "calibration": described,
             "answer": None if abstained else answer,
-            "chosen_by": "confidence" if nothing_agreed and sure is not None else "strategy",
+            "chosen_by": "confidence" if by_confidence else "strategy",
             "candidates": [] if abstained else _candidates(used, values),
             "samples_used": verdict.samples_used,
             "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),

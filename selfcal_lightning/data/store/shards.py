@@ -224,7 +224,7 @@ class SampleIndex:
         answer: Canonical answer, or None where unreadable, object [R].
         correct: 1 right, 0 wrong, nan unknown, float64 [R].
         yes_mass: Probability of Yes after the confidence query, nan where not asked, float64 [R].
-        no_mass: Likewise for No.
+        no_mass: The same for No.
         logprob: Log-probability of the response in nats, nan where unknown, float64 [R].
         num_prompt_tokens: Length of the prompt in tokens, -1 where unknown, int64 [R].
         num_tokens: Length of the response in tokens, -1 where unknown, int64 [R].

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
 from selfcal_lightning.core.signals import INTERRUPTION
 
 
+class _Exit:
+    """Ends the process once everything else has: threads are joined, exit handlers have run, output is flushed.
+
+    Threads of libraries (Arrow, gloo) that outlive Python's finalisation abort the process now and then; see
+    apache/arrow#34314. So the interpreter is not finalised.
+    """
+
+    status = 1  # that of an uncaught error
+
+    def __call__(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError, ValueError):  # gone or closed
+                self.status = self.status or 1
+        os._exit(self.status)
+
+
 def main() -> None:
     """Run the command line and leave with its exit status."""
+    leave = _Exit()
+    atexit.register(leave)  # the first one registered is called last
     INTERRUPTION.listen()
     # OpenMP threads that spin at barriers make small models tens of times slower where cores are shared (measured:
     # 1.2 against 56 responses a second under a load of 5 on two cores). It must be set before torch is imported.
@@ -21,7 +42,15 @@ def main() -> None:
     from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
 
     keep_bitsandbytes_quiet()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        leave.status = run(sys.argv[1:])
+    except SystemExit as error:
+        leave.status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    except KeyboardInterrupt:
+        leave.status = INTERRUPTION.status
+        raise
+    sys.exit(leave.status)
 
 
 if __name__ == "__main__":

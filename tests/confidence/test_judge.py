@@ -26,7 +26,7 @@ from selfcal_lightning.records import Message, Question, QuestionSamples, Record
 
 TEXTS = {
     "who": ("local_text", "sinclair lewis", ["Answer: S. Lewis", "Answer: S. Lewis", "Answer: Orwell", " "]),
-    "how many": ("local_text", "1500", ["Answer: 1,500 m", "Answer: Sinclair"]),
+    "how many": ("local_text_exact", "1500", ["Answer: 1,500 m", "Answer: Sinclair"]),
     "half": ("math500", r"\\frac{1}{2}", [r"\\boxed{0.5}", r"\\boxed{2^{-1}}"]),
     "sum": ("local_number", "4", ["Answer: 4", "Answer: 5"]),
     "open": ("local_text", None, ["Answer: anything"]),
@@ -191,4 +191,4 @@ def test_the_verb_asks_a_server(tmp_path: Path, bundled_model: str, capsys: pyte
     assert verdicts(store)["who"] == [True, True, True, False]
     assert "2 different answers, 2 of them judged now" in capsys.readouterr().err
     assert run(["judge", "--store_dir", str(tmp_path), "--judge_model", "bundled", "--task", "local_number"]) == 1
-    assert "a task that names a judge (local_expression, local_text, math, math500" in capsys.readouterr().err
+    assert "a task that names a judge (local_expression, local_text, local_text_exact, math" in capsys.readouterr().err

@@ -97,6 +97,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     "local_choice": ({"id": "x", "question": "q", "answer": "g"}, "G", "q"),
     "local_expression": ({"question": "q", "answer": "50\\%"}, "50\\%", "q"),
     "local_text": ({"question": "q", "answer": ["The Beatles", "Fab Four"]}, '["beatles", "fab four"]', "q"),
+    "local_text_exact": ({"question": "q", "answer": ["The Beatles", "Fab Four"]}, '["beatles", "fab four"]', "q"),
 }
 
 # (id, config, folder, revision), split here -> split on the hub

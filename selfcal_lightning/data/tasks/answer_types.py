@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from selfcal_lightning.data.tasks.extraction import (
     read_letter,
     read_number,
     read_short_text,
+    stated_short_text,
 )
 from selfcal_lightning.data.tasks.math_processes import MathPool, default_pool
 
@@ -308,3 +310,78 @@ class ShortTextAnswers:
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
         """Return the answers as they are: normalised texts are equal only when their text is."""
         return list(answers)
+
+
+_COPULA = re.compile(r"\b(?:is|are|was|were|be|called|named)\b")
+_ALTERNATIVE = re.compile(r"\b(?:or|either|versus|vs)\b")
+_NEGATION = re.compile(r"\b(?:not|never|no|nor|neither|isnt|arent|wasnt|werent|than|except|without)(?: \w+){0,2} ?$")
+_LIST = re.compile(r"\s*(?:[,;/]|\band\b)\s*")
+_ONE_WORD = {"yes", "no", "true", "false"}
+
+
+class FreeTextAnswers(ShortTextAnswers):
+    """Names and short phrases that may stand inside a sentence.
+
+    An answer is right if it equals the reference or an alias, or contains one as whole words. Case, accents,
+    punctuation and articles do not matter. An answer that negates the reference or names alternatives, by "or" or as
+    a list of three and more, is wrong; yes, no, true and false have to be the first word. In votes, a sentence counts
+    for what stands before or after its verb.
+
+    Example:
+        >>> texts = FreeTextAnswers()
+        >>> texts.verify(texts.extract("The capital of Germany is Berlin."), "berlin")
+        True
+        >>> [texts.verify(texts.extract(text), "berlin") for text in ("Bonn, not Berlin", "Berlin, Bonn, Mainz")]
+        [False, False]
+        >>> texts.group(["capital of germany is berlin", "bonn", "berlin"])
+        ['capital of germany is berlin', 'bonn', 'capital of germany is berlin']
+    """
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the normalised short answer or sentence that a response gives, or None; lists keep their commas."""
+        stated = stated_short_text(text, finished=finished)
+        if stated is None:
+            return None
+        parts = [part for piece in _LIST.split(stated) if (part := normalise_short_text(piece))]
+        is_list = len(parts) > 2 and all(len(part.split()) <= 3 for part in parts)
+        return ", ".join(parts) if is_list else normalise_short_text(stated)
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Return whether the answer gives the reference or one of its aliases."""
+        if answer is None:
+            return False
+        said = _folded(answer)
+        return any(_gives(said, _folded(normalise_short_text(alias))) for alias in split_aliases(reference))
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return the answers with those that say the same replaced by the first seen."""
+        return group_equal(answers, lambda one, other: _says(one, other) or _says(other, one))
+
+
+def _folded(text: str) -> str:
+    """Return normalised text without accents."""
+    plain = unicodedata.normalize("NFKD", text)
+    return "".join(character for character in plain if not unicodedata.combining(character))
+
+
+def _words(text: str) -> list[str]:
+    """Return the words, without what separates those of a list."""
+    return [word for word in text.replace(",", " ").split() if word != "and"]
+
+
+def _gives(said: str, wanted: str) -> bool:
+    if not wanted or _words(said) == _words(wanted):
+        return wanted != ""
+    if wanted in _ONE_WORD:
+        return said.split()[:1] == [wanted]
+    if "," in said or _ALTERNATIVE.search(said.replace(wanted, "")):
+        return False
+    found = re.search(rf"(?<!\S){re.escape(wanted)}(?!\S)", said)
+    return found is not None and _NEGATION.search(said[: found.start()]) is None
+
+
+def _says(sentence: str, answer: str) -> bool:
+    """Return whether a sentence is the answer, or says it before or after its verb."""
+    said, wanted = _folded(sentence), _folded(answer)
+    verb = None if _NEGATION.search(said) or _ALTERNATIVE.search(said) else _COPULA.search(said)
+    return wanted in ({said} if verb is None else {said, said[: verb.start()].strip(), said[verb.end() :].strip()})

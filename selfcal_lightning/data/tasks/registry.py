@@ -6,7 +6,13 @@ from typing import Protocol
 
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.plan import QuestionCount
-from selfcal_lightning.data.tasks.answer_types import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
+from selfcal_lightning.data.tasks.answer_types import (
+    ExpressionAnswers,
+    FreeTextAnswers,
+    LetterAnswers,
+    NumberAnswers,
+    ShortTextAnswers,
+)
 from selfcal_lightning.data.tasks.base import Part, Task, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.local import LocalQuestions
@@ -128,7 +134,8 @@ for _dataset in (
     LocalQuestions("local_number", NumberAnswers()),
     LocalQuestions("local_choice", LetterAnswers("ABCDEFGH")),
     LocalQuestions("local_expression", ExpressionAnswers(), judge="mathematics"),
-    LocalQuestions("local_text", ShortTextAnswers(), judge="facts"),
+    LocalQuestions("local_text", FreeTextAnswers(), judge="facts"),
+    LocalQuestions("local_text_exact", ShortTextAnswers(), judge="facts"),
 ):
     register_task(DatasetTask(_dataset))
 register_task(WordProblems())

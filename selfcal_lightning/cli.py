@@ -59,6 +59,14 @@ GROUPS = {
             "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
         ),
     },
+    "serve": {
+        "serve": Verb("answer clients of the OpenAI protocol, with a confidence", "serve.run_serve", NOT_STARTED),
+        "batch": Verb(
+            "answer a file in OpenAI's batch format",
+            "serve.run_batch",
+            "The answers so far are in `output`; the same command goes on.",
+        ),
+    },
     "train and export": {
         "validate": Verb("compute the metrics of the validation split", None, NOT_STARTED),
         "test": Verb("compute the metrics of the test split", None, NOT_STARTED),

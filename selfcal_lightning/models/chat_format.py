@@ -6,6 +6,7 @@ Everything is derived from the model's own template by rendering sentinels throu
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -295,15 +296,21 @@ class ChatFormat:
             (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), suffix_ids[0]
         )
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Return the ids of ``messages`` with the opened assistant turn, one BOS at most.
 
         Raises:
-            ValueError: When the template refuses the sequence of roles.
+            ValueError: When the template refuses the sequence of roles, or has no place for ``tools`` (functions as
+                OpenAI writes them).
         """
         literals: list[str] = []
         guarded = [Message(message.role, self._guard(message.content, literals)) for message in messages]
-        return self._encode(self._render(guarded), literals)
+        rendered = self._render(guarded, **({"tools": list(tools)} if tools else {}))
+        if tools and (self._control.search(json.dumps(tools)) or rendered == self._render(guarded)):
+            raise InputError("Expected no `tools` for a model whose template has no place for them, or control tokens.")
+        return self._encode(rendered, literals)
 
     def response_ids(self, text: str) -> tuple[int, ...]:
         """Return the ids of a response's content as it stands after a prompt, without end-of-turn."""

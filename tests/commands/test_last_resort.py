@@ -399,21 +399,36 @@ assert "pyarrow._dataset" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("body", "status"), [("", 0), ("raise SystemExit(75)", 75), ("raise KeyError('x')", 1)])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("", 0),
+        ("raise SystemExit(75)", 75),
+        ("raise SystemExit('said')", 1),
+        ("raise KeyError('x')", 1),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", 143),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130),
+        ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); return 3", 3),
+        ("global pool; pool = multiprocessing.get_context('spawn').Pool(1); pool.apply(abs, (1,)); return 0", 0),
+    ],
+)
 def test_no_code_of_a_library_runs_after_the_last_exit_handler(body: str, status: int, tmp_path: Path) -> None:
     # Aborts at the end of Python's finalisation, as threads of libraries do that outlive it.
     code = f"""
-import atexit, ctypes, sys
+import atexit, ctypes, multiprocessing, os, signal, sys, threading, time
 from selfcal_lightning import __main__, cli
 def work(arguments):
     ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p))
     atexit.register(print, "other handlers ran")
     print("written", end=" ")
     {body or "return 0"}
-cli.run = work
-__main__.main()
+if __name__ == "__main__":
+    cli.run = work
+    __main__.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    (tmp_path / "verb.py").write_text(code)
+    done = subprocess.run([sys.executable, "verb.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert done.stdout == "written other handlers ran\n"
     assert ("KeyError" in done.stderr) == ("KeyError" in body)
+    assert "leaked" not in done.stderr  # semaphores of workers are handed back

@@ -1,0 +1,147 @@
+"""Run each verb many times on a busy machine and count how the processes end; see ``--help``.
+
+Threads of libraries that outlive the interpreter abort a process now and then (status 134), most often where cores are
+shared. Inputs are made once, by the verbs themselves, on the bundled model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+SELFCAL = [sys.executable, "-m", "selfcal_lightning"]
+SHORT = "--sampling.max_new_tokens 60"
+SAMPLES = f"--task word_problems --limit 12 --num_samples 4 {SHORT}"
+ADAPT = (
+    f"--rounds 1 --num_samples 4 --evaluation_samples 2 --batch_size 16 {SHORT}"
+    " --questions '{{task: word_problems, split: test_id, limit: 4}}'"
+)
+FIT = f"--model bundled --questions {{inputs}}/questions.jsonl --task local_number --data.num_samples 2 {SHORT}"
+
+# What is prepared, in this order, in the folder of inputs; {inputs} and {run} are folders.
+PREPARED = [
+    f"generate --model bundled --store_dir {{inputs}}/store --split test_id {SAMPLES}",
+    f"generate --model bundled --store_dir {{inputs}}/store --split calibration {SAMPLES}",
+    "score --store_dir {inputs}/store --estimator [self_certainty,token_entropy]",
+    "export-pool --store_dir {inputs}/store --path {inputs}/pool.jsonl",
+    "fit-confidence --pool {inputs}/store --split calibration --output {inputs}/fused.json --figure false",
+    "fit-probe --pool {inputs}/store --split calibration --output {inputs}/probe",
+    "score-questions --probe {inputs}/probe --store_dir {inputs}/store",
+    "score-questions --probe {inputs}/probe --model bundled --task word_problems --split test_id --limit 12"
+    " --output {inputs}/scores.jsonl",
+    "fit-capability-maps --pool {inputs}/store --split calibration --output {inputs}/maps.json",
+    "select --store_dir {inputs}/store --split test_id --output {inputs}/selection",
+    "rollout --samples_dir {inputs}/store --split test_id --store_dir {inputs}/rollouts --num_rollouts 2 --limit 2"
+    " --responses 1 --prefixes 1 --export {inputs}/prefixes.jsonl",
+    "fit --output_dir {inputs}/fit " + FIT,
+]
+
+# Verbs that finish in seconds come first. {store} is a copy of the store that the run may change.
+VERBS = {
+    "select": "--store_dir {inputs}/store --split test_id --output {run}/selection",
+    "export-pool": "--store_dir {inputs}/store --path {run}/pool.jsonl",
+    "import-pool": "--path {inputs}/pool.jsonl --store_dir {run}/imported",
+    "reread": "--store_dir {store}",
+    "fit-confidence": "--pool {inputs}/store --split calibration --output {run}/fused.json",
+    "fit-threshold": "--pool {inputs}/store --split calibration --output {run}/threshold.json --budget 2",
+    "map-scores": "--scores {inputs}/scores.jsonl --maps {inputs}/maps.json --output {run}/mapped.jsonl",
+    "allocate": "--scores {inputs}/scores.jsonl --budget 2 --maps {inputs}/maps.json --output {run}/plan.json",
+    "predict-pass-at-k": "--scores {inputs}/scores.jsonl --ks [1,4] --calibration_pool {inputs}/store"
+    " --output {run}/pass.jsonl",
+    "fit-capability-maps": "--pool {inputs}/store --split calibration --output {run}/maps.json",
+    "fit-asking-threshold": "--pool {inputs}/store --split calibration --risk 0.9 --delta 0.5"
+    " --output {run}/asking.json",
+    "evaluate-capability": "--pool {inputs}/store --split test_id --calibration_split calibration --num_resamples 20"
+    " --estimator [probe,agreeing_pairs] --output_dir {run}/capability",
+    "extract-steps": "--selection {selection}",
+    "export-rl": "--selection {inputs}/selection --output {run}/rl --format trl",
+    "import-prefixes": "--path {inputs}/prefixes.jsonl --store_dir {run}/prefixes --task local_number",
+    "fit-probe": "--pool {inputs}/store --split calibration --output {run}/probe --features_dir {inputs}/features",
+    "score": "--store_dir {store} --estimator min_logprob",
+    "score-questions": "--probe {inputs}/probe --store_dir {store} --name again",
+    "export": "--adapter {inputs}/fit/adapter --output_dir {run}/merged",
+    "generate": f"--model bundled --store_dir {{run}}/store --split test_id {SAMPLES}",
+    "answer": "--model bundled --question 'Anna has 3 apples and buys 4 more. How many?' --task word_problems"
+    f" --max_samples 2 {SHORT}",
+    "judge": "--store_dir {store} --judge_model bundled --max_new_tokens 4 --task word_problems",
+    "rollout": "--samples_dir {inputs}/store --split test_id --store_dir {run}/rollouts --num_rollouts 1 --limit 1"
+    " --responses 1 --prefixes 1",
+    "evaluate": "--pools '[{{name: a, path: {inputs}/store, split: test_id}}]' --num_reshuffles 2 --num_resamples 20"
+    " --output_dir {run}/evaluation",
+    "adapt": "--output_dir {run}/adapted " + ADAPT,
+    "fit": "--output_dir {run}/fit " + FIT,
+}
+
+
+def words(command: str, inputs: Path, run: Path) -> list[str]:
+    """Return the arguments of a command."""
+    places = {"inputs": inputs, "run": run, "store": run / "store", "selection": run / "selection"}
+    return [word.format(**places) for word in shlex.split(command)]
+
+
+def run_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
+    """Run a verb in a fresh folder; return its status and the end of what it said."""
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    for name in ("store", "selection"):
+        if f"{{{name}}}" in VERBS[verb]:
+            shutil.copytree(inputs / name, run / name)
+    done = subprocess.run(
+        [*SELFCAL, verb, *words(VERBS[verb], inputs, run)], capture_output=True, text=True, timeout=900, cwd=run
+    )
+    return done.returncode, done.stderr[-2000:]
+
+
+def main() -> None:
+    """Prepare the inputs, then run the verbs in turn until each has run often enough or time is up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/clean_exits"))
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--verbs", nargs="*", default=list(VERBS), choices=list(VERBS))
+    parser.add_argument("--load", type=int, default=os.cpu_count(), help="busy processes meanwhile")
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    inputs, end = folder / "inputs", time.monotonic() + 60 * given.minutes
+    inputs.mkdir(parents=True, exist_ok=True)
+    rows = [{"question": f"Anna has {a} apples and buys {a + 3} more. How many apples has she?"} for a in range(2, 42)]
+    (inputs / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number, command in enumerate(PREPARED):
+        if not (mark := inputs / f"prepared_{number}").exists():
+            verb, rest = command.split(" ", 1)
+            subprocess.run([*SELFCAL, verb, *words(rest, inputs, folder)], check=True, cwd=folder)
+            mark.touch()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(given.load)]
+    statuses: dict[str, Counter[int]] = {verb: Counter() for verb in given.verbs}
+    try:
+        for _ in range(given.runs):
+            for verb in given.verbs:
+                if time.monotonic() > end:
+                    return
+                status, said = run_once(verb, inputs, folder / "run")
+                statuses[verb][status] += 1
+                if status:
+                    (folder / f"{verb}_{status}.txt").write_text(said)
+                counts = {name: {str(key): value for key, value in found.items()} for name, found in statuses.items()}
+                (folder / "statuses.json").write_text(json.dumps(counts, indent=1))
+    finally:
+        for process in busy:
+            process.kill()
+        for verb, found in statuses.items():
+            others = {status: count for status, count in found.items() if status}
+            print(
+                f"{verb:<22}{found.total():>4} runs, {found[-6] + found[134]} aborts"
+                + (f", {others}" if others else "")
+            )
+
+
+if __name__ == "__main__":
+    main()

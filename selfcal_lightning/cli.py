@@ -182,7 +182,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"selfcal_lightning {__version__}\n")
         return 0
     if verb not in VERBS:
-        sys.stderr.write(f"selfcal: There is no verb {verb!r}.{did_you_mean(verb, VERBS)} See `selfcal --help`.\n")
+        hint = " Did you mean 'fit'?" if verb in {"calibrate", "train"} else did_you_mean(verb, VERBS)
+        sys.stderr.write(f"selfcal: There is no verb {verb!r}.{hint} See `selfcal --help`.\n")
         return 2
     return run_to_the_end(lambda: _run_verb(verb, rest), command=["selfcal", verb, *rest], kept=VERBS[verb].kept)
 

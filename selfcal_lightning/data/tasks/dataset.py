@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.data.tasks import rows
 from selfcal_lightning.data.tasks.answer_types import Answers
-from selfcal_lightning.data.tasks.base import AnswerType, JudgeForm, judge_form
+from selfcal_lightning.data.tasks.base import AnswerType, VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import LETTERS
 from selfcal_lightning.data.tasks.rows import (
     FileSource,
@@ -89,7 +89,7 @@ class DatasetTask:
         self.prompt: Prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
-        self.judge: JudgeForm | None = judge_form(dataset)
+        self.verifier: VerifierForm | None = verifier_form(dataset)
 
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None

@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import uuid
+from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +16,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.capability.metrics import KEYS as CAPABILITY_KEYS
+from selfcal_lightning.confidence.domain import FEWEST, MOST, Domain
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_apart
 from selfcal_lightning.core.plan import Place, Plan
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.transformers.prompt_states import network_states
+from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.folders import files_sha256, read_manifest, resolve_model
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.contracts import SampledData
@@ -153,8 +158,25 @@ class AdapterExport(Callback):
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
+            self._write_domain(pl_module)
             for name, folder in self._folders_beside(pl_module).items():
                 self._export_beside(pl_module, name, folder)
+
+    def _write_domain(self, module: TrainedModule) -> None:
+        """Keep what the training prompts look like to the model, so that questions unlike them are noticed."""
+        if self._store_dir is None or not isinstance(module, ConfidenceModel) or is_sharded(module):
+            return
+        groups = islice(SampleStore(self._store_dir).samples(split="train"), MOST)
+        prompts = [module.chat.prompt_ids(group.question.messages) for group in groups if group.question.messages]
+        if len(prompts) < FEWEST:
+            return
+        try:
+            with adapter_asleep(module.model) if module.activated else nullcontext():
+                states = network_states(module.model, prompts)
+        except InputError as error:  # of an architecture whose layers are not found
+            say(f"AdapterExport: questions unlike the training ones will not be noticed: {error}")
+            return
+        Domain.fit(states.token_mean[:, 0]).save(self._folder)
 
     def _export_beside(self, module: ConfidenceModel, name: str, folder: Path) -> None:
         """Export an adapter that was trained beside the first one, as if it had been trained alone."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from selfcal_lightning.confidence.domain import calibrated_in_domain
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
@@ -40,6 +41,7 @@ from selfcal_lightning.inference.choices import (
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
+from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.rewards.answering import check_live_rewards, check_search, open_live_rewards, open_search
 
@@ -234,8 +236,9 @@ def answer_questions(
             on_failed=say,
             max_failures=settings.max_failures,
         )
+        in_domain = calibrated_in_domain(opened, asked, options.adapter or resolve_model(model))
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
-            answers = _InOrder(asked, chosen, fitted, bar, on_answer)
+            answers = _InOrder(asked, chosen, fitted, bar, on_answer, in_domain)
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
@@ -273,10 +276,11 @@ class _InOrder:
         fitted: FittedThreshold | None,
         bar: Progress,
         on_answer: Callable[[Answer], None],
+        in_domain: Mapping[str, bool],
     ) -> None:
         self.answers: list[Answer] = []
         self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
-        self._on_answer = on_answer
+        self._on_answer, self._in_domain = on_answer, in_domain
         self._place = {question.id: place for place, question in enumerate(questions)}
         self._early: dict[str, Answer] = {}
 
@@ -293,6 +297,7 @@ class _InOrder:
             withheld_by=self._reason_to_withhold(verdict),
             finish=None if best is None else best.finish,
             samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
+            calibrated_in_domain=self._in_domain.get(question.id),
         )
         while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
             self.answers.append(self._early.pop(self._questions[len(self.answers)].id))

@@ -30,6 +30,7 @@ from selfcal_lightning.evaluation.inputs import (
     sides_apart,
     split_off_calibration,
     trained_on,
+    unlike_training,
 )
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
@@ -199,6 +200,13 @@ def run_evaluate(
         test, _, side = key.rpartition(".")
         say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
         results[f"own.{test}.trained_on.{side}"] = shared
+    unlike = {} if pools is not None else unlike_training(inputs, sampled.sides, options)
+    for key, number in unlike.items():
+        _, test, what, side = key.split(".", 3)
+        if what == "unlike_training" and number:
+            whole = len(inputs.tests[test][side].entries)
+            say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")
+    results |= unlike
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:

@@ -6,8 +6,12 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.domain import Domain, prompt_states
 from selfcal_lightning.confidence.scoring import StoreScoring, score_store
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
@@ -19,9 +23,11 @@ from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import load_source
 from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.metrics import SIDES
+from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest, resolve_model, weights_sha256
 from selfcal_lightning.records import Sample, SamplingSettings, question_hash
@@ -254,6 +260,34 @@ def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]
             entries = pools[side].entries if side in pools else ()
             if shared := sum(question_digest(entry.question) in taught for entry in entries):
                 found[f"{test}.{side}"] = shared
+    return found
+
+
+def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: SamplingOptions) -> dict[str, Any]:
+    """Return how many questions of each test set are unlike those a side was trained on, under keys of results.json.
+
+    The AUROC says how well the distance tells the questions of a test set from those of the first one.
+    """
+    found: dict[str, Any] = {}
+    for side, model in sides.items():
+        folder = model.adapter or resolve_model(model.model)
+        if (domain := Domain.of(folder)) is None or options.engine.name != "transformers":
+            continue
+        engine_options = options.engine.of(adapter=model.adapter)
+        chat = load_chat(engine_options, model.model, query=options.query, prompt=options.prompt)
+        engine = open_engine(engine_options, model.model, chat=chat)
+        distances = {
+            test: domain.distance(prompt_states(engine, [entry.question for entry in pools[side].entries]))
+            for test, pools in inputs.tests.items()
+            if side in pools
+        }
+        engine.close()
+        first = next(iter(distances.values()))
+        for test, values in distances.items():
+            found[f"own.{test}.unlike_training.{side}"] = int((values > domain.threshold).sum())
+            if values is not first:
+                is_other = np.repeat([True, False], [len(values), len(first)])
+                found[f"own.{test}.domain_auroc.{side}"] = auroc(np.concatenate([values, first]), is_other)
     return found
 
 

@@ -29,6 +29,7 @@ class Answer:
         withheld_by: Why the answer is withheld; None where it is given.
         finish: "stop" where the model ended that response, "length" where the token limit cut it after the answer.
         samples_cut: Samples used that the token limit cut; those that state no answer count as unreadable.
+        calibrated_in_domain: Whether the question is like those that the confidence was trained on; None if unknown.
     """
 
     question: Question
@@ -38,6 +39,7 @@ class Answer:
     withheld_by: str | None = None
     finish: Finish | None = None
     samples_cut: int = 0
+    calibrated_in_domain: bool | None = None
 
     @property
     def answer(self) -> str | None:
@@ -81,12 +83,13 @@ class Answer:
             "tokens_used": self.verdict.tokens_used,
             "tokens_generated": self.verdict.tokens_generated,
             "samples_cut": self.samples_cut,
+            "calibrated_in_domain": self.calibrated_in_domain,
             "response": self.response if given else None,
             "finish": self.finish if given else None,
         }
 
     def as_text(self) -> str:
-        """Return three lines: the question, the answer, and its confidence and cost."""
+        """Return the question, the answer, its confidence and cost, and a warning where the confidence may not hold."""
         verdict = self.verdict
         if self.withheld_by is not None:
             answer = f"(withheld: {self.withheld_by})"
@@ -103,7 +106,10 @@ class Answer:
         cost = f"{verdict.tokens_generated} tokens"
         if (extra := verdict.samples_generated - verdict.samples_used) > 0:
             cost += f", {extra} more samples begun"
-        return f"Q  {' '.join(self.question.text.split())}\nA  {answer}\n   confidence {sure}, {used}, {cost}"
+        lines = [f"Q  {' '.join(self.question.text.split())}", f"A  {answer}", f"   confidence {sure}, {used}, {cost}"]
+        if self.calibrated_in_domain is False:
+            lines.append("   Unlike the questions that this confidence was trained on: do not rely on it.")
+        return "\n".join(lines)
 
     def _cut(self) -> str:
         """Say how many responses the token limit cut, since cut responses often have no readable answer."""

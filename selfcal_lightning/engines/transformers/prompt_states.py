@@ -40,6 +40,27 @@ def read_prompt_states(
     return PromptStates(last[back], mean[back])
 
 
+@torch.no_grad()
+def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> PromptStates:
+    """Return the default hidden states of prompts from a model in training, one prompt at a time."""
+    settings, was_training = LevelSettings(), network.training
+    levels = settings.of(len(decoder_layers(decoder_of(network))) + 1)
+    found: list[PromptStates] = []
+    network.eval()
+    try:
+        for prompt in prompts:
+            pools = _Pools([len(prompt)], levels, average=settings.average)
+            with ExitStack() as hooks:
+                watch_levels(hooks, network, pools.take, final_norm=settings.final_norm)
+                network(input_ids=torch.tensor([prompt], device=network.device), use_cache=False, logits_to_keep=1)
+            found.append(pools.states())
+    finally:
+        network.train(was_training)
+    return PromptStates(
+        *(np.concatenate([getattr(one, name) for one in found]) for name in ("last_token", "token_mean"))
+    )
+
+
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers of a decoder in their order."""
     wanted = cast("PreTrainedModel", decoder).config.get_text_config().num_hidden_layers

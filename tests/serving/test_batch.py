@@ -29,7 +29,8 @@ def write_requests(path: Path, number: int) -> None:
 
 
 def read_answers(path: Path) -> dict[str, dict]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # Texts do not depend on what else is in the batch; the last bits of a confidence do.
+    lines = [json.loads(line, parse_float=lambda x: round(float(x), 4)) for line in path.read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines)
     for line in lines:
         line["response"]["body"].pop("created", None)
@@ -44,13 +45,13 @@ def command(source: Path, target: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path) -> None:
     source, whole, broken = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    write_requests(source, 40)
+    write_requests(source, 24)
     subprocess.run(command(source, whole), check=True, capture_output=True)
     expected = read_answers(whole)
     assert [expected[name]["response"]["status_code"] for name in ("q0", "q1", "q2")] == [200, 400, 400]
     assert "`n`" in expected["q1"]["response"]["body"]["error"]["message"]
     rng, kills = random.Random(3), 0
-    while kills < 3:
+    while kills < 2:
         process = subprocess.Popen(command(source, broken), stderr=subprocess.DEVNULL)
         lines = len(broken.read_bytes().splitlines()) if broken.exists() else 0
         while process.poll() is None and (not broken.exists() or len(broken.read_bytes().splitlines()) <= lines):
@@ -67,7 +68,7 @@ def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path
     subprocess.run(command(source, broken), check=True, capture_output=True)
     assert read_answers(broken) == expected
     again = subprocess.run(command(source, broken), check=True, capture_output=True, text=True)
-    assert "40 were there already" in again.stderr
+    assert "24 were there already" in again.stderr
     assert read_answers(broken) == expected
 
 

@@ -40,23 +40,25 @@ STRATEGY = {"strategy": "early_stopping", "threshold": 0.8, "max_samples": 4}
 SAMPLING = SamplingSettings(temperature=0.8, edt_scale=None, max_new_tokens=120)
 
 
-def own_run(questions: list[Question]) -> tuple[float, dict[str, int]]:
-    """Return seconds of the library's driver, and the tokens of each question."""
-    options = EngineOptions()
-    chat = load_chat(options, "bundled", query=DEFAULT_QUERY)
-    engine = open_engine(options, "bundled", chat=chat)
+class Library:
+    """The library's driver over the engine, without a server."""
 
-    def draws(question: Question) -> Draws:
+    def __init__(self) -> None:
+        options = EngineOptions()
+        self.chat = load_chat(options, "bundled", query=DEFAULT_QUERY)
+        self.engine = open_engine(options, "bundled", chat=self.chat)
+
+    def draws(self, question: Question) -> Draws:
         key = json.dumps([[m.role, m.content] for m in question.messages])
-        return Draws(chat.prompt_ids(question.messages), SAMPLING, SEED, key)
+        return Draws(self.chat.prompt_ids(question.messages), SAMPLING, SEED, key)
 
-    source = EngineSource(engine, chat, sampling=SAMPLING, draws=draws)
-    strategy = make_strategy("early_stopping", threshold=0.8, max_samples=4)
-    began = time.perf_counter()
-    verdicts = run_strategy(strategy, questions, source)
-    seconds = time.perf_counter() - began
-    engine.close()
-    return seconds, {verdict.question_id: verdict.tokens_generated or 0 for verdict in verdicts}
+    def run(self, questions: list[Question]) -> tuple[float, dict[str, int]]:
+        """Return seconds, and the tokens of each question."""
+        source = EngineSource(self.engine, self.chat, sampling=SAMPLING, draws=self.draws)
+        strategy = make_strategy("early_stopping", threshold=0.8, max_samples=4)
+        began = time.perf_counter()
+        verdicts = run_strategy(strategy, questions, source)
+        return time.perf_counter() - began, {verdict.question_id: verdict.tokens_generated or 0 for verdict in verdicts}
 
 
 def memory_mib(pid: int) -> float:
@@ -129,7 +131,7 @@ def main() -> None:
     given = parser.parse_args()
     task = get_task("word_problems")
     questions = [*task.load("train", limit=given.requests)]
-    seconds, tokens = own_run(questions)
+    seconds, tokens = Library().run(questions)
     print(f"library: {seconds:.1f} s, {sum(tokens.values()):,} tokens")
     command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
     server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)

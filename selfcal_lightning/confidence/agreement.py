@@ -29,8 +29,10 @@ class EntailmentModel:
     def __init__(self, model: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._model = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        self._model = AutoModelForSequenceClassification.from_pretrained(
+            model, trust_remote_code=False, use_safetensors=True
+        ).eval()
         names = {int(number): str(name).lower() for number, name in self._model.config.id2label.items()}
         found = [number for number, name in names.items() if name.startswith("entail")]
         if len(found) != 1:

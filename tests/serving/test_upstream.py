@@ -57,6 +57,11 @@ class Upstream(BaseHTTPRequestHandler):
         if first == "mute" and last != first:
             text = "I would rather not say."
         usage = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
+        if first == "tool" and last == first:
+            arguments = ['{"city": "Rome", "day": 1}', '{"day": 1, "city": "Rome"}'][number % 2]
+            call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            return self.reply(200, {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]})
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         return self.reply(200, {"choices": [choice], "usage": usage})
 
@@ -103,6 +108,19 @@ def test_it_says_what_is_missing_and_answers_by_the_hybrid_of_two_samples(server
     mute = ask(server, "mute").selfcal
     assert (mute["confidence"], mute["source"]) == (1.0, "vote_share")
     assert ask(server, "early", strategy="early_stopping", threshold=0.7).selfcal["samples_used"] == 1
+
+
+def test_calls_of_tools_agree_by_name_and_sorted_arguments(server: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    whole = server.chat("tool", model="closed", tools=tools)
+    (call,) = whole.json["choices"][0]["message"]["tool_calls"]
+    assert whole.json["choices"][0]["finish_reason"] == "tool_calls"
+    assert (call["function"]["name"], json.loads(call["function"]["arguments"])["city"]) == ("weather", "Rome")
+    assert [one["votes"] for one in whole.selfcal["candidates"]] == [2]
+    stream = server.chat("tool", model="closed", tools=tools, stream=True)
+    (streamed,) = [c for chunk in stream.chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert (streamed["index"], streamed["function"]["name"]) == (0, "weather")
+    json.loads(streamed["function"]["arguments"])  # it comes whole
 
 
 @pytest.mark.parametrize("path", ["/v1/confidence", "/v1/systemone"])

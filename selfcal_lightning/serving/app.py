@@ -169,9 +169,14 @@ class Service:
             task = options.task or self.task
             reader = Reader(None if task is None else get_task(task), body.stops, has_tools=bool(tools))
             self.check_sampling(sampling)
-            strategy, _ = self.make_strategy(body, sampling)
+            strategy, fitted = self.make_strategy(body, sampling)
         except InputError as error:
             raise as_refusal(error) from None
+        if sampling != self.sampling or body.stops or tools:
+            fitted = None  # it was fitted on responses that were sampled otherwise
+        if options.max_error_rate is not None and fitted is None:
+            message = "An error rate is guaranteed only where sampling, stops and tools are left to the server."
+            raise Refused(400, message, param="selfcal.max_error_rate")
         if not math.isinf(max_tokens):
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, int(max_tokens)))
         seed = options.seed if options.seed is not None else body.seed
@@ -186,7 +191,7 @@ class Service:
         deadline = time.monotonic() + (options.deadline_s or limits.deadline_s)
         return Job(
             name, strategy, reader, draw, tuple(messages), max_tokens, deadline,
-            streams=bool(body.stream) and strategy.max_samples == 1,
+            streams=bool(body.stream) and strategy.max_samples == 1, fitted=fitted,
         )  # fmt: skip
 
     def reply(self, body: ChatBody, job: Job, outcome: Outcome) -> Reply:
@@ -197,11 +202,11 @@ class Service:
             raise Refused(504, "The deadline or the limit of tokens came before the first sample was whole.")
         threshold = body.selfcal.threshold
         if threshold is None:
-            threshold = self.check_model(body.model)[1] or getattr(job.strategy, "threshold", None)
-        fitted = self.make_strategy(body, replace(self.sampling, temperature=1.0))[1]
+            named = self.check_model(body.model)[1]
+            threshold = getattr(job.strategy, "threshold", None) if named is None else named
         reply = make_reply(
             job, outcome, body.selfcal, model=body.model, calibration=self.calibration,
-            confidence=self.confidence, fitted=fitted, threshold=threshold,
+            confidence=self.confidence, threshold=threshold,
         )  # fmt: skip
         stated = reply.selfcal["confidence"]
         best = next((s for s in outcome.samples if job.reader.cut(s.text) == reply.text), outcome.samples[0])

@@ -23,6 +23,7 @@ from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens
 from selfcal_lightning.inference.base import Solving, Strategy, make_verdict
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
 from selfcal_lightning.records import Message, Question, Sample, Verdict
 from selfcal_lightning.serving.bodies import Refused
@@ -108,6 +109,7 @@ class Job:
     max_tokens: float = math.inf
     deadline: float = math.inf
     streams: bool = False
+    fitted: FittedThreshold | None = None
     draws: Draws | None = None
     started: bool = False
     ended_by: str | None = None

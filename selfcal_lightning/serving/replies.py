@@ -14,7 +14,6 @@ from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.inference.answering import best_response
 from selfcal_lightning.inference.chat_source import VERBALIZED
-from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Options
 from selfcal_lightning.serving.desk import Job, Outcome
@@ -141,7 +140,6 @@ def make_reply(
     model: str,
     calibration: Calibration,
     confidence: str | None,
-    fitted: FittedThreshold | None,
     threshold: float | None,
 ) -> Reply:
     """Return the answer that a verdict gives.
@@ -149,7 +147,7 @@ def make_reply(
     Where no two responses agree there is no vote, and the most confident response is given. ``confidence`` is what the
     server reads of each response, whether or not the strategy does.
     """
-    verdict = outcome.verdict
+    verdict, fitted = outcome.verdict, job.fitted
     used = [sample for sample in outcome.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence
     nothing_agreed = len(used) > 1 and len({s.answer for s in used if s.answer is not None}) == len(used)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.driver_fakes import live
 from support.fakes import FakeEngine, fake_questions
 
 from selfcal_lightning.commands.serve import run_batch, run_serve
+from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import MissingPackageError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.inference.driver import Driver
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.records import Verdict
+from selfcal_lightning.records import Sample, SamplingSettings, Verdict
+from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
-from selfcal_lightning.serving.desk import Reader
+from selfcal_lightning.serving.desk import Outcome, Reader
+from selfcal_lightning.serving.feedback import Feedback
+from selfcal_lightning.serving.replies import Reply
+from selfcal_lightning.serving.settings import Limits
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 
@@ -80,6 +89,58 @@ def test_a_question_that_is_given_up_tells_what_it_had_cost() -> None:
     assert list(waste) == [question.id]
     assert waste[question.id].tokens > 0
     assert driver.is_idle
+
+
+def guaranteed() -> FittedThreshold:
+    fields = {"threshold": 0.9, "max_samples": 2, "confidence": "p_true", "fallback": "weighted_vote"}
+    return FittedThreshold(
+        "risk", "early_stopping", fields, None, 0.8, "risk", 0.1, 0.05, 2, {},
+        FittedOn.from_questions(["a"], num_responses=2), {}, "",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "holds"),
+    [
+        ({}, {}, True),
+        ({}, {"max_error_rate": 0.1, "on_low": "abstain"}, True),
+        ({"temperature": 0}, {}, False),
+        ({"temperature": 0.3}, {}, False),
+        ({"max_tokens": 5}, {}, False),
+        ({"stop": "\n"}, {}, False),
+        ({}, {"max_samples": 1}, False),
+        ({}, {"strategy": "self_consistency"}, False),
+    ],
+)
+def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, options: dict, holds: bool) -> None:
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
+    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
+    messages = [{"role": "user", "content": "?"}]
+    body = read_body(ChatBody, {"model": "m", "messages": messages, "selfcal": options, **fields})
+
+    async def ask(yes_mass: float) -> Reply:
+        job = service.make_job(body)
+        sample = Sample(job.id, 0, 0, "4", (1,), "stop", "4", None, yes_mass=yes_mass, no_mass=1.0 - yes_mass)
+        verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
+        return service.reply(body, job, Outcome(verdict, (sample,), "early"))
+
+    sure, unsure = asyncio.run(ask(0.85)), asyncio.run(ask(0.7))
+    assert (sure.selfcal["guarantee"] is not None) == holds
+    assert unsure.selfcal["guarantee"] is None
+    assert (unsure.text, unsure.selfcal["answer"]) == (("", None) if "on_low" in options else ("4", "4"))
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"selfcal": {"max_error_rate": 0.05}}, {"model": "m@cges"}])
+def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> None:
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
+    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "selfcal": {"max_error_rate": 0.2}}
+
+    async def make() -> None:
+        service.make_job(read_body(ChatBody, asked | change))
+
+    with pytest.raises(Refused, match="guarantee"):
+        asyncio.run(make())
 
 
 def test_without_the_extra_both_verbs_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""Parts of the server without a process: readers, names, questions that end early, and what is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.driver_fakes import live
+from support.fakes import FakeEngine, fake_questions
+
+from selfcal_lightning.commands.serve import run_batch, run_serve
+from selfcal_lightning.confidence.splits import FittedOn
+from selfcal_lightning.core.errors import MissingPackageError
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.inference.driver import Driver
+from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.records import Sample, SamplingSettings, Verdict
+from selfcal_lightning.serving.app import Service
+from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
+from selfcal_lightning.serving.desk import Outcome, Reader
+from selfcal_lightning.serving.feedback import Feedback
+from selfcal_lightning.serving.replies import Reply
+from selfcal_lightning.serving.settings import Limits
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
+
+
+def test_free_chat_is_read_as_canonical_text_or_calls() -> None:
+    reader, tooled = Reader(stops=["###"]), Reader(has_tools=True)
+    assert reader.extract("  Yes,\n it IS ### no") == "yes, it is"
+    assert reader.extract("### no") is None
+    assert tooled.extract(f"I call. {CALL}") == '[{"arguments": {"a": [2], "b": 1}, "name": "f"}]'
+    assert reader.extract(CALL) == " ".join(CALL.casefold().split())
+    assert tooled.tool_calls(CALL.replace("1,", "1")) == []
+    number = Reader(get_task("local_number"), ["###"])
+    assert number.extract("The answer is 12. ### 13") == "12"
+    assert number.group(["12", "12.0"]) == ["12", "12"]
+
+
+def test_earlier_calls_are_put_as_models_write_them() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    message = Turn(role="assistant", tool_calls=[call]).as_message()
+    assert message.content == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    with pytest.raises(Refused, match="tool_calls"):
+        Turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]).as_message()
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])
+def test_a_body_that_is_none_is_refused(content: bytes) -> None:
+    with pytest.raises(Refused):
+        read_body(ChatBody, content)
+
+
+@pytest.mark.parametrize("name", ["m@s:2", "m@s:nan", "m@s:x"])
+def test_a_threshold_in_a_name_lies_in_the_unit_interval(name: str) -> None:
+    with pytest.raises(Refused, match="threshold"):
+        split_name(name)
+
+
+def test_a_question_that_is_concluded_ends_with_what_had_come() -> None:
+    (question, other), engine = fake_questions(2), FakeEngine(slots=6)
+    found: list[Verdict] = []
+    with Driver(SelfConsistency(max_samples=12), live(engine, target=24)) as driver:
+        driver.add(question, other)
+        driver.work()
+        arrived = len(driver._open[question.id].arrived.get(driver._open[question.id].ask.kind, ()))
+        assert 0 < arrived < 12
+        driver.conclude(question.id, "unknown")
+        while not driver.is_idle:
+            found += driver.work()
+    verdicts = {verdict.question_id: verdict for verdict in found}
+    assert arrived <= verdicts[question.id].samples_used < 12
+    assert verdicts[question.id].samples_generated <= 12
+    assert verdicts[other.id].samples_used == 12
+    assert not engine._waiting
+
+
+def test_a_question_that_is_given_up_tells_what_it_had_cost() -> None:
+    (question,), engine = fake_questions(1), FakeEngine(slots=6)
+    with Driver(SelfConsistency(max_samples=12), live(engine, target=12)) as driver:
+        driver.add(question)
+        driver.work()
+        waste = driver.cancel(question.id, "unknown")
+    assert list(waste) == [question.id]
+    assert waste[question.id].tokens > 0
+    assert driver.is_idle
+
+
+def guaranteed() -> FittedThreshold:
+    fields = {"threshold": 0.9, "max_samples": 2, "confidence": "p_true", "fallback": "weighted_vote"}
+    return FittedThreshold(
+        "risk", "early_stopping", fields, None, 0.8, "risk", 0.1, 0.05, 2, {},
+        FittedOn.from_questions(["a"], num_responses=2), {}, "",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "holds"),
+    [
+        ({}, {}, True),
+        ({}, {"max_error_rate": 0.1, "on_low": "abstain"}, True),
+        ({"temperature": 0}, {}, False),
+        ({"temperature": 0.3}, {}, False),
+        ({"max_tokens": 5}, {}, False),
+        ({"stop": "\n"}, {}, False),
+        ({}, {"max_samples": 1}, False),
+        ({}, {"strategy": "self_consistency"}, False),
+    ],
+)
+def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, options: dict, holds: bool) -> None:
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
+    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
+    messages = [{"role": "user", "content": "?"}]
+    body = read_body(ChatBody, {"model": "m", "messages": messages, "selfcal": options, **fields})
+
+    async def ask(yes_mass: float) -> Reply:
+        job = service.make_job(body)
+        sample = Sample(job.id, 0, 0, "4", (1,), "stop", "4", None, yes_mass=yes_mass, no_mass=1.0 - yes_mass)
+        verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
+        return service.reply(body, job, Outcome(verdict, (sample,), "early"))
+
+    sure, unsure = asyncio.run(ask(0.85)), asyncio.run(ask(0.7))
+    assert (sure.selfcal["guarantee"] is not None) == holds
+    assert unsure.selfcal["guarantee"] is None
+    assert (unsure.text, unsure.selfcal["answer"]) == (("", None) if "on_low" in options else ("4", "4"))
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"selfcal": {"max_error_rate": 0.05}}, {"model": "m@cges"}])
+def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> None:
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
+    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "selfcal": {"max_error_rate": 0.2}}
+
+    async def make() -> None:
+        service.make_job(read_body(ChatBody, asked | change))
+
+    with pytest.raises(Refused, match="guarantee"):
+        asyncio.run(make())
+
+
+def test_without_the_extra_both_verbs_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "starlette" else real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+    for verb, given in ((run_serve, ("bundled",)), (run_batch, ("bundled", "in", "out"))):
+        with pytest.raises(MissingPackageError, match=r"starlette.*\[serve\]"):
+            verb(*given)

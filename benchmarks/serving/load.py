@@ -160,7 +160,7 @@ def main() -> None:
     late = [one for one in found if one["kind"] == "deadline"]
     result = {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                    "load": os.getloadavg(), "note": "shared with other work; compare within this file only"},
+                    "load": os.getloadavg(), "note": "shared with other work; serving_throughput.json takes turns"},
         "command": "python benchmarks/serving/load.py", "clients": CLIENTS, "requests": len(questions),
         "library": {"seconds": round(seconds, 1), "tokens": sum(tokens.values())},
         "all_answered": {

@@ -30,8 +30,8 @@ def cpu_seconds(pid: int | str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--block_size", type=int, default=128)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--block_size", type=int, default=320)
     given = parser.parse_args()
     questions = get_task("word_problems").load("train", limit=given.blocks * given.block_size)
     command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]

@@ -205,6 +205,7 @@ class ChatSource:
         """End questions; what a dropped request had cost, only the server knows."""
         for name in question_ids:
             self._questions.pop(name, None)
+            self.prompt_tokens.pop(name, None)
         ended = {name: asked for name in question_ids if (asked := self._open.pop(name, None)) is not None}
         waste = {name: Waste(len(asked.pending), None if asked.pending else 0) for name, asked in ended.items()}
         self._drop(list(ended.values()))

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from selfcal_lightning.confidence.base import P_TRUE, add_scores, confidence_of
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import RequestsFailedError
 from selfcal_lightning.inference.base import Strategy
@@ -93,9 +94,14 @@ class Service:
         self.started = int(time.time())
 
     async def reload(self) -> None:
-        """Read the fitted confidences; samples that are drawn from now on carry them."""
-        self.calibration = self.load()
-        await self.desk.do(lambda: setattr(self.desk.source, "scorers", self.calibration.of_samples))
+        """Read the fitted confidences; samples that are drawn from now on carry them. Bad files change nothing."""
+        try:
+            found = self.load()
+        except InputError as error:
+            return say(str(error))
+        await self.desk.do(lambda: setattr(self.desk.source, "scorers", found.of_samples))
+        self.calibration = found
+        return None
 
     @property
     def confidence(self) -> str | None:

@@ -258,7 +258,10 @@ class Desk:
             for job in list(self.jobs.values()):
                 self._end(job, Event("failed", Refused(503, f"The engine has stopped: {error}")))
         finally:
+            self._ends = True
             (self.engine or self.source).close()
+            while not self._inbox.empty():  # somebody waits for what they would have done
+                self._inbox.get()()
 
     def _draws(self, job: Job) -> Draws:
         if job.draws is None:
@@ -293,7 +296,9 @@ class Desk:
     def _look_around(self) -> None:
         """Pass tokens on, and end what has spent its time or its tokens."""
         now, price = time.monotonic(), self.source.query_tokens
-        for job in [job for job in self.jobs.values() if job.draws is not None and job.ended_by is None]:
+        for job in list(self.jobs.values()):  # a copy: asyncio adds to it meanwhile
+            if job.draws is None or job.ended_by is not None:
+                continue
             drawn = self.source.drawn_so_far(job.id) if job.streams or job.max_tokens < math.inf else []
             if now >= job.deadline:
                 job.ended_by = "deadline"

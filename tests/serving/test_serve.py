@@ -252,6 +252,9 @@ def test_labels_are_counted_and_fit_a_confidence_that_is_taken_without_a_restart
     while (found := server.chat(QUESTION, selfcal={"max_samples": 1}).selfcal)["source"] == "p_true":
         assert time.monotonic() < end
     assert found["calibration"]["method"] == "platt"
+    (folder / "broken.json").write_text("{")
+    server.process.send_signal(signal.SIGHUP)  # is said, and what was there holds
+    assert server.chat(QUESTION, selfcal={"max_samples": 1}).selfcal["source"] == found["source"]
     assert 5 <= found["calibration"]["questions"] <= 15  # the other half is held out
 
 

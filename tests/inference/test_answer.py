@@ -108,7 +108,8 @@ def test_programs_read_one_object_a_line_in_the_order_of_the_file(
         {
             "id": f"q{i}", "question": f"{QUESTION} ({i})", "task": "word_problems", "answer": "5", "confidence": 0.4,
             "withheld": False, "correct": i == 0, "stopped": "early", "samples_used": 2, "samples_generated": 2,
-            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix), "samples_cut": 0, "calibrated_in_domain": None,
+            "tokens_used": 2 * (40 + suffix), "tokens_generated": 2 * (40 + suffix), "samples_cut": 0,
+            "calibrated_in_domain": None,
             "response": "So it must be. The answer is 5.", "finish": "stop",
         }
         for i in range(4)

@@ -35,9 +35,9 @@ PREPARED = [
     "fit-confidence --pool {inputs}/store --split calibration --output {inputs}/fused.json --figure false",
     "fit-probe --pool {inputs}/store --split calibration --output {inputs}/probe",
     "score-questions --probe {inputs}/probe --store_dir {inputs}/store",
-    "score-questions --probe {inputs}/probe --model bundled --task word_problems --split test_id --limit 12"
+    "score-questions --probe {inputs}/probe --model bundled --task word_problems --split test_ood --limit 12"
     " --output {inputs}/scores.jsonl",
-    "fit-capability-maps --pool {inputs}/store --split calibration --output {inputs}/maps.json",
+    "fit-capability-maps --pool {inputs}/store --split test_id --output {inputs}/maps.json",
     "select --store_dir {inputs}/store --split test_id --output {inputs}/selection",
     "rollout --samples_dir {inputs}/store --split test_id --store_dir {inputs}/rollouts --num_rollouts 2 --limit 2"
     " --responses 1 --prefixes 1 --export {inputs}/prefixes.jsonl",
@@ -55,11 +55,10 @@ VERBS = {
     "map-scores": "--scores {inputs}/scores.jsonl --maps {inputs}/maps.json --output {run}/mapped.jsonl",
     "allocate": "--scores {inputs}/scores.jsonl --budget 2 --maps {inputs}/maps.json --output {run}/plan.json",
     "predict-pass-at-k": "--scores {inputs}/scores.jsonl --ks [1,4] --calibration_pool {inputs}/store"
-    " --output {run}/pass.jsonl",
-    "fit-capability-maps": "--pool {inputs}/store --split calibration --output {run}/maps.json",
-    "fit-asking-threshold": "--pool {inputs}/store --split calibration --risk 0.9 --delta 0.5"
-    " --output {run}/asking.json",
-    "evaluate-capability": "--pool {inputs}/store --split test_id --calibration_split calibration --num_resamples 20"
+    " --calibration_split test_id --output {run}/pass.jsonl",
+    "fit-capability-maps": "--pool {inputs}/store --split test_id --output {run}/maps.json",
+    "fit-asking-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5 --output {run}/asking.json",
+    "evaluate-capability": "--pool {inputs}/store --split test_id --num_resamples 20"
     " --estimator [probe,agreeing_pairs] --output_dir {run}/capability",
     "extract-steps": "--selection {selection}",
     "export-rl": "--selection {inputs}/selection --output {run}/rl --format trl",

@@ -175,7 +175,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     """Let `selfcal fit --check` look at the settings; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
         write_settings(Path(place) / CONFIG, settings)
-        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"]):
+        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--ckpt_path", "last", "--check", "true"]):
             raise RunError(
                 "Expected the settings of the training to pass their check, but they did not; its own message stands "
                 "above. Nothing was sampled or written."

@@ -10,6 +10,8 @@ import sys
 import selfcal_lightning as sc
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python examples/server.py ADDRESS MODEL, after `vllm serve MODEL`")
     address, model = sys.argv[1:]
     found = sc.answer(
         model,

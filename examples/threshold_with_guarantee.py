@@ -20,7 +20,7 @@ if __name__ == "__main__":
     lines = [{**line, "split": "calibration"} for line in your_responses(questions=600)]
     pool.write_text("".join(json.dumps(line) + "\n" for line in lines))
     fitted = sc.fit_threshold(
-        str(pool), str(folder / "threshold.json"), strategy="best_of_n", risk=0.3, delta=0.1, split="calibration"
+        str(pool), str(folder / "threshold.json"), strategy="best_of_n", risk=0.1, delta=0.1, split="calibration"
     )
-    print(fitted.strategy)
     print(fitted.promise)
+    print(f"It answers {fitted.achieved['coverage']:.0%} of the calibration questions and withholds the rest.")

@@ -36,8 +36,10 @@ class FirstTwice:
 
 if __name__ == "__main__":
     engine = sc.TransformersEngine("bundled")
-    questions = sc.get_task("word_problems").load("test_id", limit=4)
+    questions = sc.get_task("word_problems").load("test_id", limit=12)
     source = sc.EngineSource(engine, engine.chat, sampling=sc.SamplingSettings(max_new_tokens=120), seed=0)
-    for verdict in sc.run_strategy(FirstTwice(), questions, source):
+    verdicts = sc.run_strategy(FirstTwice(), questions, source)
+    for verdict in verdicts:
         print(verdict.answer, verdict.samples_used, "samples", "right" if verdict.correct else "wrong")
+    print(sum(bool(verdict.correct) for verdict in verdicts), "of", len(verdicts), "right")
     engine.close()

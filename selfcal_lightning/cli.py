@@ -59,6 +59,14 @@ GROUPS = {
             "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
         ),
     },
+    "serve": {
+        "serve": Verb("answer clients of the OpenAI protocol, with a confidence", "serve.run_serve", NOT_STARTED),
+        "batch": Verb(
+            "answer a file in OpenAI's batch format",
+            "serve.run_batch",
+            "The answers so far are in `output`; the same command goes on.",
+        ),
+    },
     "train and export": {
         "validate": Verb("compute the metrics of the validation split", None, NOT_STARTED),
         "test": Verb("compute the metrics of the test split", None, NOT_STARTED),
@@ -79,15 +87,15 @@ GROUPS = {
         "import-pool": Verb("read responses that were made elsewhere", "pools.run_import_pool", CONTINUES),
         "export-pool": Verb("write a store as a JSON-lines pool", "pools.run_export_pool"),
         "import-records": Verb("read the published training records", "pools.run_import_records", CONTINUES),
-        "judge": Verb(
+        "verify": Verb(
             "let a model decide which answers of a store are right",
-            "judge.run_judge",
+            "verify.run_verify",
             "Verdicts so far are kept in the store; the same command goes on.",
         ),
-        "reread": Verb(
-            "extract the answers of a store again, after a reader was fixed",
-            "pools.run_reread",
-            "The store is as it was, or all of it is re-read. Run the same command again.",
+        "re-extract": Verb(
+            "extract the answers of a store again, after an answer reader was fixed",
+            "pools.run_re_extract",
+            "The store is as it was, or re-extracted as a whole. Run the same command again.",
         ),
         "drop-rounds": Verb(
             "delete later rounds of a store", "pools.run_drop_rounds", "The same command deletes the rest."
@@ -129,13 +137,14 @@ GROUPS = {
             "capability.run_score_questions",
             "Hidden states read so far are kept; the same command goes on.",
         ),
-        "evaluate-capability": Verb("measure how good such estimates are", "capability.run_evaluate_capability"),
-        "fit-capability-maps": Verb("fit maps of estimates on labels", "capability.run_fit_capability_maps"),
-        "map-scores": Verb("apply such maps to estimates", "capability.run_map_scores"),
+        "evaluate-capability": Verb("measure how good capability estimates are", "capability.run_evaluate_capability"),
+        "fit-capability-maps": Verb("fit maps from estimates to labels", "capability.run_fit_capability_maps"),
+        "map-scores": Verb("apply fitted maps to estimates", "capability.run_map_scores"),
         "predict-pass-at-k": Verb("predict whether one of k samples is right", "capability.run_predict_pass_at_k"),
         "allocate": Verb("distribute a budget of samples over questions", "capability.run_allocate"),
-        "fit-asking-threshold": Verb(
-            "choose which questions to ask, with a bound on the errors", "capability.run_fit_asking_threshold"
+        "fit-abstention-threshold": Verb(
+            "choose which questions to abstain from, with bounded errors",
+            "capability.run_fit_abstention_threshold",
         ),
     },
 }
@@ -154,7 +163,7 @@ def usage() -> str:
             *(
                 line
                 for group, verbs in GROUPS.items()
-                for line in (f"{group}:", *(f"  {name:<22}{verb.text}" for name, verb in verbs.items()), "")
+                for line in (f"{group}:", *(f"  {name:<26}{verb.text}" for name, verb in verbs.items()), "")
             ),
             "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE",
             "(or FILE.py), which registers tasks, estimators and strategies of your own.",
@@ -177,7 +186,8 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
         sys.stdout.write(f"selfcal_lightning {__version__}\n")
         return 0
     if verb not in VERBS:
-        sys.stderr.write(f"selfcal: There is no verb {verb!r}.{did_you_mean(verb, VERBS)} See `selfcal --help`.\n")
+        hint = " Did you mean 'fit'?" if verb in {"calibrate", "train"} else did_you_mean(verb, VERBS)
+        sys.stderr.write(f"selfcal: There is no verb {verb!r}.{hint} See `selfcal --help`.\n")
         return 2
     return run_to_the_end(
         lambda: _run_verb(verb, rest, owns_process), command=["selfcal", verb, *rest], kept=VERBS[verb].kept

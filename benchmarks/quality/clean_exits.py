@@ -50,7 +50,7 @@ VERBS = {
     "select": "--store_dir {inputs}/store --split test_id --output {run}/selection",
     "export-pool": "--store_dir {inputs}/store --path {run}/pool.jsonl",
     "import-pool": "--path {inputs}/pool.jsonl --store_dir {run}/imported",
-    "reread": "--store_dir {store}",
+    "re-extract": "--store_dir {store}",
     "fit-confidence": "--pool {inputs}/store --split calibration --output {run}/fused.json",
     "fit-threshold": "--pool {inputs}/store --split calibration --output {run}/threshold.json --budget 2",
     "map-scores": "--scores {inputs}/scores.jsonl --maps {inputs}/maps.json --output {run}/mapped.jsonl",
@@ -58,7 +58,7 @@ VERBS = {
     "predict-pass-at-k": "--scores {inputs}/scores.jsonl --ks [1,4] --calibration_pool {inputs}/store"
     " --calibration_split test_id --output {run}/pass.jsonl",
     "fit-capability-maps": "--pool {inputs}/store --split test_id --output {run}/maps.json",
-    "fit-asking-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5 --output {run}/asking.json",
+    "fit-abstention-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5 --output {run}/asking.json",
     "evaluate-capability": "--pool {inputs}/store --split test_id --num_resamples 20"
     " --estimator [probe,agreeing_pairs] --output_dir {run}/capability",
     "extract-steps": "--selection {selection}",
@@ -71,7 +71,7 @@ VERBS = {
     "generate": f"--model bundled --store_dir {{run}}/store --split test_id {SAMPLES}",
     "answer": "--model bundled --question 'Anna has 3 apples and buys 4 more. How many?' --task word_problems"
     f" --max_samples 2 {SHORT}",
-    "judge": "--store_dir {store} --judge_model bundled --max_new_tokens 4 --task word_problems",
+    "verify": "--store_dir {store} --model bundled --max_new_tokens 4 --task word_problems",
     "rollout": "--samples_dir {inputs}/store --split test_id --store_dir {run}/rollouts --num_rollouts 1 --limit 1"
     " --responses 1 --prefixes 1",
     "evaluate": "--pools '[{{name: a, path: {inputs}/store, split: test_id}}]' --num_reshuffles 2 --num_resamples 20"

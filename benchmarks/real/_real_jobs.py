@@ -68,7 +68,7 @@ class Jobs:
         limit = {"train": self.sizes.train, "test": self.sizes.test, "validation": self.sizes.calibration}[split]
         further = () if limit is None else ("--limit", str(limit))
         self._generate(
-            model, store, split, self.sizes.samples_of(split), seed, "--top_up", "true", "--engine.dtype", "bfloat16",
+            model, store, split, self.sizes.samples_of(split), seed, "--extend", "true", "--engine.dtype", "bfloat16",
             *further,
         )  # fmt: skip
 

@@ -263,10 +263,10 @@ def sampling_run(
     query: str,
     prompt: Prompt | None,
 ) -> GenerationSettings:
-    """Return the run that samples questions into a store under ``split``; what is there is kept, and topped up."""
+    """Return the run that samples questions into a store under ``split``; what is there is kept and extended."""
     return GenerationSettings(
         model=model, store_dir=store_dir, task=[place.task], split=place.split, path=place.path, part=place.part,
         limit=place.limit, offset=place.offset, store_split=split, chain_of_thought=place.chain_of_thought,
         prompt=prompt, num_samples=num_samples, engine=engine, sampling=sampling, seed=seed, query=query,
-        questions_per_shard=QUESTIONS_PER_SHARD, max_failures=MAX_FAILURES, top_up=True,
+        questions_per_shard=QUESTIONS_PER_SHARD, max_failures=MAX_FAILURES, extend=True,
     )  # fmt: skip

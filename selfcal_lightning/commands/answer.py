@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -59,6 +61,7 @@ def run_answer(
     scorers: list[str] | str = [],  # noqa: B006 - never changed; shown as the default in the help
     threshold_file: str | None = None,
     json: bool = False,
+    output: str | None = None,
     lookahead: int = 0,
     sampling: SamplingSettings | None = None,
     seed: int = 0,
@@ -100,6 +103,7 @@ def run_answer(
             used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
             risk guarantees an error rate; it withholds answers that it cannot vouch for.
         json: Print one JSON object for each question and nothing else.
+        output: Also write these objects to this file, which appears when all questions are answered.
         lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
             sooner and cost more.
         sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`).
@@ -145,7 +149,13 @@ def run_answer(
         max_failures=max_failures,
         reward=reward,
     )
-    return answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+    if output is not None:
+        is_own = partial(has_first_keys, ["question", "withheld", "samples_used"], exactly=False)
+        check_replaceable(output, is_own, option="output", kind="earlier answers", inputs=filter(None, [questions]))
+    answers = answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+    if output is not None:
+        write_json_lines(Path(output), (answer.as_json() for answer in answers))
+    return answers
 
 
 @dataclass(frozen=True)

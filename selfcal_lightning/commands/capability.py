@@ -675,7 +675,7 @@ def run_allocate(
     minimum: int = 0,
     maximum: int = 100,
     skip_below: float | None = None,
-    even_share: float = 0.0,
+    uniform_share: float = 0.0,
 ) -> SamplePlan:
     """Share a budget of samples among questions by their predicted capability, into a plan for `selfcal generate`.
 
@@ -698,8 +698,8 @@ def run_allocate(
         minimum: Samples that every question gets.
         maximum: Samples that a question gets at most.
         skip_below: Questions of a lower capability get none at all, and their share goes to the others; null skips
-            none. `selfcal fit-asking-threshold` finds such a threshold.
-        even_share: Share of an even plan that is mixed in, in [0, 1]: 1 gives all questions that are asked as many,
+            none. `selfcal fit-abstention-threshold` finds such a threshold.
+        uniform_share: Share of an even plan that is mixed in, in [0, 1]: 1 gives all questions that are asked as many,
             which wrong predictions cannot harm.
 
     Returns:
@@ -708,8 +708,8 @@ def run_allocate(
     check_plan_target(output)
     if gain not in ("beta", "geometric"):
         raise unknown_name("gain", gain, ("beta", "geometric"))
-    if not 0.0 <= even_share <= 1.0:
-        raise InputError(f"Expected `even_share` to lie in [0, 1], but got {even_share}.")
+    if not 0.0 <= uniform_share <= 1.0:
+        raise InputError(f"Expected `uniform_share` to lie in [0, 1], but got {uniform_share}.")
     if not 0.0 < budget <= MOST_SAMPLES:
         raise InputError(f"`budget` must be above 0 and at most {MOST_SAMPLES:,} samples a question, got {budget:g}.")
     if concentration is not None and not 0.0 < concentration < math.inf:
@@ -736,10 +736,10 @@ def run_allocate(
     total = round(budget * len(p))
     greedy = _allocated(p[asked], total, concentration, minimum=minimum, maximum=maximum)
     even = round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
-    given[asked] = interpolated_allocation(even, greedy, even_share)
+    given[asked] = interpolated_allocation(even, greedy, uniform_share)
     details = {
         "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, "minimum": minimum,
-        "maximum": maximum, "skip_below": skip_below, "even_share": even_share,
+        "maximum": maximum, "skip_below": skip_below, "even_share": uniform_share,
     }  # fmt: skip
     plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
     plan.save(output)
@@ -795,7 +795,7 @@ GRID = tuple(round(float(value), 2) for value in np.arange(0.95, -0.01, -0.05))
 NUM_STARTS = 4  # few questions may reach the first thresholds
 
 
-def run_fit_asking_threshold(
+def run_fit_abstention_threshold(
     pool: str,
     output: str,
     *,

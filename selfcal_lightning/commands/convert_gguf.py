@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +36,7 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
     if target.exists() and not is_empty_folder(target):
         raise InputError(f"Expected `output_dir` to be new or empty, but got {output_dir!r}, which holds files.")
     check_installed("gguf", extra="smollm")
-    say(f"selfcal convert-gguf: reading {source}, which takes half a minute for a small model.")
+    say(f"selfcal convert-gguf: reading {source}, half a minute for a small model.")
     _convert(source, target, dtype)
     say(f"Written to {target}: give it as `--model {target}`.")
     return str(target)
@@ -67,7 +70,7 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
     disable_progress_bar()  # 272 lines of it, where the output is no terminal
     folder, name = str(source.parent), source.name
     try:
-        with Stage(f"Reading {name}"):
+        with Stage(f"Reading tokenizer and weights of {name}"), _read_once():
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, trust_remote_code=False)
             model = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=name, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
@@ -82,6 +85,19 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
         model.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         _unquantised(fresh / CONFIG)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Cache the header and the name map, which transformers reads 3 and 397 times (63 s for 93 MB, 22 s so)."""
+    import gguf
+
+    reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = lru_cache(reader), lru_cache(name_map)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
 
 
 def _unquantised(file: Path) -> None:

@@ -27,7 +27,7 @@ def run_generate(
     chain_of_thought: bool = True,
     prompt: Prompt | None = None,
     num_samples: int = 32,
-    top_up: bool = False,
+    extend: bool = False,
     plan: str | None = None,
     engine: EngineSettings = EngineSettings(),
     sampling: SamplingSettings = SamplingSettings(),
@@ -65,7 +65,7 @@ def run_generate(
         prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
             `system` and `examples` (each with `question` and `response`). Null is the task's.
         num_samples: Responses to each question.
-        top_up: Draw more responses to the questions of ``store_split`` where the store has fewer than ``num_samples``
+        extend: Draw more responses to the questions of ``store_split`` where the store has fewer than ``num_samples``
             of each; what is there stays, and the others are those of a run that draws all at once. Other splits keep
             their number.
         plan: File of `selfcal allocate` that says how many responses each question gets, in the place of
@@ -109,7 +109,7 @@ def run_generate(
         questions_per_shard=questions_per_shard,
         max_failures=max_failures,
         plan=plan,
-        top_up=top_up,
+        extend=extend,
     )
     if check:
         check_run(settings, devices=devices, shard=shard)

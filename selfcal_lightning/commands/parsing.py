@@ -8,7 +8,8 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, get_args
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
@@ -66,7 +67,7 @@ def own_sentence(message: str) -> str | None:
 
 def _unknown_option(option: str, known: Sequence[str]) -> str:
     name = option.lstrip("-")
-    longer = sorted({one for one in known if one.startswith(name) and "." not in one}, key=len)
+    longer = sorted({one for one in known if one.startswith(name) or one.endswith(f".{name}")}, key=len)
     hint = did_you_mean(name, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
     return f"unrecognized option {option}." + re.sub("'(.*)'", r"--\1", hint)
 
@@ -164,7 +165,10 @@ def add_plugins_option(parser: ArgumentParser) -> None:
 def options_of(parser: ArgumentParser) -> list[str]:
     """Return the names of all options, without dashes."""
     names = [name for action in parser._actions for name in action.option_strings]
-    return [name.lstrip("-") for name in names if name.startswith("--") and not name.endswith("+")]
+    known = [name.lstrip("-") for name in names if name.startswith("--") and not name.endswith("+")]
+    # A record that may be null is one option for the parser, though it takes those of its fields.
+    records = [(a.dest, kind) for a in parser._actions for kind in get_args(getattr(a, "_typehint", None))]
+    return known + [f"{name}.{one.name}" for name, kind in records if is_dataclass(kind) for one in fields(kind)]
 
 
 def fields_of(class_path: str) -> Iterable[str]:

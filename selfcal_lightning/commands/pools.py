@@ -1,4 +1,4 @@
-"""``selfcal reread``: read the answers of a store anew from its texts, after a reader was mended."""
+"""``selfcal re-extract``: read the answers of a store anew from its texts, after a reader was mended."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def run_import_records(
     return report
 
 
-def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
+def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
     """Read and judge every response of ``store`` anew.
 
     Texts, tokens and confidences stay as they are, and so do annotations, but for those that compare answers: they are
@@ -168,7 +168,7 @@ def reread_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_tas
         )
 
 
-def run_reread(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
+def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     """Read the answers of a store anew from its texts, and judge them, after the way of reading was mended.
 
     Nothing is sampled. New files are written beside the old ones, shown to readers in one step, and only then the old
@@ -187,7 +187,7 @@ def run_reread(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     allow_undecided(undecided_seconds)
     store, before = SampleStore(store_dir), Undecided.so_far()
     stale = {name for name in annotation_names(store_dir) if _compares_answers(store, name)}
-    done = reread_answers(store)
+    done = re_extract_answers(store)
     say_undecided(before)
     say(
         f"Read {done.responses:,} responses of {store_dir} anew: {done.answers_changed:,} have another answer, "

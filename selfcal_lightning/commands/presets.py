@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from selfcal_lightning.data.tasks.base import Part, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, OwnFormat
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import QuestionRow, read_question_file
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.answering import default_task, put_question
 from selfcal_lightning.models.chat_format import Prompt, put_prompt
 from selfcal_lightning.models.folders import BUNDLED_NAME, config_path, is_bundled, resolve_model
@@ -43,7 +44,7 @@ class CommonCase:
     task: str | None = None
     preset: str | None = None
     output_dir: str | None = None
-    engine: str | None = None
+    engine: str | EngineSettings | None = None
     max_new_tokens: int | None = None
     prompt: Prompt | None = None
 
@@ -98,9 +99,12 @@ def prepare(case: CommonCase) -> PreparedCase:
     _set(configuration, "data", validation=_sources(case, questions, "validation"), test=[])
     _set_total(configuration, counts["train"])
     generation = _callback(configuration, "SSCGeneration")
-    named = {"engine.name": case.engine, "sampling.max_new_tokens": case.max_new_tokens}
-    if case.engine is not None and case.engine not in ENGINES:
+    engine = {"name": case.engine}
+    if isinstance(case.engine, EngineSettings):
+        engine = {name: value for name, value in asdict(case.engine).items() if value or name == "name"}
+    elif case.engine is not None and case.engine not in ENGINES:
         raise unknown_name("engine.name", case.engine, ENGINES)
+    named = {"sampling.max_new_tokens": case.max_new_tokens} | {f"engine.{name}": engine[name] for name in engine}
     given = {name: value for name, value in named.items() if value is not None}
     if given and generation is None:
         raise InputError(f"Expected a preset that samples, for `{next(iter(given))}`, but it has no SSCGeneration.")

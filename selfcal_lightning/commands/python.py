@@ -7,6 +7,7 @@ it, and returns a record. Questions may be a file, a list of mappings with its f
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from selfcal_lightning.commands.presets import CommonCase, as_arguments, by_task
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import as_json_line, write_atomically
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.rows import QuestionRow, check_question_file
+from selfcal_lightning.data.tasks.rows import JSON_ENDINGS, PARQUET_ENDING, QuestionRow, check_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
 from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
@@ -28,6 +29,7 @@ from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 
 QUESTIONS_FILE = "questions.jsonl"
+QUESTION_ENDINGS = (*JSON_ENDINGS, PARQUET_ENDING, ".txt", ".csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def calibrate(
     task: str | None = None,
     preset: str | None = None,
     output_dir: str | Path | None = None,
-    engine: str | None = None,
+    engine: str | EngineSettings | None = None,
     max_new_tokens: int | None = None,
     prompt: Prompt | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -85,14 +87,14 @@ def calibrate(
 
     Args:
         model: Folder or hub name of the model, or "bundled".
-        questions: A file, mappings with ``question`` (and ``answer``, ``id``, ``task``), or ``Question`` records. 80 %
-            are trained on, 10 % validate, 10 % are set aside for calibration.
+        questions: A file, texts, mappings with ``question`` (and ``answer``, ``id``, ``task``, ``choices``), or
+            ``Question`` records. 80 % are trained on, 10 % validate, 10 % are set aside for calibration.
         task: How prompts are written and answers are read, where a question names no task; None is word_problems for
             the bundled model and local_number for others.
         preset: "activated", "small", "joint", or a training YAML; None is "small" for the bundled model, else
             "activated".
         output_dir: Where everything goes; None is ``runs/`` and the model's name.
-        engine: What samples, "transformers" or "vllm"; None is the preset's.
+        engine: The engine that samples, by name ("transformers", "vllm") or with settings; None is the preset's.
         max_new_tokens: Longest response; None is the preset's.
         prompt: How questions are put to the model; None is their tasks' own way.
         settings: What else to set, by the names of the command line, such as ``{"data.num_samples": 16}``.
@@ -106,9 +108,9 @@ def calibrate(
         Traceback (most recent call last):
         selfcal_lightning.core.errors.InputError: ...
     """
-    case = CommonCase(
-        model, "", task, preset, None if output_dir is None else str(output_dir), engine, max_new_tokens, prompt
-    )
+    folder = None if output_dir is None else str(output_dir)
+    case = CommonCase(model, "", task, preset, folder, engine, max_new_tokens, prompt)
+    questions = _spelt_out(questions)
     if not isinstance(questions, str | Path):
         asked = read_questions(questions, task=case.default_task)
         names = dict.fromkeys(question.task for question in asked)
@@ -136,7 +138,8 @@ def answer(
     scorers: Sequence[str] = (),
     strategy_args: Mapping[str, Any] | None = None,
     sampling: SamplingSettings | None = None,
-    engine: EngineSettings = EngineSettings(),
+    max_new_tokens: int | None = None,
+    engine: str | EngineSettings = "transformers",
     chain_of_thought: bool = True,
     prompt: Prompt | None = None,
     seed: int = 0,
@@ -145,7 +148,8 @@ def answer(
 
     Args:
         model: Folder or hub name of the model, or "bundled".
-        questions: A file, mappings with ``question`` (and ``answer``, ``id``, ``task``), or ``Question`` records.
+        questions: A file, one text, a list of texts, of mappings with ``question`` (and ``answer``, ``id``, ``task``,
+            ``choices``), or of ``Question`` records.
         task: How prompts are written and answers are read, where a question names no task; None is that of the
             calibration, else word_problems for the bundled model and local_number for others.
         adapter: Folder of the adapter that ``calibrate`` wrote.
@@ -156,7 +160,8 @@ def answer(
         scorers: Files of confidences that ``fit_confidence`` wrote.
         strategy_args: Further fields of the strategy.
         sampling: How responses are drawn; None is as the calibration did.
-        engine: What draws them.
+        max_new_tokens: Maximum length of a response in tokens; None is as ``sampling`` says.
+        engine: The engine that draws them, by name ("transformers", "vllm", "openai") or with settings.
         chain_of_thought: Whether the prompt asks for reasoning before the answer.
         prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
         seed: Of sampling.
@@ -176,8 +181,13 @@ def answer(
         (1, True)
     """
     given = None if adapter is None else str(adapter)
-    task = task or CalibratedDefaults.of(model, given).task or default_task(model)
-    asked = read_questions(questions, task=task, chain_of_thought=chain_of_thought)
+    defaults = CalibratedDefaults.of(model, given)
+    task = task or defaults.task or default_task(model)
+    asked = read_questions(_spelt_out(questions), task=task, chain_of_thought=chain_of_thought)
+    if max_new_tokens is not None:
+        sampling = replace(sampling or defaults.sampling or SamplingSettings(), max_new_tokens=max_new_tokens)
+    if isinstance(engine, str):
+        engine = EngineSettings(engine)  # type: ignore[arg-type]
     settings = AnswerSettings(
         strategy=strategy,
         threshold=threshold,
@@ -232,13 +242,22 @@ def evaluate(
         return Evaluation(folder, run_evaluate(output_dir=str(folder), pools=pools, task=task, **options))
     if not isinstance(subject, str):
         raise InputError(f"Expected one model beside `questions`, but got {subject!r}. Name the other one by `after`.")
-    file = _as_file(questions, folder / QUESTIONS_FILE, task=task or default_task(subject))
+    file = _as_file(_spelt_out(questions), folder / QUESTIONS_FILE, task=task or default_task(subject))
     tasks = by_task(CommonCase(subject, str(file), task))
     tests = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]
     is_alone = adapter is None and after is None
     sides = {"model": subject} if is_alone else {"before": subject, "after": after}
     given = {**sides, "adapter": None if adapter is None else str(adapter), "tests": tests}
     return Evaluation(folder, run_evaluate(output_dir=str(folder), **given, **options))
+
+
+def _spelt_out(questions: Questions | Sequence[str]) -> Questions:
+    """Return texts as mappings; a text with spaces that does not look like the name of a file is a question."""
+    if isinstance(questions, str) and " " in questions and Path(questions).suffix not in QUESTION_ENDINGS:
+        questions = questions if os.path.exists(questions) else [questions]
+    if isinstance(questions, str | Path):
+        return questions
+    return [{"question": one} if isinstance(one, str) else one for one in questions]  # type: ignore[return-value]
 
 
 def _as_file(questions: Questions, place: Path, *, task: str) -> Path:

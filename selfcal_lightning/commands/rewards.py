@@ -61,7 +61,7 @@ def run_rollout(
     shard: str = "0/1",
     questions_per_shard: int = 64,
     max_failures: int = MAX_FAILURES,
-    top_up: bool = False,
+    extend: bool = False,
 ) -> RolloutReport:
     """Continue the prefixes of stored responses several times each, into a store of their own.
 
@@ -96,7 +96,7 @@ def run_rollout(
         shard: "i/n", this machine's share of the prefixes.
         questions_per_shard: Prefixes in one file of the store; what a kill can cost.
         max_failures: Requests that may fail in a row; then the run stops.
-        top_up: Draw more rollouts from the prefixes where the store has fewer than ``num_rollouts`` of each; what is
+        extend: Draw more rollouts from the prefixes where the store has fewer than ``num_rollouts`` of each; what is
             there stays, and the others are those of a run that draws all at once.
 
     Returns:
@@ -126,13 +126,13 @@ def run_rollout(
         query=policy.prompt.query or DEFAULT_QUERY,
         questions_per_shard=questions_per_shard,
         max_failures=max_failures,
-        top_up=top_up,
+        extend=extend,
         rollouts=source,
     )
     _check_exports(export, export_trl)
     if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
         raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
-    _check_number(Path(store_dir), split, num_rollouts, top_up=top_up)
+    _check_number(Path(store_dir), split, num_rollouts, extend=extend)
     chat = settings.chat()
     wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
     sample_questions(settings, devices=devices, shard=shard)
@@ -164,17 +164,17 @@ def _check_exports(export: str | None, export_trl: str | None) -> None:
         check_replaceable(export_trl, is_own, option="export_trl", kind="an earlier file for TRL")
 
 
-def _check_number(store: Path, split: str, num_rollouts: int, *, top_up: bool) -> None:
-    """Raise where there are fewer rollouts of each prefix already, which only ``top_up`` adds to."""
+def _check_number(store: Path, split: str, num_rollouts: int, *, extend: bool) -> None:
+    """Raise where there are fewer rollouts of each prefix already, which only ``extend`` adds to."""
     if num_rollouts < 1:
         raise InputError(f"Expected `num_rollouts` to be at least 1, but got {num_rollouts}.")
-    if top_up or not round_file(store, 0).is_file():
+    if extend or not round_file(store, 0).is_file():
         return
     known = SampleStore(store).round_manifest().samples_of(split)
     if known is not None and num_rollouts > known:
         raise InputError(
             f"Expected `num_rollouts` to be at most {known}, the rollouts of a prefix in {store}, but got "
-            f"{num_rollouts}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
+            f"{num_rollouts}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
         )
 
 

@@ -14,7 +14,7 @@ from selfcal_lightning.data.store.annotations import NamedRecord
 from selfcal_lightning.data.store.records import write_record
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.answer_types import split_aliases
-from selfcal_lightning.data.tasks.base import JudgeForm, Task, judge_form
+from selfcal_lightning.data.tasks.base import Task, VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import read_letter, stated_short_text
 from selfcal_lightning.data.tasks.judging import CUT
 from selfcal_lightning.engines.base import Engine, ask_for_replies
@@ -43,7 +43,7 @@ class Form:
         return hashlib.sha256(json.dumps([self.instruction, dict(self.grades)]).encode()).hexdigest()[:16]
 
 
-FORMS: Mapping[JudgeForm, Form] = {
+FORMS: Mapping[VerifierForm, Form] = {
     "facts": Form(
         "You grade short answers to questions about facts. You see a question, the reference answer, and the answer to "
         "grade.\nA: right. It says what the reference says, perhaps in other words or another spelling, and nothing "
@@ -86,7 +86,7 @@ def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None
     return None if letter is None else form.grades[letter]
 
 
-def shown_answer(name: JudgeForm, sample: Sample) -> str | None:
+def shown_answer(name: VerifierForm, sample: Sample) -> str | None:
     """Return the text of a response to be graded; None without a readable answer, which is wrong.
 
     For facts this is the response's own wording, since the canonical form drops punctuation.
@@ -96,7 +96,7 @@ def shown_answer(name: JudgeForm, sample: Sample) -> str | None:
     return stated_short_text(sample.text, finished=sample.finish not in CUT) or sample.answer
 
 
-def form_digest(names: Sequence[JudgeForm]) -> dict[str, str]:
+def form_digest(names: Sequence[VerifierForm]) -> dict[str, str]:
     """Return the digests of some grading prompts by name."""
     return {name: FORMS[name].digest for name in sorted(names)}
 
@@ -132,7 +132,7 @@ class KeptVerdicts(NamedRecord[Verdicts]):
 
     def __init__(self, store_path: str | Path, name: str) -> None:
         super().__init__(
-            Path(store_path) / FOLDER, name, FILE, Verdicts.from_json, held_to="verdicts to be of the same judge"
+            Path(store_path) / FOLDER, name, FILE, Verdicts.from_json, held_to="verdicts to be of the same model"
         )
 
     def known(self, origin: Mapping[str, Any]) -> dict[Key, Grade | None]:
@@ -154,7 +154,7 @@ CHUNK = 128
 class Candidate:
     """A text to be graded."""
 
-    form: JudgeForm
+    form: VerifierForm
     question: str
     reference: str
     answer: str
@@ -164,7 +164,7 @@ def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task
     """Return the distinct answers to questions with a reference whose tasks are verified by a model."""
     found: dict[Key, Candidate] = {}
     for group in groups:
-        question, form = group.question, judge_form(tasks(group.question.task))
+        question, form = group.question, verifier_form(tasks(group.question.task))
         if form is None or question.reference is None:
             continue
         for sample in group.samples:
@@ -173,7 +173,7 @@ def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task
     return found
 
 
-def key_of(group: QuestionSamples, sample: Sample, form: JudgeForm) -> Key | None:
+def key_of(group: QuestionSamples, sample: Sample, form: VerifierForm) -> Key | None:
     """Return the key of a response's verdict; None for a response without an answer."""
     answer = shown_answer(form, sample)
     return None if answer is None else (group.question.id, question_digest(group.question), answer)
@@ -191,7 +191,7 @@ def grade_candidates(
     sampling = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=max_new_tokens)
     grades: dict[Key, Grade | None] = {}
     keys = list(candidates)
-    with Progress(len(keys), label="Judging answers", unit="answers") as progress:
+    with Progress(len(keys), label="Verifying answers", unit="answers") as progress:
         for start in range(0, len(keys), CHUNK):
             chunk = {str(number): key for number, key in enumerate(keys[start : start + CHUNK])}
             prompts = {number: chat.prompt_ids(_messages(candidates[key])) for number, key in chunk.items()}

@@ -167,7 +167,9 @@ class Verbalized:
         check_positive(attempts, "attempts")
         self._engine, self._chat, self._attempts = engine, chat, attempts
         self._max_new_tokens = max_new_tokens
-        self._suffix_ids = ChatFormat(chat.tokenizer, query=query or self.scale.after).query.suffix_ids
+        self._suffix_ids = ChatFormat(
+            chat.tokenizer, query=query or self.scale.after, prompt=chat.prompt
+        ).query.suffix_ids
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the stated probability of every sample, [question][sample].

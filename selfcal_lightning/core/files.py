@@ -319,13 +319,13 @@ def check_replaceable(
         )
 
 
-def has_first_keys(keys: Collection[str], path: Path) -> bool:
-    """Return whether ``path`` is a file of JSON lines whose first one has exactly these keys."""
+def has_first_keys(keys: Collection[str], path: Path, *, exactly: bool = True) -> bool:
+    """Return whether ``path`` is a JSONL file whose first line has these keys, and by default no others."""
     try:
         first: Mapping[str, Any] = next((line for _, line in read_json_lines(path)), {})
     except InputError:
         return False
-    return set(keys) == first.keys()
+    return set(keys) == first.keys() if exactly else set(keys) <= first.keys()
 
 
 # What makes a folder a model, an adapter, an export or a sample store.

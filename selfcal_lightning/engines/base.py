@@ -89,8 +89,11 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids. Raises ValueError where prompt + response + query cannot fit."""
 
-    def poll(self) -> list[Response]:
+    def poll(self, patience: float | None = None) -> list[Response]:
         """Work for a while and return the responses that finished; empty only when nothing is in flight.
+
+        Args:
+            patience: Longest wait in seconds, after which the list may be empty.
 
         Raises:
             RequestsFailedError: Requests were not answered; they are in flight no more, all others go on.
@@ -104,6 +107,9 @@ class Engine(Protocol):
         delivered. One that was begun is there, with 0 where no token was drawn yet; so is one that had finished and
         was not yet delivered. A dropped request never comes back.
         """
+
+    def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the response tokens of requests that are being drawn, where the engine sees them."""
 
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True

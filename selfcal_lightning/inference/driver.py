@@ -162,11 +162,34 @@ class Driver:
         reached, self._reached = self._reached, []
         return reached
 
-    def cancel(self, *question_ids: str) -> None:
-        """Drop questions without a verdict. Unknown ids are ignored."""
+    def cancel(self, *question_ids: str) -> dict[str, Waste]:
+        """Drop questions without a verdict. Unknown ids are ignored.
+
+        Returns:
+            What had been generated for those that were open: what was delivered, and what was thrown away.
+        """
         dropped = set(question_ids)
         self._waiting = deque(question for question in self._waiting if question.id not in dropped)
-        self.source.cancel([name for name in dict.fromkeys(question_ids) if self._open.pop(name, None) is not None])
+        ended = {name: opened for name in dropped if (opened := self._open.pop(name, None)) is not None}
+        waste, price = self.source.cancel(list(ended)), self.source.query_tokens
+        made = {name: (*opened.handed, *opened.unseen) for name, opened in ended.items()}
+        costs = {name: (total_tokens(samples, price), waste[name].tokens) for name, samples in made.items()}
+        return {
+            name: Waste(len(made[name]) + waste[name].samples, None if None in both else sum(filter(None, both)))
+            for name, both in costs.items()
+        }
+
+    def conclude(self, *question_ids: str) -> None:
+        """End open questions with what has arrived: their strategies are told that there is no more.
+
+        Their verdicts come with the next ``work``. Ids that are not open are passed.
+        """
+        for opened in [self._open[name] for name in dict.fromkeys(question_ids) if name in self._open]:
+            for sample in self.source.conclude(opened.question.id):
+                opened.take_in(sample)
+            opened.order.clear()
+            opened.exhausted = True
+            self._advance([opened])
 
     def close(self) -> None:
         """Drop all questions. May be called twice, and questions may be added again afterwards."""

@@ -78,8 +78,28 @@ class SampleSource(Protocol):
         The list may be empty while earlier samples are awaited.
         """
 
+    def conclude(self, question_id: str) -> list[Sample]:
+        """Start no more for a question, drop what is being made and return what had finished, in index order."""
+
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; drop undelivered samples and return their cost for each question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the samples of one question are drawn, where a server's clients say so themselves.
+
+    Attributes:
+        prompt_ids: Its prompt.
+        sampling: How to draw.
+        seed: Seed of the run.
+        key: What seeds derive from in the place of the question's id.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingSettings
+    seed: int
+    key: str
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
@@ -115,7 +135,7 @@ class _Asked:
     """
 
     question: Question
-    prompt_ids: tuple[int, ...]
+    draws: Draws
     judge: Judge
     started: int = 0
     delivered: int = 0
@@ -124,6 +144,7 @@ class _Asked:
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parts: dict[int, Response] = field(default_factory=dict)
     thrown: int = 0
+    dropped: int = 0
 
 
 class EngineSource:
@@ -146,12 +167,15 @@ class EngineSource:
         scorers: Fitted scorers that add confidences to every sample.
         tasks: Returns a task by name.
         target: Samples to keep in flight; None means 1.25 times the engine's batch.
+        patience: Longest wait of ``poll`` in seconds; None waits for a response.
+        draws: Returns how a question is drawn that brings its own prompt and sampling; None draws all alike.
         stops: Finds the ends of steps, for strategies that sample step by step.
         on_failed: Called with a message when requests fail. Their samples are unreadable.
         max_failures: Consecutive failures after which ``poll`` raises ``EngineStoppedError``.
 
     Attributes:
         failed: Number of samples whose requests failed.
+        scorers: Those of ``scorers`` that hold from now on.
     """
 
     def __init__(
@@ -165,6 +189,8 @@ class EngineSource:
         scorers: Sequence[SampleScorer] = (),
         tasks: Callable[[str], Task] = get_task,
         target: int | None = None,
+        patience: float | None = None,
+        draws: Callable[[Question], Draws] | None = None,
         stops: Stops | None = None,
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
@@ -172,9 +198,9 @@ class EngineSource:
         if target is not None and target < 1:
             raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
         self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
-        self._scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
-        self._stops = stops
-        self._prompts: dict[str, tuple[Question, tuple[int, ...]]] = {}
+        self.scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
+        self._stops, self._patience, self._draws = stops, patience, draws
+        self._prompts: dict[str, tuple[Question, Draws]] = {}
         self._open: dict[str, _Asked] = {}
         self._place: dict[str, tuple[_Asked, int]] = {}
         self._queue: dict[str, Request] = {}
@@ -193,12 +219,14 @@ class EngineSource:
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
         """Render the prompts of ``questions``; see ``SampleSource``."""
-        check_live(confidence, self._scorers)
-        asks = needs_query(confidence, self._scorers)
+        check_live(confidence, self.scorers)
+        asks = needs_query(confidence, self.scorers)
         self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
-        prompts = {q.id: (q, self._chat.prompt_ids(q.messages)) for q in questions}
+        draws = self._draws or (lambda q: Draws(self._chat.prompt_ids(q.messages), self._sampling, self._seed, q.id))
+        prompts = {question.id: (question, draws(question)) for question in questions}
         room = self._engine.max_context - self.query_tokens - 1
-        for question, prompt_ids in prompts.values():
+        for question, drawn in prompts.values():
+            prompt_ids = drawn.prompt_ids
             if not 1 <= len(prompt_ids) <= room:
                 raise InputError(
                     f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
@@ -228,12 +256,14 @@ class EngineSource:
     def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
         """Queue a request for a sample or its next part, up to a possible end of a step or ``only`` so many tokens."""
         asked, index = self._place[name]
-        sampling = self._sampling if only is None else replace(self._sampling, max_new_tokens=len(prefix) + only)
+        sampling = asked.draws.sampling
+        if only is not None:
+            sampling = replace(sampling, max_new_tokens=len(prefix) + only)
         self._queue[name] = Request(
             id=name,
-            prompt_ids=asked.prompt_ids,
+            prompt_ids=asked.draws.prompt_ids,
             sampling=sampling,
-            seed=sample_seed(self._seed, self._round, asked.question.id, index),
+            seed=sample_seed(asked.draws.seed, self._round, asked.draws.key, index),
             query=self._chat.query if self.query_tokens else None,
             prefix_ids=prefix,
             step_ids=self._stops.tokens if to_step_end and self._stops is not None and only is None else (),
@@ -263,7 +293,7 @@ class EngineSource:
         earlier = asked.parts.pop(index, None)
         drawn = response if earlier is None else self._joined(earlier, response)
         so_far = prefix + drawn.token_ids
-        is_over = drawn.finish == "stop" or len(so_far) >= self._sampling.max_new_tokens
+        is_over = drawn.finish == "stop" or len(so_far) >= asked.draws.sampling.max_new_tokens
         if self._stops is None or is_over or (earlier is None and drawn.finish != "step"):
             return drawn
         end = self._stops.first_end(so_far, after=len(prefix))
@@ -292,6 +322,28 @@ class EngineSource:
         cut = continued(prefix, replace(drawn, token_ids=kept, finish="step"), self._chat.decode)
         return replace(cut, logprob=None, yes_mass=None, no_mass=None)
 
+    def drawn_so_far(self, question_id: str) -> list[tuple[int, ...]]:
+        """Return the tokens of the samples of a question that are being drawn, where the engine sees them."""
+        asked = self._open.get(question_id)
+        return [] if asked is None else list(self._engine.drawn_so_far(asked.pending).values())
+
+    def conclude(self, question_id: str) -> list[Sample]:
+        """Drop what is being drawn for a question and return what had finished."""
+        asked = self._open.get(question_id)
+        if asked is None:
+            return []
+        drawn = self._engine.cancel(asked.pending - self._queue.keys())
+        self._queue = {name: request for name, request in self._queue.items() if name not in asked.pending}
+        asked.dropped += len(drawn)
+        asked.thrown += sum(drawn.values())
+        for name in asked.pending:
+            del self._place[name]
+        asked.pending.clear()
+        kept = list(enumerate(sorted(asked.finished), start=asked.delivered))  # no gaps: later ones wait for none
+        asked.prefixes = {new: asked.prefixes[old] for new, old in kept if old in asked.prefixes}
+        asked.finished = {new: asked.finished[old] for new, old in kept}
+        return list(self._judged(asked))
+
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions, with one call to the engine for all of them."""
         for name in question_ids:
@@ -315,18 +367,18 @@ class EngineSource:
             if name in drawn or part is not None
         ]
         whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
-        return Waste(len(cut) + len(asked.finished), sum(cut) + sum(whole) + asked.thrown)
+        return Waste(len(cut) + len(asked.finished) + asked.dropped, sum(cut) + sum(whole) + asked.thrown)
 
     def _begin(self, question_id: str) -> _Asked:
-        question, prompt_ids = self._prompts[question_id]
+        question, draws = self._prompts[question_id]
         judge = Judge(question, self._tasks(question.task), round=self._round)
-        asked = self._open[question_id] = _Asked(question, prompt_ids, judge)
+        asked = self._open[question_id] = _Asked(question, draws, judge)
         return asked
 
     def _finished_responses(self) -> dict[str, Response | None]:
         """Return finished responses by request; None for failed ones."""
         try:
-            responses = self._engine.poll()
+            responses = self._engine.poll() if self._patience is None else self._engine.poll(self._patience)
         except RequestsFailedError as error:
             self.failed += len(error.failures)
             if self._on_failed is not None:
@@ -334,9 +386,10 @@ class EngineSource:
             for name, failure in error.failures.items():
                 self._row.add(name, self._place[name][0].question.id, failure)
             return dict.fromkeys(error.failures)
-        if not responses:
+        if not responses and self._patience is None:
             raise RunError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
-        self._row.clear()
+        if responses:
+            self._row.clear()
         return {response.request_id: response for response in responses}
 
     def _judged(self, asked: _Asked) -> Iterable[Sample]:
@@ -347,7 +400,7 @@ class EngineSource:
             prefix = asked.prefixes.pop(asked.delivered - 1, ())
             if isinstance(response, Response) and prefix:
                 response = continued(prefix, response, self._chat.decode)
-            yield add_scores(asked.judge.read(response), self._scorers)
+            yield add_scores(asked.judge.read(response), self.scorers)
 
 
 def _num_drawn(response: Response | RecordedResponse) -> int:
@@ -431,6 +484,12 @@ class ReplaySource:
         samples = list(self._queue)
         self._queue.clear()
         return samples
+
+    def conclude(self, question_id: str) -> list[Sample]:
+        """Return what was queued for a question: it had finished when it was recorded."""
+        found = [sample for sample in self._queue if sample.question_id == question_id]
+        self._queue = deque(sample for sample in self._queue if sample.question_id != question_id)
+        return found
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; their queued samples count as generated."""

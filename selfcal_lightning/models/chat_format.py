@@ -6,6 +6,7 @@ Everything is derived from the model's own template by rendering sentinels throu
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
 BASES = ("task", "none", "boxed")
+FORMATS = ("chat", "plain")
+PLAIN_TEMPLATE = """\
+{%- if adds_bos %}{{ bos_token }}{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == "assistant" %}{{ "Answer: " }}
+{%- elif message.role == "user" and not message.content.startswith("Question:") %}{{ "Question: " }}{% endif -%}
+{{- message.content.strip() + ("\\n" if message.role == "user" else "\\n\\n") -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "Answer:" }}{% endif -%}"""
 BOXED = (
     "Reason step by step. Then write your final answer, and nothing else, in \\boxed{}; where options are given, the "
     "letter of one."
@@ -50,15 +60,19 @@ class Prompt:
             studies of large models give for every data set.
         system: System text in the place of that one; "" is none at all, None keeps it.
         examples: Questions with responses that stand before the question, as turns of the chat.
+        format: "chat" uses the model's chat template; "plain" writes "Question: ..." and "Answer: ..." for
+            base models that have none, and ends a response where it goes on to the next question.
     """
 
     base: Literal["task", "none", "boxed"] = "task"
     system: str | None = None
     examples: tuple[PromptExample, ...] = ()
+    format: Literal["chat", "plain"] = "chat"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the prompt as plain JSON types."""
-        return {**asdict(self), "examples": [asdict(example) for example in self.examples]}
+        """Return the prompt as plain JSON types; the usual format is left out."""
+        content = {**asdict(self), "examples": [asdict(example) for example in self.examples]}
+        return {name: value for name, value in content.items() if (name, value) != ("format", "chat")}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Prompt:
@@ -71,15 +85,17 @@ class Prompt:
             >>> Prompt.from_json({"system": "Be brief.", "examples": [{"question": "1+1?", "response": "2"}]}).system
             'Be brief.'
         """
-        _check_fields(content, ("base", "system", "examples"), "prompt")
+        _check_fields(content, ("base", "system", "examples", "format"), "prompt")
         base, system, examples = content.get("base", "task"), content.get("system"), content.get("examples") or ()
-        if base not in BASES:
-            raise InputError(f"Expected `prompt.base` to be one of {', '.join(BASES)}, but got {base!r}.")
+        style = content.get("format", "chat")
+        for name, value, known in (("base", base, BASES), ("format", style, FORMATS)):
+            if value not in known:
+                raise InputError(f"Expected `prompt.{name}` to be one of {', '.join(known)}, but got {value!r}.")
         if system is not None and not isinstance(system, str):
             raise InputError(f"Expected `prompt.system` to be text, but got {system!r}.")
         if not isinstance(examples, list | tuple):
             raise InputError(f"Expected `prompt.examples` to be a list, but got {examples!r}.")
-        return cls(base, system, tuple(_example(example) for example in examples))
+        return cls(base, system, tuple(_example(example) for example in examples), style)
 
 
 def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Question]:
@@ -228,7 +244,7 @@ class ChatFormat:
     today's date is given a fixed one, so that a run that crosses midnight keeps its prompts.
 
     Args:
-        tokenizer: The tokenizer; it must have a chat template.
+        tokenizer: The tokenizer; it must have a chat template unless the prompt's format is plain.
         query: Text of the confidence query.
         generation_eos_ids: Further ids that end a turn, from the model's generation config.
         prompt: The user's prompt that the messages come from (``user_prompts.put_prompt``), which tells the samples
@@ -251,10 +267,12 @@ class ChatFormat:
         generation_eos_ids: Sequence[int] = (),
         prompt: Prompt | None = None,
     ) -> None:
-        if tokenizer.chat_template is None:
+        self.is_plain = prompt is not None and prompt.format == "plain"
+        if tokenizer.chat_template is None and not self.is_plain:
             raise InputError(
-                f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. "
-                "Use an instruction-tuned model, or save a `chat_template.jinja` beside its tokenizer."
+                f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. For a "
+                "base model use `--prompt.format plain`, else an instruction-tuned model, or save a "
+                "`chat_template.jinja` beside its tokenizer."
             )
         if not query.strip():
             raise InputError(f"Expected `query` to be a question, but got {query!r}.")
@@ -264,7 +282,7 @@ class ChatFormat:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         control_tokens = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, [*control_tokens, _MARK_CHAR])))
-        self._template: str = tokenizer.get_chat_template()
+        self._template: str = PLAIN_TEMPLATE if self.is_plain else tokenizer.get_chat_template()
         self._folds_system = self._template_lacks_system_role()
         self._response_anchor = self._render_response_anchor()
         suffix_ids = self._query_suffix()
@@ -272,25 +290,32 @@ class ChatFormat:
             suffix_ids=suffix_ids, yes_ids=self._single_tokens(YES_TEXTS), no_ids=self._single_tokens(NO_TEXTS)
         )
         ends = {tokenizer.eos_token_id, *generation_eos_ids} | set(self._control_ids(suffix_ids[:1]))
+        ends |= self._next_question_ids() if self.is_plain else set()
         self.end_of_turn_ids: frozenset[int] = frozenset(ends - {None})
         self.pad_id: int = next(
             (i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), suffix_ids[0]
         )
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
         """Return the ids of ``messages`` with the opened assistant turn, one BOS at most.
 
         Raises:
-            ValueError: When the template refuses the sequence of roles.
+            ValueError: When the template refuses the sequence of roles, or has no place for ``tools`` (functions as
+                OpenAI writes them).
         """
         literals: list[str] = []
         guarded = [Message(message.role, self._guard(message.content, literals)) for message in messages]
-        return self._encode(self._render(guarded), literals)
+        rendered = self._render(guarded, **({"tools": list(tools)} if tools else {}))
+        if tools and (self._control.search(json.dumps(tools)) or rendered == self._render(guarded)):
+            raise InputError("Expected no `tools` for a model whose template has no place for them, or control tokens.")
+        return self._encode(rendered, literals)
 
     def response_ids(self, text: str) -> tuple[int, ...]:
         """Return the ids of a response's content as it stands after a prompt, without end-of-turn."""
         literals: list[str] = []
-        guarded = self._guard(text, literals)
+        guarded = self._guard(f" {text}" if self.is_plain and not text[:1].isspace() else text, literals)
         anchor = self._encode(self._response_anchor, ())
         in_place = self._encode(self._response_anchor + guarded, literals)
         if in_place[: len(anchor)] == anchor:
@@ -322,6 +347,9 @@ class ChatFormat:
             turns = _fold_system(turns)
         if "strftime_now" in self._template:
             options["date_string"] = FIXED_DATE
+        if self.is_plain:
+            adds_bos = self.tokenizer.bos_token_id in self.tokenizer.encode("x")[:1]
+            options |= {"chat_template": PLAIN_TEMPLATE, "adds_bos": adds_bos}
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
             return cast(str, text)
@@ -386,6 +414,19 @@ class ChatFormat:
             elif piece:
                 ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return tuple(ids)
+
+    def _next_question_ids(self) -> set[int]:
+        """Return the tokens with which a response goes on to another question."""
+        found = set()
+        for before in ("x\n", "x\n\n"):
+            pieces = [(i, str(self.tokenizer.decode([i]))) for i in self._encode(f"{before}Question:", ())]
+            found |= {i for i, piece in pieces if len(word := piece.strip()) > 2 and "Question:".startswith(word)}
+        if not found:
+            raise InputError(
+                f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a token for 'Question', at which a "
+                "response in `prompt.format` plain ends, but it has none. Save a `chat_template.jinja` beside it."
+            )
+        return found
 
     def _control_ids(self, ids: Iterable[int]) -> list[int]:
         return [i for i in ids if self._control.fullmatch(cast(str, self.tokenizer.convert_ids_to_tokens(i)))]

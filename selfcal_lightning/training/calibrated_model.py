@@ -80,7 +80,8 @@ def adapter_name(name: str | None) -> str:
 def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict[str, ChatFormat]:
     """Return the chat format of each adapter, with its own query."""
     chats = {
-        name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query) for name, one in beside.items()
+        name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query, prompt=chat.prompt)
+        for name, one in beside.items()
     }
     room = len(chat.query.suffix_ids)
     for name, own in chats.items():

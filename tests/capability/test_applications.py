@@ -17,7 +17,7 @@ from selfcal_lightning.capability.scoring import QuestionScore, read_scores, wri
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import (
     run_allocate,
-    run_fit_asking_threshold,
+    run_fit_abstention_threshold,
     run_fit_probe,
     run_predict_pass_at_k,
     run_score_questions,
@@ -94,10 +94,10 @@ def test_plans_by_hand(tmp_path: Path) -> None:
     plan = run_allocate(**options, budget=2, concentration=2.0, skip_below=0.1)
     assert plan.samples["q3"] == 0
     assert sum(plan.samples.values()) == 8, "what is not spent on it goes to the others"
-    plan = run_allocate(**options, budget=2, gain="geometric", even_share=0.25)
+    plan = run_allocate(**options, budget=2, gain="geometric", uniform_share=0.25)
     expected = interpolated_allocation([2] * 4, greedy_allocation(p, 8, maximum=100), 0.25)
     assert list(plan.samples.values()) == expected.tolist()
-    plan = run_allocate(**options, budget=2.25, gain="geometric", even_share=1.0)
+    plan = run_allocate(**options, budget=2.25, gain="geometric", uniform_share=1.0)
     assert list(plan.samples.values()) == [3, 2, 2, 2]
 
 
@@ -115,14 +115,14 @@ def test_the_concentration_is_fitted_where_none_is_given(written: Path, tmp_path
 def test_a_threshold_that_bounds_the_wrong_responses(written: Path, tmp_path: Path) -> None:
     store, output = str(written / "store"), tmp_path / "asking.json"
     values = run_score_questions(probe=str(written / "probe"), store_dir=store, split="calibration")
-    found = run_fit_asking_threshold(store, str(output), risk=0.9, delta=0.2)
+    found = run_fit_abstention_threshold(store, str(output), risk=0.9, delta=0.2)
     assert found.threshold is not None
     record = json.loads(output.read_text())
     assert (record["threshold"], record["num_questions"]) == (found.threshold, 24)
     asked = [value is not None and value >= found.threshold for value in values]
     assert found.num_answered == sum(asked)
     with pytest.raises(RunError, match="Nothing is written; allow a larger `risk`"):
-        run_fit_asking_threshold(store, str(tmp_path / "none.json"), risk=0.01)
+        run_fit_abstention_threshold(store, str(tmp_path / "none.json"), risk=0.01)
     assert not (tmp_path / "none.json").exists()
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
         ({"budget": 0}, "`budget` must be above 0"),
         ({"budget": 1e308}, "`budget` must be above 0 and at most"),
         ({"concentration": -1.0}, "`concentration` must be above 0"),
-        ({"even_share": 1.5}, r"`even_share` to lie in \[0, 1\], but got 1.5"),
+        ({"uniform_share": 1.5}, r"`uniform_share` to lie in \[0, 1\], but got 1.5"),
         ({"gain": "best"}, "one of beta, geometric"),
         ({"gain": "geometric", "concentration": 1.0}, "with the gain 'beta' only"),
         ({"concentration": 1.0, "skip_below": 1.5}, "a capability of at least 1.5"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
-from selfcal_lightning.data.tasks.base import judge_form
+from selfcal_lightning.data.tasks.base import verifier_form
 from selfcal_lightning.data.tasks.dataset import DatasetTask, Item
 from selfcal_lightning.data.tasks.registry import TASKS, get_task, register_task
 from selfcal_lightning.data.tasks.rows import HubSource, Row
@@ -31,7 +31,7 @@ def test_all_data_sets_of_the_capability_paper_are_there() -> None:
     for name, wanted in splits.items():
         for split in wanted.split():
             get_task(name).check_source(split)
-    judged = {name: judge_form(get_task(name)) for name in splits}
+    judged = {name: verifier_form(get_task(name)) for name in splits}
     assert {name for name, form in judged.items() if form == "facts"} == {
         "triviaqa", "simpleqa_verified", "simpleqa_train",
     }  # fmt: skip

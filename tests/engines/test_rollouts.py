@@ -117,9 +117,9 @@ def test_a_store_is_topped_up_to_more_rollouts(sampled: SampleStore, tmp_path: P
     few: dict[str, Any] = {"prefixes": 1, "responses": 1}
     once = rollout(sampled, tmp_path / "once", num_rollouts=3, **few)
     rollout(sampled, tmp_path / "topped", **few)
-    with pytest.raises(InputError, match=r"`num_rollouts` to be at most 2, the rollouts .* got 3\. Set `top_up`"):
+    with pytest.raises(InputError, match=r"`num_rollouts` to be at most 2, the rollouts .* got 3\. Set `extend`"):
         rollout(sampled, tmp_path / "topped", num_rollouts=3, **few)
-    assert rollout(sampled, tmp_path / "topped", num_rollouts=3, top_up=True, **few) == once
+    assert rollout(sampled, tmp_path / "topped", num_rollouts=3, extend=True, **few) == once
     assert once.rollouts == 3 * once.prefixes
     assert contents(tmp_path / "topped") == contents(tmp_path / "once")
 

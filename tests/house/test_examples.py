@@ -38,6 +38,17 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for output in notebook.cells[-2]["outputs"])
+    assert said.count("right:") == 10
+
+
+@pytest.mark.slow
 def test_the_example_of_a_server_runs(tmp_path: Path, tiny_model: str) -> None:
     pytest.importorskip("aiohttp")
     from support.openai_models import RealModel

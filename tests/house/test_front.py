@@ -35,7 +35,13 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
 
     sampling = sc.SamplingSettings(max_new_tokens=60)
     asked = problems(2, "test_id")
-    found = sc.answer("bundled", asked, adapter=made.adapter, max_samples=3, sampling=sampling)
+    found = sc.answer("bundled", asked, adapter=made.adapter, max_samples=3, max_new_tokens=60, engine="transformers")
+    texts = sc.answer(
+        "bundled", [row["question"] for row in asked], adapter=made.adapter, max_samples=3, sampling=sampling
+    )
+    assert [one.as_json()["answer"] for one in texts] == [one.verdict.answer for one in found]
+    (alone,) = sc.answer("bundled", asked[0]["question"], adapter=made.adapter, max_samples=1, max_new_tokens=8)
+    assert alone.question.text == asked[0]["question"]
     assert [one.question.text for one in found] == [row["question"] for row in asked]
     assert all(1 <= one.samples_used <= 3 and one.verdict.samples_used == one.samples_used for one in found)
 

@@ -368,8 +368,12 @@ def test_the_bundled_model_answers_on_the_command_line(
     file = tmp_path / "q.txt"
     file.write_text(f"{QUESTION}\nMia has 5 pens. Tom has 3 more than Mia. How many pens do they have?\n")
     arguments = ["answer", "--model", "bundled", "--questions", str(file), "--json", "--threshold", "0.5"]
-    assert command([*arguments, "--max_samples", "2", "--sampling.max_new_tokens", "60"]) == 0
-    rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    arguments += ["--max_samples", "2", "--sampling.max_new_tokens", "60", "--output"]
+    assert command([*arguments, str(tmp_path / "answers.jsonl")]) == 0
+    shown = capfd.readouterr().out
+    assert (tmp_path / "answers.jsonl").read_text() == shown
+    assert command([*arguments, str(file)]) == 1, "an input is not replaced"
+    rows = [json.loads(line) for line in shown.splitlines()]
     assert [row["id"] for row in rows] == ["line-1", "line-2"]
     for row in rows:
         assert row["answer"] is None or row["answer"] in str(row["response"])

@@ -74,3 +74,27 @@ def test_json_holds_what_json_can_hold() -> None:
     answer = Answer(question, Verdict(question.id, None, None, None, 2, False), 2, None)
     row = json.loads(json.dumps(answer.as_json(), allow_nan=False))
     assert (row["question"], row["answer"], row["confidence"]) == ("Wie gro\u00df?", None, None)
+
+
+def test_choices_are_written_out_and_the_answer_becomes_a_letter() -> None:
+    rows = [
+        {"question": "Which is red?", "choices": ["sky", "blood"], "answer": "blood"},
+        {"question": "Which is blue?", "choices": ["sky", "blood"], "answer": "a", "task": "commonsense_qa"},
+    ]
+    first, second = read_questions(rows, task="local_number")
+    assert (first.task, first.text, first.reference) == ("local_choice", "Which is red?\n(A) sky\n(B) blood", "B")
+    assert (second.task, second.reference) == ("commonsense_qa", "A")
+
+
+@pytest.mark.parametrize(
+    ("row", "fragment"),
+    [
+        ({"choices": ["a"]}, "2 to 8 different `choices`, but got 1"),
+        ({"choices": ["a", "a"]}, "2 to 8 different `choices`, but got 2"),
+        ({"choices": "ab"}, "`choices` to be a list of texts, but got 'ab'"),
+        ({"choices": ["a", "b"], "answer": "c"}, "one of `choices` or its letter, but got 'c'"),
+    ],
+)
+def test_choices_that_cannot_be_asked_are_refused(row: dict[str, object], fragment: str) -> None:
+    with pytest.raises(ValueError, match=fragment):
+        read_questions([{"question": "x", **row}], task="local_number")

@@ -13,11 +13,11 @@ from selfcal_lightning.records import Question, QuestionSamples
 
 
 def open_store(
-    path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES, split: str = "train", top_up: bool = False
+    path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES, split: str = "train", extend: bool = False
 ) -> SampleStore:
     fingerprint = store_fingerprint(engine, FakeChat(), SAMPLING, SEED)
     return SampleStore.create_or_open(
-        path, fingerprint, num_samples=num_samples, engine=engine.describe(), splits=(split,), top_up=top_up
+        path, fingerprint, num_samples=num_samples, engine=engine.describe(), splits=(split,), extend=extend
     )
 
 
@@ -27,12 +27,12 @@ def run(
     *,
     engine: FakeEngine | None = None,
     num_samples: int = NUM_SAMPLES,
-    top_up: bool = False,
+    extend: bool = False,
     **options: object,
 ) -> GenerationReport:
     engine = engine or FakeEngine()
     arguments = {"split": "train", "sampling": SAMPLING, "seed": SEED, "tasks": FakeTask, "progress": False} | options
-    store = open_store(path, engine, num_samples=num_samples, split=str(arguments["split"]), top_up=top_up)
+    store = open_store(path, engine, num_samples=num_samples, split=str(arguments["split"]), extend=extend)
     return generate_samples(
         questions, engine=engine, chat=FakeChat(), store=store, num_samples=num_samples, **arguments
     )

@@ -1,6 +1,6 @@
 """More samples for questions that a store has already: what is there is copied in front of them, byte for byte.
 
-A question that was topped up lies in a later shard with all its samples; the shard that holds the first ones only
+A question that was extended lies in a later shard with all its samples; the shard that holds the first ones only
 stays, and readers do not see it there. Which shard each sample was first written to is kept in the manifest, so that
 values beside the rows go on belonging to them.
 """
@@ -105,7 +105,7 @@ def raise_samples(root: Path, round: int, splits: Collection[str], num_samples: 
         record = read_round(file)
         if record.num_samples is None:
             raise InputError(
-                f"Expected `top_up` with a store whose questions have one number of samples, but got {root}, where a "
+                f"Expected `extend` with a store whose questions have one number of samples, but got {root}, where a "
                 "plan or an import decided. Use another `store_dir`."
             )
         fewer = [split for split in splits if (record.samples_of(split) or 0) < num_samples]

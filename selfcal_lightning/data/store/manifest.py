@@ -96,7 +96,7 @@ class RoundRecord:
         return record
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON types, without what was topped up where nothing was."""
+        """Return the record as plain JSON types, without what was extended where nothing was."""
         content = {
             "round": self.round,
             "fingerprint": dict(self.written),

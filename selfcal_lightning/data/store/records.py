@@ -181,7 +181,7 @@ def way_out(path: Path) -> str:
     if path.name == "key_steps.json":
         return f"Restore it from a copy, or delete {path} and run `selfcal extract-steps` again."
     if path.name == "verdicts.json":
-        return f"Restore it from a copy, or delete {path.parent} and run `selfcal judge` again."
+        return f"Restore it from a copy, or delete {path.parent} and run `selfcal verify` again."
     if path.name == "question_values.json":
         return f"Restore it from a copy, or delete {path.parent} and run `selfcal score-questions` again."
     return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."

@@ -107,7 +107,7 @@ class SampleStore:
         engine: Mapping[str, Any],
         round: int = 0,
         splits: Collection[str] = (),
-        top_up: bool = False,
+        extend: bool = False,
     ) -> SampleStore:
         """Open the store for samples of ``round``, and enter the round when it is new.
 
@@ -118,7 +118,7 @@ class SampleStore:
             engine: What runs the model (name, dtype, version); recorded, not compared.
             round: Generation round, from 0.
             splits: The splits that are meant, which may have more samples than others.
-            top_up: Whether these are to have ``num_samples`` from now on, where they have fewer.
+            extend: Whether these are to have ``num_samples`` from now on, where they have fewer.
 
         Raises:
             ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question; or the
@@ -143,13 +143,13 @@ class SampleStore:
                 + "; ".join(differences)
                 + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
             )
-        if top_up and num_samples is not None:
+        if extend and num_samples is not None:
             stored = raise_samples(store.path, round, splits, num_samples)
         known = min((stored.samples_of(split) or 0 for split in splits), default=stored.num_samples)
         if stored.num_samples is not None and num_samples is not None and num_samples > (known or 0):
             raise InputError(
                 f"Expected `num_samples` to be at most {known}, the number of samples a question in {path}, but got "
-                f"{num_samples}. Set `top_up` to draw the others, use another `store_dir`, or ask for fewer."
+                f"{num_samples}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
             )
         store._engine = dict(engine)
         return store

@@ -15,7 +15,7 @@ from selfcal_lightning.records import Question
 
 AnswerType = Literal["number", "option letter", "expression", "short text"]
 # What a model that judges is asked: whether an answer is right, wrong or not attempted; whether two are equivalent.
-JudgeForm = Literal["facts", "mathematics"]
+VerifierForm = Literal["facts", "mathematics"]
 
 
 class Task(Protocol):
@@ -55,15 +55,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class NamesJudge(Protocol):
-    """A task, or a data set, whose answers a model may judge where comparing texts falls short."""
+class NamesVerifier(Protocol):
+    """A task, or a data set, whose answers a model may verify where comparing texts falls short."""
 
-    judge: JudgeForm | None
+    verifier: VerifierForm | None
 
 
-def judge_form(task: object) -> JudgeForm | None:
-    """Return what a model is asked that judges the answers of a task or a data set; None where it names nothing."""
-    return task.judge if isinstance(task, NamesJudge) else None
+def verifier_form(task: object) -> VerifierForm | None:
+    """Return how a model verifies the answers of a task or a data set; None where it names no way."""
+    return task.verifier if isinstance(task, NamesVerifier) else None
 
 
 ROOM = Path(__file__).parent

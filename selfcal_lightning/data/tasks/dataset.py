@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.data.tasks import rows
 from selfcal_lightning.data.tasks.answer_types import Answers
-from selfcal_lightning.data.tasks.base import AnswerType, JudgeForm, judge_form
+from selfcal_lightning.data.tasks.base import AnswerType, VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import LETTERS
 from selfcal_lightning.data.tasks.rows import (
     FileSource,
@@ -88,7 +89,7 @@ class DatasetTask:
         self.prompt: Prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
-        self.judge: JudgeForm | None = judge_form(dataset)
+        self.verifier: VerifierForm | None = verifier_form(dataset)
 
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
@@ -258,15 +259,7 @@ def bare_question(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Mess
 
 
 def write_options(question: str, options: Sequence[str]) -> str:
-    """Return a question with its options on lines of their own, lettered from A.
-
-    Example:
-        >>> print(write_options("Which is red?", ["sky", "blood"]))
-        Which is red?
-        (A) sky
-        (B) blood
-    """
+    """Return a data set's question with its options, see ``rows.write_options``; refuse too few or too many."""
     if not 2 <= len(options) <= len(LETTERS):
         raise UnusableRowError(f"{len(options)} options")
-    lines = [f"({letter}) {option.strip()}" for letter, option in zip(LETTERS, options, strict=False)]
-    return "\n".join([question.strip(), *lines])
+    return rows.write_options(question, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from selfcal_lightning.data.tasks.answer_types import Answers
-from selfcal_lightning.data.tasks.base import JudgeForm
+from selfcal_lightning.data.tasks.base import VerifierForm
 from selfcal_lightning.data.tasks.dataset import Item
 from selfcal_lightning.data.tasks.rows import Row
 
@@ -21,10 +21,10 @@ class LocalQuestions:
     columns = ("question", "answer")
     id_column = "id"
 
-    def __init__(self, name: str, answers: Answers, *, judge: JudgeForm | None = None) -> None:
+    def __init__(self, name: str, answers: Answers, *, verifier: VerifierForm | None = None) -> None:
         self.name = name
         self.answers = answers
-        self.judge = judge
+        self.verifier = verifier
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question and its answer."""

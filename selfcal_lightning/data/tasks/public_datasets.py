@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from selfcal_lightning.data.tasks.answer_types import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
-from selfcal_lightning.data.tasks.base import JudgeForm
+from selfcal_lightning.data.tasks.base import VerifierForm
 from selfcal_lightning.data.tasks.dataset import Item, UnusableRowError, write_options
 from selfcal_lightning.data.tasks.extraction import LETTERS
 from selfcal_lightning.data.tasks.rows import PARQUET_CONVERSION, HubRows, HubSource, JoinedSource, OtherRows, Row
@@ -267,7 +267,7 @@ class Math500:
 
     name = "math500"
     answers = ExpressionAnswers()
-    judge: JudgeForm = "mathematics"
+    verifier: VerifierForm = "mathematics"
     source = HubSource("HuggingFaceH4/MATH-500", {"test": "test"})
     columns = ("problem", "answer")
     id_column = "unique_id"
@@ -282,7 +282,7 @@ class Math:
 
     name = "math"
     answers = ExpressionAnswers()
-    judge: JudgeForm = "mathematics"
+    verifier: VerifierForm = "mathematics"
     source = JoinedSource(
         {
             "train": (HubRows(HubSource("appier-ai-research/MATH-train-11498", {"train": "train"}), "train"),),
@@ -362,7 +362,7 @@ class TriviaQA:
 
     name = "triviaqa"
     answers = ShortTextAnswers()
-    judge: JudgeForm = "facts"
+    verifier: VerifierForm = "facts"
     source = HubSource("mandarjoshi/trivia_qa", {"train": "train", "validation": "validation"}, config="rc.nocontext")
     columns = ("question", "question_id", "answer")
     id_column = "question_id"
@@ -381,7 +381,7 @@ class SimpleQAVerified:
 
     name = "simpleqa_verified"
     answers = ShortTextAnswers()
-    judge: JudgeForm = "facts"
+    verifier: VerifierForm = "facts"
     source = _VERIFIED
     columns = ("problem", "answer")
     id_column = "original_index"
@@ -396,7 +396,7 @@ class SimpleQATrain:
 
     name = "simpleqa_train"
     answers = ShortTextAnswers()
-    judge: JudgeForm = "facts"
+    verifier: VerifierForm = "facts"
     source = JoinedSource(
         {
             "train": (

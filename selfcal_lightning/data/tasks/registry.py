@@ -133,9 +133,9 @@ for _dataset in (
     SimpleQATrain(),
     LocalQuestions("local_number", NumberAnswers()),
     LocalQuestions("local_choice", LetterAnswers("ABCDEFGH")),
-    LocalQuestions("local_expression", ExpressionAnswers(), judge="mathematics"),
-    LocalQuestions("local_text", FreeTextAnswers(), judge="facts"),
-    LocalQuestions("local_text_exact", ShortTextAnswers(), judge="facts"),
+    LocalQuestions("local_expression", ExpressionAnswers(), verifier="mathematics"),
+    LocalQuestions("local_text", FreeTextAnswers(), verifier="facts"),
+    LocalQuestions("local_text_exact", ShortTextAnswers(), verifier="facts"),
 ):
     register_task(DatasetTask(_dataset))
 register_task(WordProblems())

@@ -198,10 +198,12 @@ def _check_columns(origin: str, present: Iterable[str], columns: Sequence[str]) 
 
 logger = logging.getLogger(__name__)
 
-FIELDS = ("question", "answer", "id", "task")
+FIELDS = ("question", "answer", "id", "task", "choices")
+CHOICE_TASK = "local_choice"
 ANSWER, SYNONYM = "answer", "reference"
 # Fields of pools, whose lines are questions with responses.
 OF_POOLS = ("responses", "split", "messages")
+CHOICE_LETTERS = "ABCDEFGH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +270,38 @@ def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> Quest
         raise InputError(f"{origin}: Expected `id` to be text or a whole number, but got {name!r}.")
     if not isinstance(task, str | None):
         raise InputError(f"{origin}: Expected `task` to be the name of a task, but got {task!r}.")
+    if (choices := row.get("choices")) is not None:
+        text, answer, task = *_multiple_choice(text, answer, choices, origin), task or CHOICE_TASK
     own_id = None if name is None else str(name).strip()
     return QuestionRow(text, answer, own_id, task or None, origin, number)
+
+
+def _multiple_choice(text: str, answer: object, choices: object, origin: str) -> tuple[str, object]:
+    """Return the question with its options written out, and the letter of the answer where it was given as text."""
+    if not isinstance(choices, list | tuple) or not all(isinstance(one, str) and one.strip() for one in choices):
+        raise InputError(f"{origin}: Expected `choices` to be a list of texts, but got {choices!r}.")
+    if not 2 <= len(choices) <= len(CHOICE_LETTERS) or len(set(choices)) < len(choices):
+        raise InputError(
+            f"{origin}: Expected 2 to {len(CHOICE_LETTERS)} different `choices`, but got {len(choices)}: {choices!r}."
+        )
+    if answer in choices:
+        answer = CHOICE_LETTERS[list(choices).index(answer)]
+    elif answer is not None and str(answer).strip().upper() not in CHOICE_LETTERS[: len(choices)]:
+        raise InputError(f"{origin}: Expected `answer` to be one of `choices` or its letter, but got {answer!r}.")
+    return write_options(text, choices), answer
+
+
+def write_options(question: str, options: Sequence[str]) -> str:
+    """Return a question with its options on lines of their own, lettered from A.
+
+    Example:
+        >>> print(write_options("Which is red?", ["sky", "blood"]))
+        Which is red?
+        (A) sky
+        (B) blood
+    """
+    lines = [f"({letter}) {option.strip()}" for letter, option in zip(CHOICE_LETTERS, options, strict=False)]
+    return "\n".join([question.strip(), *lines])
 
 
 def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
@@ -330,4 +362,4 @@ def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _listed() -> str:
-    return f"question, {ANSWER} (or {SYNONYM}), id, task"
+    return f"question, {ANSWER} (or {SYNONYM}), id, task, choices"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import queue
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -176,15 +179,22 @@ class OpenAIEngine:
         self._jobs.add([(number, partial(self._answer, flight)) for number, flight in flights.items()])
         return [request.id for request in requests]
 
-    def poll(self) -> list[Response]:
-        """Wait for responses and return those that finished; empty only when nothing is in flight.
+    def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the response tokens that came in of requests in flight."""
+        wanted = set(ids)
+        flights = [flight for flight in self._flights.values() if flight.request.id in wanted and flight.reader]
+        return {f.request.id: tuple(f.reader.token_ids[: f.reader.num_tokens]) for f in flights}
+
+    def poll(self, patience: float | None = None) -> list[Response]:
+        """Wait for responses and return those that finished; empty when nothing is in flight or patience ends.
 
         Raises:
             RequestsFailedError: Requests were not answered; all others go on.
         """
         self._ensure_open()
-        while self._flights and not self._in_flight.has_news:
-            self._work()
+        until = math.inf if patience is None else time.monotonic() + patience
+        while self._flights and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
+            self._work(None if patience is None else left)
         self._work_off()
         return self._in_flight.deliver()
 
@@ -364,9 +374,10 @@ class OpenAIEngine:
         name = self._facts.adapter if awake else self._facts.served_model
         return await score(self._transport, name, prompt, token_ids, deadline)
 
-    def _work(self) -> None:
+    def _work(self, patience: float | None = None) -> None:
         """Wait for one job to finish and take it in."""
-        self._take_in(*self._jobs.take())
+        with suppress(queue.Empty):
+            self._take_in(*self._jobs.take(patience))
 
     def _work_off(self) -> None:
         """Take in what has finished."""

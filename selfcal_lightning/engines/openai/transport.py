@@ -106,9 +106,13 @@ class BackgroundJobs:
         """Queue jobs by number, before those that wait when ``first``."""
         self._loop.call_soon_threadsafe(self._queue, list(jobs), first)
 
-    def take(self) -> Outcome:
-        """Wait for a job to finish and return its number, what it returned, and what it raised."""
-        return self._outcomes.get()
+    def take(self, patience: float | None = None) -> Outcome:
+        """Wait for a job to finish and return its number, what it returned, and what it raised.
+
+        Raises:
+            queue.Empty: None did within ``patience`` seconds.
+        """
+        return self._outcomes.get(timeout=patience)
 
     def take_ready(self) -> list[Outcome]:
         """Return the outcomes that are there."""

@@ -77,7 +77,7 @@ class GenerationSettings:
     questions_per_shard: int
     max_failures: int
     plan: str | None = None
-    top_up: bool = False
+    extend: bool = False
     rollouts: RolloutSource | None = None
 
     @classmethod
@@ -100,8 +100,8 @@ class GenerationSettings:
         for name in ("num_samples", "questions_per_shard", "max_failures"):
             if getattr(self, name) < 1:
                 raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
-        if self.top_up and self.plan is not None:
-            raise InputError("Expected `top_up` without a `plan`, which says how many responses each question gets.")
+        if self.extend and self.plan is not None:
+            raise InputError("Expected `extend` without a `plan`, which says how many responses each question gets.")
         if not self.task and self.rollouts is None:
             raise InputError("Expected `task` to name at least one task, but got none.")
         if self.path is not None and len(self.task) > 1:
@@ -147,7 +147,7 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             num_samples=settings.num_samples if plan is None else None,
             engine=engine.describe(),
             splits=(settings.store_split,),
-            top_up=settings.top_up,
+            extend=settings.extend,
         )
         return generate_samples(
             questions,
@@ -389,7 +389,7 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
         num_samples=settings.num_samples if plan is None else None,
         plan=None if plan is None else plan.digest,
         splits=(settings.store_split,),
-        top_up=settings.top_up,
+        extend=settings.extend,
     )
     return is_complete(store, {settings.store_split: share})
 
@@ -405,9 +405,9 @@ def _sample_on_devices(
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
     busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
-    # Of a plan, or of what is topped up, nobody sees from here which questions are done, and how many responses.
+    # Of a plan, or of what extends a store, nobody sees from here which questions are done, and how many responses.
     each, unit = (settings.num_samples, "responses")
-    if settings.plan is not None or settings.top_up:
+    if settings.plan is not None or settings.extend:
         each, unit = 1, "questions"
     with Progress(len(missing) * each, label=f"Sampling {settings.store_split}", unit=unit) as bar:
 

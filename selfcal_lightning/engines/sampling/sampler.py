@@ -252,7 +252,7 @@ class _Sampler:
             self.engine.cancel(list(self._in_flight))
 
     def _fill(self, waiting: Iterator[Question], prompts: dict[str, array[int]]) -> bool:
-        """Top up the engine's queue before it can run dry. Returns whether anything is in flight."""
+        """Fill the engine's queue before it can run dry. Returns whether anything is in flight."""
         least = QUEUE_BATCHES * self.engine.batch_size
         if len(self._in_flight) < least:
             room = 2 * least - len(self._in_flight)

@@ -79,7 +79,7 @@ def open_existing(
     plan: str | None = None,
     round: int = 0,
     splits: Collection[str] = (),
-    top_up: bool = False,
+    extend: bool = False,
 ) -> SampleStore | None:
     """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not."""
     if not round_file(Path(store_dir), round).exists():
@@ -96,7 +96,7 @@ def open_existing(
     )
     fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
     return SampleStore.create_or_open(
-        store_dir, fingerprint, num_samples=num_samples, engine={}, round=round, splits=splits, top_up=top_up
+        store_dir, fingerprint, num_samples=num_samples, engine={}, round=round, splits=splits, extend=extend
     )
 
 

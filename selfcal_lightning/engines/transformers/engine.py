@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -201,13 +203,25 @@ class TransformersEngine:
         self._rows.release(slots)
         return thrown_away
 
-    def poll(self) -> list[Response]:
-        """Work until one in eight of the requests in the batch has finished, and return their responses."""
+    def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return the response tokens of requests that hold a slot."""
+        wanted, rows = set(ids), self._rows
+        slots = [slot for slot in rows.live() if rows.held(slot).id in wanted]
+        ends = [len(rows.held(slot).prefix_ids) + n for slot, n in zip(slots, rows.drawn(slots), strict=True)]
+        found = zip(slots, ends, strict=True)
+        return {rows.held(s).id: tuple(rows.tokens[s, len(rows.held(s).prefix_ids) : e].tolist()) for s, e in found}
+
+    def poll(self, patience: float | None = None) -> list[Response]:
+        """Work until one in eight of the requests in the batch has finished, and return their responses.
+
+        With ``patience`` it looks at the clock after each token.
+        """
+        until = math.inf if patience is None else time.monotonic() + patience
         model = self._require_model()
         while True:
             try:
                 with torch.no_grad(), model.evaluation():
-                    return self._work(model)
+                    return self._work(model, until)
             except torch.cuda.OutOfMemoryError:
                 if self.max_batch == 1:
                     raise
@@ -316,7 +330,7 @@ class TransformersEngine:
         room = self.max_context - len(request.prompt_ids) - _query_length(request)
         return min(request.sampling.max_new_tokens, room)
 
-    def _work(self, model: CachedModel) -> list[Response]:
+    def _work(self, model: CachedModel, until: float) -> list[Response]:
         if self._borrowed and not self._rows.live():
             self._rows.prompts = [None] * self.max_batch
         self._admit(model)
@@ -333,7 +347,9 @@ class TransformersEngine:
             pending, position = self._rows.pending[:slots_in_use], self._rows.position[:slots_in_use]
             self._rows.advance(model.extend(slots, position, pending[:, None], width, leading=True)[:, -1])
             width += 1
-        return self._harvest(model, width)
+            if time.monotonic() > until:
+                break
+        return self._harvest(model, width) if int(self._rows.done[:slots_in_use].sum()) > idle else []
 
     def _admit(self, model: CachedModel) -> None:
         """Give free slots to waiting requests and encode their prompts, each distinct one once."""

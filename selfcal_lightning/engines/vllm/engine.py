@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -135,6 +137,7 @@ class VLLMEngine:
         self._log_path = None if log_path is None else Path(log_path)
         self._chat = chat
         self._process: WorkerProcess | None = None
+        self._silence = 0.0
         self._owner = 0
         self._closed = False
         self._limits: dict[str, Any] = {}
@@ -179,15 +182,20 @@ class VLLMEngine:
         self._feed()
         return [request.id for request in requests]
 
-    def poll(self) -> list[Response]:
-        """Wait for responses and return those that finished; empty only when nothing is in flight.
+    def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Return nothing: the child tells a response when it has finished."""
+        return {}
+
+    def poll(self, patience: float | None = None) -> list[Response]:
+        """Wait for responses and return those that finished; empty when nothing is in flight or patience ends.
 
         Raises:
             RequestsFailedError: Requests were not answered; all others go on.
             EngineCrashedError: The process failed more than ``max_restarts`` times in a row.
         """
-        while len(self._book) and not self._in_flight.has_news:
-            self._work()
+        until = math.inf if patience is None else time.monotonic() + patience
+        while len(self._book) and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
+            self._work(left)
         return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
@@ -305,19 +313,22 @@ class VLLMEngine:
             self.close()
             raise
 
-    def _work(self) -> None:
+    def _work(self, patience: float = math.inf) -> None:
         """Feed the child, wait for what it says and take it in."""
         self._ensure_started()
         self._feed()
         if self._process is not None:
-            self._listen()
+            self._listen(patience)
             self._feed()
 
-    def _listen(self) -> None:
+    def _listen(self, patience: float = math.inf) -> None:
         """Wait for what the child says and take it in."""
         try:
-            messages = cast(WorkerProcess, self._process).channel.receive(timeout=self._stall_timeout)
-            if not messages:
+            wait = min(patience, self._stall_timeout - self._silence)
+            messages = cast(WorkerProcess, self._process).channel.receive(timeout=wait)
+            self._silence = 0.0 if messages else self._silence + wait
+            if self._silence >= self._stall_timeout:
+                self._silence = 0.0
                 raise EOFError(f"it gave no sign of life for {self._stall_timeout:g} seconds")
         except EOFError as error:
             self._on_crash(str(error))

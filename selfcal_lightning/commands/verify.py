@@ -1,4 +1,4 @@
-"""``selfcal judge``: a model decides which answers are right, where comparing texts falls short."""
+"""``selfcal verify``: a model decides which answers are right, where comparing texts falls short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.records import Reread
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.base import Task, judge_form
+from selfcal_lightning.data.tasks.base import Task, verifier_form
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import check_engine, load_chat, open_engine
@@ -31,8 +31,8 @@ from selfcal_lightning.records import QuestionSamples, Sample, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeReport:
-    """What a judge did."""
+class VerificationReport:
+    """What a verifying model did."""
 
     answers: int
     asked: int
@@ -45,77 +45,76 @@ class JudgeReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.answers:,} different answers, {self.asked:,} of them judged now: {self.right:,} right, "
+            f"{self.answers:,} different answers, {self.asked:,} of them verified now: {self.right:,} right, "
             f"{self.wrong:,} wrong, {self.not_attempted:,} not attempted, {self.unreadable:,} without a readable "
             f"verdict (the task's own stands). {self.verdicts_changed:,} of {self.responses:,} responses have another "
             "verdict now"
         )
 
 
-def run_judge(
+def run_verify(
     store_dir: str,
-    judge_model: str,
+    model: str,
     split: str | None = None,
     task: str | None = None,
-    name: str = "judge",
+    name: str = "verifier",
     revision: str | None = None,
     engine: EngineSettings = EngineSettings(),
     max_new_tokens: int = 512,
     overwrite: bool = False,
-) -> JudgeReport:
-    """Let a model judge the answers of a store: facts as right, wrong or not attempted, mathematics as equivalent.
+) -> VerificationReport:
+    """Let a model verify the answers of a store: facts as right, wrong or not attempted, mathematics as equivalent.
 
-    It is asked greedily, once about each different answer to a question, and its verdicts are kept in the store under
-    ``verdicts/NAME`` with what it is: nothing is asked twice, of further samples only what is new. Then the responses
-    get its verdicts. Where a reply cannot be read the task's own verdict stands; `selfcal reread` puts all of these
-    back.
+    It is asked once about each different answer to a question, by greedy decoding. The store keeps its verdicts under
+    ``verdicts/NAME``, so nothing is asked twice. Where its reply cannot be read, the task's own verdict stands;
+    `selfcal re-extract` restores all of the task's verdicts.
 
     Args:
-        store_dir: Folder of the store; nothing else may write it meanwhile.
-        judge_model: Folder or hub name of the model that judges, or its tokenizer's where a server runs it.
-        split: Split to judge; null takes all.
-        task: Task to judge; null takes all that name a judge: triviaqa, simpleqa, math, math500 and others.
-        name: Name of the verdicts in the store.
-        revision: Revision of the model on the hub.
-        engine: What runs it, such as `--engine.name openai --engine.base_url http://host:8000/v1`.
-        max_new_tokens: Longest reply; a model that reasons needs many.
-        overwrite: Whether verdicts of another judge under the same name may be replaced.
+        store_dir: Folder of the store. Nothing else may write to it meanwhile.
+        model: Folder or hub name of the model that verifies; with a server, of its tokenizer.
+        split: Verifies this split only; null takes all.
+        task: Verifies this task only; null takes all that a model can verify, such as triviaqa, simpleqa and math500.
+        name: Name under which the store keeps the verdicts.
+        revision: Revision of the model on the hub: a branch, tag or commit.
+        engine: Which engine runs the model, such as `--engine.name openai --engine.base_url http://host:8000/v1`.
+        max_new_tokens: Maximum length of a reply in tokens; a model that reasons needs many.
+        overwrite: Replaces verdicts of another model under the same name.
 
     Returns:
-        What was judged.
+        Counts of the verdicts.
     """
     if max_new_tokens < 1:
         raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")
     KeptVerdicts(store_dir, name)  # whose name may be refused
-    _check_has_judge(SampleStore(store_dir), split, task)
-    options, model = engine.of(revision=revision), resolve_model(judge_model)
-    check_engine(options, model)
-    chat = load_chat(options, model, query=DEFAULT_QUERY)
-    opened = open_engine(options, model, chat=chat)
+    _check_has_verifier(SampleStore(store_dir), split, task)
+    options, resolved = engine.of(revision=revision), resolve_model(model)
+    check_engine(options, resolved)
+    chat = load_chat(options, resolved, query=DEFAULT_QUERY)
+    opened = open_engine(options, resolved, chat=chat)
     try:
-        report = judge_store(
+        report = verify_store(
             SampleStore(store_dir), opened, chat, name=name, split=split, task=task, max_new_tokens=max_new_tokens,
             overwrite=overwrite,
         )  # fmt: skip
     finally:
         opened.close()
-    say(f"Judged {store_dir}: {report}. Verdicts in {store_dir}/verdicts/{name}")
+    say(f"Verified {store_dir}: {report}. Verdicts in {store_dir}/verdicts/{name}")
     return report
 
 
-def judge_store(
+def verify_store(
     store: SampleStore,
     engine: Engine,
     chat: ChatFormat,
     *,
-    name: str = "judge",
+    name: str = "verifier",
     split: str | None = None,
     task: str | None = None,
     max_new_tokens: int = 512,
     overwrite: bool = False,
     tasks: Callable[[str], Task] = get_task,
-) -> JudgeReport:
-    """Judge the answers of a store with a model that runs already; see :func:`run_judge`."""
+) -> VerificationReport:
+    """Verify the answers of a store with a model that runs already; see :func:`run_verify`."""
     found = candidates_of(store.samples(split=split, task=task), tasks)
     origin = {
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),
@@ -135,7 +134,7 @@ def judge_store(
     grade_candidates(engine, chat, asked, max_new_tokens=max_new_tokens, keep=keep)
     done = _apply(store, {key: grades[key] for key in found}, name=name, tasks=tasks)
     counts = Counter(grades[key] for key in found)
-    return JudgeReport(
+    return VerificationReport(
         len(found), len(asked), counts["right"], counts["wrong"], counts["not_attempted"], counts[None],
         done.responses, done.verdicts_changed,
     )  # fmt: skip
@@ -147,8 +146,8 @@ def _apply(
     """Give every response the verdict on its answer; those on which there is none keep theirs."""
     readers: dict[str, str] = {}
 
-    def judged(group: QuestionSamples, sample: Sample) -> Sample:
-        form = judge_form(tasks(group.question.task))
+    def verified(group: QuestionSamples, sample: Sample) -> Sample:
+        form = verifier_form(tasks(group.question.task))
         key = None if form is None else key_of(group, sample, form)
         grade = None if key is None else grades.get(key)
         if grade is None:
@@ -157,18 +156,18 @@ def _apply(
         return replace(sample, correct=grade == "right")
 
     def read(group: QuestionSamples) -> QuestionSamples:
-        return replace(group, samples=tuple(judged(group, sample) for sample in group.samples))
+        return replace(group, samples=tuple(verified(group, sample) for sample in group.samples))
 
     return store.reread(read, readers=readers)
 
 
-def _check_has_judge(store: SampleStore, split: str | None, task: str | None) -> None:
-    """Raise InputError unless the store has questions of a task that names a judge; no model is loaded for it."""
+def _check_has_verifier(store: SampleStore, split: str | None, task: str | None) -> None:
+    """Raise InputError unless a model can verify a task of the store; no model is loaded for it."""
     index = store.index(split=split)
     names = {one for one in set(index.task.tolist()) if task in (None, one)}
-    if not any(judge_form(get_task(one)) for one in names):
-        known = ", ".join(sorted(one for one in TASKS if judge_form(TASKS[one])))
+    if not any(verifier_form(get_task(one)) for one in names):
+        known = ", ".join(sorted(one for one in TASKS if verifier_form(TASKS[one])))
         raise InputError(
-            f"Expected {store.path} to hold questions of split {split!r} and of a task that names a judge ({known}), "
-            f"but got {', '.join(sorted(names)) or 'none'}: comparing answers decides there."
+            f"Expected {store.path} to hold questions of split {split!r} and of a task that a model can verify "
+            f"({known}), but got {', '.join(sorted(names)) or 'none'}: comparing answers decides there."
         )

@@ -12,7 +12,7 @@ from support.fake_runs import contents, run
 from support.fakes import FakeTask, fake_questions
 
 from selfcal_lightning.commands.generate import run_generate
-from selfcal_lightning.commands.pools import reread_answers
+from selfcal_lightning.commands.pools import re_extract_answers
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.overview import plan_sampling
@@ -38,7 +38,7 @@ def at_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_equals_one_that_was_drawn_at_once(at_once: Path, tmp_path: Path) -> None:
     for number in (2, 5, 7):
-        report = run(tmp_path, QUESTIONS, num_samples=number, top_up=True, questions_per_shard=5)
+        report = run(tmp_path, QUESTIONS, num_samples=number, extend=True, questions_per_shard=5)
         contents(tmp_path)
     assert (report.reused, report.generated) == (0, 12 * 2), "what is there is not drawn again"
     assert rows(tmp_path) == rows(at_once)
@@ -52,12 +52,12 @@ def test_it_equals_one_that_was_drawn_at_once(at_once: Path, tmp_path: Path) -> 
 
 def test_a_killed_one_goes_on_with_other_shares(at_once: Path, tmp_path: Path) -> None:
     run(tmp_path, QUESTIONS, num_samples=3)
-    run(tmp_path, QUESTIONS, num_samples=7, top_up=True, part="rank-0-of-2", shard=(0, 2))
+    run(tmp_path, QUESTIONS, num_samples=7, extend=True, part="rank-0-of-2", shard=(0, 2))
     sizes = {len(group.samples) for group in contents(tmp_path).values()}
     assert sizes == {3, 7}, "questions of the other share have what they had"
     planned = plan_sampling(str(tmp_path), {q.id for q in QUESTIONS}, num_samples=7, most_tokens=9)
     assert planned.stored == sum(len(group.samples) for group in contents(tmp_path).values())
-    run(tmp_path, QUESTIONS, num_samples=7, top_up=True)
+    run(tmp_path, QUESTIONS, num_samples=7, extend=True)
     contents(tmp_path)
     assert rows(tmp_path) == rows(at_once)
 
@@ -65,10 +65,10 @@ def test_a_killed_one_goes_on_with_other_shares(at_once: Path, tmp_path: Path) -
 def test_other_splits_keep_their_number(tmp_path: Path) -> None:
     test = fake_questions(4, prefix="t")
     run(tmp_path, QUESTIONS[:4], num_samples=2)
-    run(tmp_path, test, num_samples=6, split="test", top_up=True)
+    run(tmp_path, test, num_samples=6, split="test", extend=True)
     found = {group.split: len(group.samples) for group in contents(tmp_path).values()}
     assert found == {"train": 2, "test": 6}
-    with pytest.raises(InputError, match=r"`num_samples` to be at most 2.* Set `top_up` to draw the others"):
+    with pytest.raises(InputError, match=r"`num_samples` to be at most 2.* Set `extend` to draw the others"):
         run(tmp_path, QUESTIONS[:4], num_samples=6)
     with pytest.raises(InputError, match="to be 6, since 1 questions are missing"):
         run(tmp_path, fake_questions(5, prefix="t"), num_samples=2, split="test")
@@ -89,7 +89,7 @@ def test_values_beside_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFi
         Annotation(tmp_path, name).publish(name + str(len(index)), ["p"], origin={"by": "hand"}, details={})
 
     for number in (2, 3, 5):
-        run(tmp_path, QUESTIONS, num_samples=number, top_up=True)
+        run(tmp_path, QUESTIONS, num_samples=number, extend=True)
         contents(tmp_path)
         score("mine")
     assert len(values) == 12 * 5, "no response was scored twice"
@@ -109,9 +109,9 @@ def test_it_is_read_anew_and_repaired(tmp_path: Path) -> None:
             return None if found is None else str(2 * int(found))
 
     run(tmp_path, QUESTIONS, num_samples=2)
-    run(tmp_path, QUESTIONS, num_samples=4, top_up=True)
+    run(tmp_path, QUESTIONS, num_samples=4, extend=True)
     before = contents(tmp_path)
-    done = reread_answers(SampleStore(tmp_path), tasks=Doubling)
+    done = re_extract_answers(SampleStore(tmp_path), tasks=Doubling)
     readable = sum(sample.answer is not None for group in before.values() for sample in group.samples)
     assert (done.responses, done.answers_changed) == (12 * 4, readable), "no response is counted twice"
     after = contents(tmp_path)
@@ -119,7 +119,7 @@ def test_it_is_read_anew_and_repaired(tmp_path: Path) -> None:
         expected = [None if s.answer is None else str(2 * int(s.answer)) for s in group.samples]
         assert [sample.answer for sample in after[name].samples] == expected
     assert SampleStore(tmp_path).repair().duplicates == 0
-    run(tmp_path, QUESTIONS, num_samples=6, top_up=True, tasks=Doubling)
+    run(tmp_path, QUESTIONS, num_samples=6, extend=True, tasks=Doubling)
     assert {len(group.samples) for group in contents(tmp_path).values()} == {6}
 
 
@@ -133,7 +133,7 @@ def test_answers_are_named_by_the_first_of_all_samples(tmp_path: Path) -> None:
 
     run(tmp_path / "a", QUESTIONS, num_samples=6, tasks=Named)
     run(tmp_path / "b", QUESTIONS, num_samples=3, tasks=Named)
-    run(tmp_path / "b", QUESTIONS, num_samples=6, top_up=True, tasks=Named)
+    run(tmp_path / "b", QUESTIONS, num_samples=6, extend=True, tasks=Named)
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
 
 
@@ -150,16 +150,16 @@ def test_the_verb_draws_the_very_texts(tmp_path: Path, shallow_model: str, capsy
 
     generate("once", 4)
     generate("topped", 2)
-    with pytest.raises(InputError, match="Set `top_up`"):
+    with pytest.raises(InputError, match="Set `extend`"):
         generate("topped", 4)
-    generate("topped", 4, top_up=True)
+    generate("topped", 4, extend=True)
     assert texts("topped") == texts("once")
     capsys.readouterr()
-    generate("topped", 4, top_up=True)
+    generate("topped", 4, extend=True)
     assert "nothing is sampled" in capsys.readouterr().err
     SamplePlan({"word_problems/test_id/000000": 1}, {}).save(tmp_path / "plan.json")
-    with pytest.raises(InputError, match="`top_up` without a `plan`"):
-        generate("other", 4, top_up=True, plan=str(tmp_path / "plan.json"))
+    with pytest.raises(InputError, match="`extend` without a `plan`"):
+        generate("other", 4, extend=True, plan=str(tmp_path / "plan.json"))
 
 
 def test_a_store_of_any_number_is_not_topped_up(tmp_path: Path) -> None:
@@ -167,4 +167,4 @@ def test_a_store_of_any_number_is_not_topped_up(tmp_path: Path) -> None:
     (tmp_path / "rounds" / "round-000.json").unlink()
     run(tmp_path, QUESTIONS[:2], num_samples=None, planned={q.id: 2 for q in QUESTIONS})  # type: ignore[arg-type]
     with pytest.raises(InputError, match="where a plan or an import decided"):
-        run(tmp_path, QUESTIONS[:2], num_samples=3, top_up=True)
+        run(tmp_path, QUESTIONS[:2], num_samples=3, extend=True)

@@ -18,7 +18,7 @@ from support.kill_worker import die_at
 from support.store_samples import leftovers, make_group, make_store, write
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.pools import reread_answers
+from selfcal_lightning.commands.pools import re_extract_answers
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
@@ -62,7 +62,7 @@ def test_answers_change_and_nothing_else_does(tmp_path: Path) -> None:
     annotation.publish("run", ["part"], origin={"estimator": "self_certainty"}, details={})
     before = [samples_of(store, round=round) for round in (0, 1)]
     sure = store.index(confidences=["sure"]).confidences["sure"].tolist()
-    done = reread_answers(store, tasks=Mended)
+    done = re_extract_answers(store, tasks=Mended)
     for round in (0, 1):
         after = samples_of(store, round=round)
         assert after.keys() == before[round].keys()
@@ -85,9 +85,9 @@ def test_answers_change_and_nothing_else_does(tmp_path: Path) -> None:
 
 def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
     store = stored(tmp_path)
-    reread_answers(store, tasks=Mended)
+    re_extract_answers(store, tasks=Mended)
     shards = SampleStore(tmp_path).manifest.shards
-    again = reread_answers(store, tasks=Mended)
+    again = re_extract_answers(store, tasks=Mended)
     assert (again.answers_changed, again.verdicts_changed) == (0, 0)
     assert SampleStore(tmp_path).manifest.shards == shards
     assert len(SampleStore(tmp_path).manifest.rereads) == 2
@@ -95,7 +95,7 @@ def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
     class One(Mended):
         only = fake_questions(1)[0].id
 
-    reread_answers(store, tasks=One)
+    re_extract_answers(store, tasks=One)
     kept = {entry.sha256 for entry in shards} & {entry.sha256 for entry in SampleStore(tmp_path).manifest.shards}
     assert not kept, "every shard had an answer that is gone now"
     assert sum(s.answer is not None for samples in samples_of(store).values() for s in samples) == 2
@@ -103,7 +103,7 @@ def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
 
 def test_a_store_is_continued_after_it_was_read_anew(tmp_path: Path) -> None:
     store = stored(tmp_path)
-    reread_answers(store, tasks=Mended)
+    re_extract_answers(store, tasks=Mended)
     assert len(make_store(tmp_path).question_ids(include_parts=True)) == 7
     write(make_store(tmp_path), fake_questions(1, prefix="more"), part="a")
     store.join()
@@ -120,7 +120,7 @@ def test_a_damaged_shard_stops_it_before_anything_is_shown(tmp_path: Path) -> No
     content = last.read_bytes()
     last.write_bytes(content[:-1] + b"x")
     with pytest.raises(StoreCorruptError):
-        reread_answers(store, tasks=Mended)
+        re_extract_answers(store, tasks=Mended)
     last.write_bytes(content)
     assert samples_of(store) == before
     assert not list(tmp_path.glob("parts/reread*"))
@@ -130,7 +130,7 @@ def test_a_reader_that_fails_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store = stored(tmp_path)
     before = samples_of(store)
     with pytest.raises(ValueError, match="'fake'"):
-        reread_answers(store)
+        re_extract_answers(store)
     assert samples_of(store) == before
     assert not list(tmp_path.glob("parts/reread*"))
 
@@ -140,14 +140,14 @@ def test_a_kill_leaves_the_old_answers_or_the_new(tmp_path: Path) -> None:
     store = stored(tmp_path / "before")
     old = samples_of(store)
     shutil.copytree(store.path, tmp_path / "after")
-    reread_answers(SampleStore(tmp_path / "after"), tasks=Mended)
+    re_extract_answers(SampleStore(tmp_path / "after"), tasks=Mended)
     new, seen, step = samples_of(SampleStore(tmp_path / "after")), set(), 1
     while True:
         broken = SampleStore(shutil.copytree(store.path, tmp_path / str(step)))
         child = os.fork()
         if not child:
             die_at(step)
-            reread_answers(broken, tasks=Mended)
+            re_extract_answers(broken, tasks=Mended)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         for look in (lambda: None, broken.join):
@@ -156,7 +156,7 @@ def test_a_kill_leaves_the_old_answers_or_the_new(tmp_path: Path) -> None:
             assert found in (old, new), step
             seen.add(found == new)
         make_store(broken.path)
-        reread_answers(broken, tasks=Mended)
+        re_extract_answers(broken, tasks=Mended)
         assert samples_of(broken) == new
         assert {file.name for file in broken.path.glob("parts/*/*.parquet")} >= {
             Path(entry.file).name for entry in broken.manifest.shards
@@ -174,8 +174,8 @@ def test_a_kill_leaves_the_old_answers_or_the_new(tmp_path: Path) -> None:
 def test_it_waits_for_no_writer(tmp_path: Path) -> None:
     store = stored(tmp_path)
     with store.writer("b"), pytest.raises(RuntimeError, match="to have one writer, but got a second one"):
-        reread_answers(store, tasks=Mended)
-    reread_answers(store, tasks=Mended)
+        re_extract_answers(store, tasks=Mended)
+    re_extract_answers(store, tasks=Mended)
 
 
 def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "pool.jsonl").write_text(line + "\n")
     import_pool(tmp_path / "pool.jsonl", tmp_path / "store", tasks=FakeTask)
     with pytest.raises(ValueError, match=r"made elsewhere.*Import the file again"):
-        reread_answers(SampleStore(tmp_path / "store"), tasks=Mended)
+        re_extract_answers(SampleStore(tmp_path / "store"), tasks=Mended)
 
 
 def test_a_store_of_the_format_before_is_read_anew(tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_a_store_of_the_format_before_is_read_anew(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     store = SampleStore(tmp_path / "store_format_1")
     sure, before = store.index(confidences=["sure"]).confidences["sure"].tolist(), samples_of(store)
-    reread_answers(store, tasks=Mended)
+    re_extract_answers(store, tasks=Mended)
     assert {s.answer for samples in samples_of(store).values() for s in samples} == {None}
     assert SampleStore(store.path).index(confidences=["sure"]).confidences["sure"].tolist() == sure
-    reread_answers(store)
+    re_extract_answers(store)
     assert samples_of(store) == before
 
 
@@ -220,7 +220,7 @@ def test_scores_that_compare_answers_are_removed_when_one_changed(
     Annotation(tmp_path, "steady").write_part("r", "p", index, np.ones(len(index)), shards)
     Annotation(tmp_path, "steady").publish("r", ["p"], origin={"estimator": "sasc_std"}, details={})
     assert annotation_names(tmp_path) == ["response_consistency", "steady"]
-    assert run(["reread", "--store_dir", str(tmp_path)]) == 0
+    assert run(["re-extract", "--store_dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err
     assert f"Read 4 responses of {tmp_path} anew: 4 have another answer, 2 another verdict." in said
     assert "Removed, since they compare answers: response_consistency. `selfcal score` writes them again." in said
@@ -228,5 +228,5 @@ def test_scores_that_compare_answers_are_removed_when_one_changed(
     (samples,) = samples_of(store).values()
     assert [(s.answer, s.correct) for s in samples] == [("0", False), ("1", False), ("2", False), ("3", True)]
     run_score("response_consistency", str(tmp_path))
-    assert run(["reread", "--store_dir", str(tmp_path)]) == 0
+    assert run(["re-extract", "--store_dir", str(tmp_path)]) == 0
     assert annotation_names(tmp_path) == ["response_consistency", "steady"]

@@ -13,7 +13,7 @@ from support.openai_server import FakeServer
 from support.store_samples import make_store
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.judge import JudgeReport, judge_store, run_judge
+from selfcal_lightning.commands.verify import VerificationReport, run_verify, verify_store
 from selfcal_lightning.confidence.judging import FORMS, KeptVerdicts, read_grade
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -50,9 +50,11 @@ def verdicts(store: SampleStore) -> dict[str, list[bool | None]]:
     return {group.question.id: [s.correct for s in group.samples] for group in SampleStore(store.path).samples()}
 
 
-def judged(store: SampleStore, reply: Callable[[str], str], **options: object) -> tuple[JudgeReport, ReplyingEngine]:
+def judged(
+    store: SampleStore, reply: Callable[[str], str], **options: object
+) -> tuple[VerificationReport, ReplyingEngine]:
     engine = ReplyingEngine(reply, max_context=16_384)
-    return judge_store(store, engine, FakeChat(), **options), engine  # type: ignore[arg-type]
+    return verify_store(store, engine, FakeChat(), **options), engine  # type: ignore[arg-type]
 
 
 def sensible(prompt: str) -> str:
@@ -112,7 +114,7 @@ def test_what_cannot_be_read_is_counted_and_changes_nothing(reply: str, tmp_path
     report, _ = judged(store, lambda _: reply)
     assert (report.unreadable, report.right, report.wrong) == (3, 0, 0)
     assert (report.verdicts_changed, verdicts(store)) == (0, before)
-    assert json.loads((tmp_path / "verdicts" / "judge" / "verdicts.json").read_text())["grades"][0][3] is None
+    assert json.loads((tmp_path / "verdicts" / "verifier" / "verdicts.json").read_text())["grades"][0][3] is None
 
 
 def test_an_answer_that_gives_orders_stays_a_quotation(tmp_path: Path) -> None:
@@ -145,16 +147,16 @@ def test_grades_of_each_form() -> None:
 def test_another_judge_is_another_judge(tmp_path: Path) -> None:
     store = store_of(tmp_path, ["who"])
     judged(store, sensible)
-    with pytest.raises(InputError, match=r"same judge, but got max_new_tokens: 512 in the store, 9 now.*`overwrite`"):
+    with pytest.raises(InputError, match=r"same model, but got max_new_tokens: 512 in the store, 9 now.*`overwrite`"):
         judged(store, sensible, max_new_tokens=9)
     report, _ = judged(store, lambda _: "Answer: B", max_new_tokens=9, overwrite=True)
     assert (report.asked, report.wrong, verdicts(store)["who"]) == (2, 2, [False] * 4)
     with pytest.raises(InputError, match="`name` to be letters"):
         judged(store, sensible, name="../x")
-    file = tmp_path / "verdicts" / "judge" / "verdicts.json"
+    file = tmp_path / "verdicts" / "verifier" / "verdicts.json"
     file.write_text(file.read_text().replace("wrong", "right"))
-    with pytest.raises(StoreCorruptError, match="run `selfcal judge` again"):
-        KeptVerdicts(tmp_path, "judge").record  # noqa: B018
+    with pytest.raises(StoreCorruptError, match="run `selfcal verify` again"):
+        KeptVerdicts(tmp_path, "verifier").record  # noqa: B018
 
 
 def test_a_stopped_run_keeps_its_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +185,12 @@ def test_the_verb_asks_a_server(tmp_path: Path, bundled_model: str, capsys: pyte
     server = FakeServer(CannedModel(ids), tokenizer, max_model_len=4096)
     try:
         settings = EngineSettings("openai", base_url=server.base_url)
-        report = run_judge(str(tmp_path), bundled_model, engine=settings, max_new_tokens=16)
+        report = run_verify(str(tmp_path), bundled_model, engine=settings, max_new_tokens=16)
     finally:
         server.close()
     assert (report.answers, report.right) == (2, 2)
     assert {exchange.body["temperature"] for exchange in server.completions()} == {0.0}
     assert verdicts(store)["who"] == [True, True, True, False]
-    assert "2 different answers, 2 of them judged now" in capsys.readouterr().err
-    assert run(["judge", "--store_dir", str(tmp_path), "--judge_model", "bundled", "--task", "local_number"]) == 1
-    assert "a task that names a judge (local_expression, local_text, local_text_exact, math" in capsys.readouterr().err
+    assert "2 different answers, 2 of them verified now" in capsys.readouterr().err
+    assert run(["verify", "--store_dir", str(tmp_path), "--model", "bundled", "--task", "local_number"]) == 1
+    assert "a task that a model can verify (local_expression, local_text, local_text" in capsys.readouterr().err

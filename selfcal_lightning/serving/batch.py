@@ -1,0 +1,110 @@
+"""OpenAI's batch format: a file of requests in, a file of answers out, each line once, also after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
+from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.records import sample_seed
+from selfcal_lightning.serving.app import Service
+from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body
+
+URL = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """How many lines were answered, were refused, and stood already."""
+
+    answered: int
+    refused: int
+    found: int
+
+
+def read_requests(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the requests of a file by their ids, which must be unique."""
+    requests: dict[str, dict[str, Any]] = {}
+    for number, line in read_json_lines(path):
+        name = line.get("custom_id")
+        if not isinstance(name, str) or not name:
+            raise line_error(path, number, "`custom_id` to be text", repr(name))
+        if name in requests:
+            raise line_error(path, number, "`custom_id` to be unique", f"{name!r} again")
+        requests[name] = line
+    if not requests:
+        raise InputError(f"Expected {path} to hold requests, but it is empty.")
+    return requests
+
+
+def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[str]]:
+    """Open a file for more answers, and return the ids of those that it has; half a line at its end is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b")  # noqa: SIM115 - the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RunError(f"Another process is writing {path}. Wait for it, or name another `output`.") from None
+    file.seek(0)
+    whole, _, torn = file.read().rpartition(b"\n")
+    if torn:
+        file.truncate(len(whole) + bool(whole))
+    done = set()
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            done.add(json.loads(line)["custom_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise line_error(path, number, "an answer of this batch", "something else") from error
+    if strange := sorted(done - requests.keys()):
+        raise InputError(f"Expected {path} to hold answers of this batch, but got {strange[0]!r}. Name another file.")
+    return file, done
+
+
+async def run_requests(service: Service, source: Path, target: Path) -> BatchResult:
+    """Answer the requests of ``source`` that ``target`` does not have, and append what comes as it comes."""
+    requests = read_requests(source)
+    file, done = open_output(target, requests)
+    room = asyncio.Semaphore(2 * service.desk.source.target)
+    counts = {"answered": 0, "refused": 0}
+
+    async def answer(name: str, line: Mapping[str, Any], bar: Progress) -> None:
+        async with room:
+            # Not random, so that a batch that was killed gives what an unbroken one gives.
+            own_id = f"batch_req_{sample_seed(service.seed, 0, name, 0):x}"
+            try:
+                status, content = 200, await _answer(service, line, name=own_id, key=name)
+            except Refused as refusal:
+                status, content = refusal.status, refusal.as_json()
+            response = {"status_code": status, "request_id": own_id, "body": content}
+            written = {"id": own_id, "custom_id": name, "response": response, "error": None}
+            file.write(as_json_line(written).encode())
+            file.flush()
+            counts["answered" if status == 200 else "refused"] += 1
+            bar.update(1)
+
+    waiting = {name: line for name, line in requests.items() if name not in done}
+    with file, Progress(len(waiting), label="Answering", unit="requests", enabled=len(waiting) > 1) as bar:
+        async with asyncio.TaskGroup() as group:
+            for name, line in waiting.items():
+                group.create_task(answer(name, line, bar))
+        os.fsync(file.fileno())
+    return BatchResult(**counts, found=len(done))
+
+
+async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: str) -> dict[str, Any]:
+    if line.get("url") != URL or line.get("method") != "POST" or not isinstance(line.get("body"), dict):
+        raise Refused(400, f"Expected `method` POST, `url` {URL} and a `body`.")
+    body: ChatBody = read_body(ChatBody, line["body"])
+    if body.stream:
+        raise Refused(400, "A batch does not stream.", param="stream")
+    job = service.make_job(body, name=name, key=key)
+    await service.desk.begin(job)
+    return service.reply(body, job, await service.outcome(job)).completion()

@@ -1,0 +1,203 @@
+"""What clients send: bodies of the OpenAI protocol with one object ``selfcal`` inside, checked where they come in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.records import Message
+
+# They change nothing in what is answered, or say what is so anyway.
+HARMLESS = {
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
+    "reasoning_effort", "verbosity", "modalities",
+}  # fmt: skip
+# Values at which a setting that we lack changes nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
+    "top_logprobs": (0,), "response_format": ({"type": "text"},), "echo": (False,), "best_of": (1,),
+}  # fmt: skip
+MOST_SEED = 2**62
+
+
+class Refused(Exception):  # noqa: N818 - it is the client's, and becomes a status
+    """A request that is answered with an error of the OpenAI protocol."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class Strict(BaseModel):
+    """An object of whose keys none is dropped in silence."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+Threshold = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Options(Strict):
+    """The object ``selfcal`` of a request. None is the server's own setting, which is also the most there is."""
+
+    strategy: str | None = None
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_in_all: Annotated[int, Field(ge=1)] | None = None
+    threshold: Threshold | None = None
+    max_error_rate: Threshold | None = None
+    deadline_s: Annotated[float, Field(gt=0.0)] | None = None
+    on_low: Literal["answer", "abstain"] = "answer"
+    return_: Literal["answer", "all"] = Field("answer", alias="return")
+    task: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=MOST_SEED)] | None = None
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Part(BaseModel):
+    type: str
+    text: str | None = None
+
+
+class Turn(BaseModel):
+    """A message; ``content`` is text, or a list of parts that are text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def as_message(self) -> Message:
+        """Return the message as chat templates take it; calls of tools are written as models write them."""
+        parts = self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
+        if other := [part.type for part in parts if part.text is None]:
+            raise Refused(400, f"Expected `content` to hold text only, but got {other[0]!r}.", param="messages")
+        text = "".join(part.text or "" for part in parts)
+        for call in self.tool_calls or ():
+            text += f"\n<tool_call>\n{_called(call)}\n</tool_call>"
+        return Message("system" if self.role == "developer" else self.role, text.strip("\n") if text else "")
+
+
+def _called(call: Mapping[str, Any]) -> str:
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"] or "{}")
+        return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
+
+
+class ChatBody(BaseModel):
+    """The body of ``/v1/chat/completions``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    selfcal: Options = Field(default_factory=lambda: Options.model_validate({}))
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a response."""
+        return [self.stop] if isinstance(self.stop, str) else [text for text in self.stop or () if text]
+
+
+class ConfidenceBody(Strict):
+    """The body of ``/v1/confidence``: a chat, and a response to it that somebody else wrote."""
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    response: str
+    task: str | None = None
+
+
+class DecisionQuestion(Strict):
+    """A question of ``/v1/systemone``, in the fields of vLLM's protocol."""
+
+    type: Literal["noul", "choice", "score"]
+    instructions: Any = ""
+    criteria: Any = None
+
+
+class DecisionBody(Strict):
+    """The body of ``/v1/systemone``."""
+
+    model: str | None = None
+    state: Any
+    questions: Annotated[dict[str, DecisionQuestion], Field(min_length=1, max_length=64)]
+    instructions: str | None = None
+    request_id: str | None = None
+
+
+class FeedbackBody(Strict):
+    """The body of ``/v1/feedback``."""
+
+    request_id: str
+    correct: bool
+
+
+def read_body(kind: type[BaseModel], content: bytes | Mapping[str, Any]) -> Any:
+    """Return a body, or raise what names the key that is wrong."""
+    try:
+        return kind.model_validate_json(content) if isinstance(content, bytes) else kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        near = ""
+        if first["type"] == "extra_forbidden":
+            names = [f.alias or n for n, f in (Options if place.startswith("selfcal.") else kind).model_fields.items()]
+            near = did_you_mean(str(first["loc"][-1]), names)
+        message = f"{place}: {first['msg']}.{near}" if place else f"The body is not as expected: {first['msg']}."
+        raise Refused(400, message, param=place or None) from None
+
+
+def check_extras(body: ChatBody) -> None:
+    """Refuse what would change the answer and cannot be done; nothing is dropped in silence."""
+    for name, value in (body.model_extra or {}).items():
+        if name in HARMLESS or value is None or (name in NEUTRAL and value in NEUTRAL[name]):
+            continue
+        can = f" other than {NEUTRAL[name][0]!r}" if name in NEUTRAL else ""
+        raise Refused(400, f"This server does not know `{name}`{can}. Leave it out.", param=name)
+
+
+def split_name(name: str) -> tuple[str, str | None, float | None]:
+    """Return model, strategy and threshold of a model's name, for clients that cannot send the object ``selfcal``.
+
+    Example:
+        >>> split_name("qwen@adaptive_consistency:0.9"), split_name("qwen")
+        (('qwen', 'adaptive_consistency', 0.9), ('qwen', None, None))
+    """
+    model, _, rest = name.partition("@")
+    strategy, _, threshold = rest.partition(":")
+    try:
+        value = float(threshold) if threshold else None
+    except ValueError:
+        value = -1.0
+    if value is not None and not 0.0 <= value <= 1.0:
+        raise Refused(400, f"Expected the threshold in `model` to lie in [0, 1], but got {threshold!r}.", param="model")
+    return model, strategy or None, value
+
+
+def as_refusal(error: InputError) -> Refused:
+    """Return our own refusal of a setting as the client's."""
+    return Refused(400, str(error))

@@ -1,0 +1,326 @@
+"""The one thread that owns engine and driver; asyncio hands it questions and gets what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, cast
+
+from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.data.tasks.base import AnswerType, Task
+from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens
+from selfcal_lightning.inference.base import Solving, Strategy, make_verdict
+from selfcal_lightning.inference.driver import Driver
+from selfcal_lightning.inference.sources import Draws, EngineSource
+from selfcal_lightning.models.chat_format import UNFINISHED
+from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.serving.bodies import Refused
+
+PATIENCE = 0.05  # seconds between two looks at newcomers, deadlines and tokens to pass on
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Reader:
+    """Reads the responses to one request (a ``Task``): by a task, or in free chat as canonical text or tool calls."""
+
+    name = "chat"
+    answer_type: AnswerType = "short text"
+
+    def __init__(self, task: Task | None = None, stops: Sequence[str] = (), *, has_tools: bool = False) -> None:
+        self.task, self.stops, self.has_tools = task, stops, has_tools
+
+    def cut(self, text: str) -> str:
+        """Return a text up to the first of the stops."""
+        return text[: min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def tool_calls(self, text: str) -> list[dict[str, Any]]:
+        """Return the tools that a response calls, as Hermes, Qwen and others write it; none where one is not JSON."""
+        try:
+            calls = [json.loads(match) for match in _CALL.findall(text)] if self.has_tools else []
+            return [{"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+        except (ValueError, KeyError, AttributeError, RecursionError):
+            return []
+
+    def extract(self, text: str, *, finished: bool = True) -> str | None:
+        """Return the answer of a response."""
+        kept = self.cut(text)
+        if calls := self.tool_calls(kept):
+            return json.dumps(calls, sort_keys=True)
+        if self.task is not None:
+            return self.task.extract(kept, finished=finished or len(kept) < len(text))
+        return " ".join(kept.casefold().split()) or None
+
+    def verify(self, answer: str | None, reference: str) -> bool:
+        """Nothing is verified: a client sends no reference."""
+        return False
+
+    def group(self, answers: Sequence[str | None]) -> list[str | None]:
+        """Return answers with equal ones replaced by the first seen."""
+        if self.task is None or any(answer is not None and answer.startswith("[{") for answer in answers):
+            return list(answers)
+        return self.task.group(answers)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to a question: a sample came, text grew, it was answered, or it failed."""
+
+    kind: Literal["sample", "text", "done", "failed"]
+    content: Any = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict, the samples that the strategy saw, and why it ended."""
+
+    verdict: Verdict
+    samples: tuple[Sample, ...]
+    stop_reason: str
+
+    @property
+    def failed(self) -> int:
+        """Samples that the engine could not give."""
+        return sum(map(is_failed, self.samples))
+
+
+@dataclass(eq=False)
+class Job:
+    """A question in work, and what may be spent on it."""
+
+    id: str
+    strategy: Strategy
+    reader: Reader
+    draw: Callable[[], Draws]
+    max_tokens: float = math.inf
+    deadline: float = math.inf
+    streams: bool = False
+    draws: Draws | None = None
+    started: bool = False
+    ended_by: str | None = None
+    error: Exception | None = None
+    arrived: list[Sample] = field(default_factory=list)
+    sent: int = 0
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    def tell(self, event: Event) -> None:
+        """Hand an event to asyncio."""
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    def affordable(self, seen: Sequence[Sample]) -> int:
+        """Return how many samples to draw at once: as many as the limit of tokens has room for, by those before."""
+        if math.isinf(self.max_tokens) or self.draws is None:
+            return sys.maxsize
+        spent = sum(sample.num_tokens or 0 for sample in seen)
+        each = spent / len(seen) if spent else self.draws.sampling.max_new_tokens
+        return max(int((self.max_tokens - spent) / each), 1)
+
+    def solve(self, question: Question) -> Solving:
+        """Run the strategy; what it cannot do is this question's error and stops no other."""
+        self.started = True
+        seen: list[Sample] = []
+        try:
+            solving = self.strategy.solve(question)
+            ask = next(solving)
+            while True:
+                batch: list[Sample] = []
+                while len(batch) < ask.num_samples:
+                    rest = ask.num_samples - len(batch)
+                    drawn = yield replace(ask, num_samples=min(self.affordable([*seen, *batch]), rest))
+                    batch += drawn
+                    if not drawn:
+                        break
+                seen += batch
+                ask = solving.send(batch)
+        except StopIteration as stop:
+            verdict: Verdict = stop.value
+            return verdict
+        except (InputError, RunError) as error:
+            self.error = error
+            return make_verdict(question, seen, None, confidence=None, stopped_early=False)
+
+
+class _Source(EngineSource):
+    """The source of a server, which tells each question of its samples."""
+
+    jobs: dict[str, Job]
+
+    def poll(self) -> list[Sample]:
+        """Return samples, and tell of them."""
+        samples = super().poll()
+        for sample in samples:
+            job = self.jobs[sample.question_id]
+            job.arrived.append(sample)
+            job.tell(Event("sample", len(job.arrived)))
+        return samples
+
+
+class Desk:
+    """Runs the driver in a thread. Questions come and go while it runs.
+
+    Attributes:
+        engine: The engine; only for the thread (``do``).
+        source: Where samples come from, likewise.
+        died: What ended the engine; None while it works.
+    """
+
+    name, max_samples = "as requested", 1
+
+    def __init__(self, engine: Any, chat: Any, *, confidence: str | None, **sampled: Any) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.confidence = confidence
+        self.engine, self.chat = engine, chat
+        self.source = _Source(
+            engine,
+            chat,
+            tasks=lambda name: cast(Task, self.jobs[name].reader),
+            draws=lambda question: self._draws(self.jobs[question.id]),
+            patience=PATIENCE,
+            max_failures=2**31,
+            on_failed=_LOG.warning,
+            **sampled,
+        )
+        self.source.jobs = self.jobs
+        self.died: Exception | None = None
+        self.cancelled_tokens = 0
+        self._driver = Driver(self, self.source, on_verdict=self._on_verdict)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="selfcal-desk", daemon=True)
+        self._thread.start()
+
+    def solve(self, question: Question) -> Solving:
+        """Solve a question by the strategy that it asked for: the driver's strategy is the desk."""
+        return self.jobs[question.id].solve(question)
+
+    async def begin(self, job: Job) -> None:
+        """Take a question in; its samples are drawn when there is room.
+
+        Raises:
+            Refused: It cannot be put to the model.
+        """
+        self.jobs[job.id] = job
+        try:
+            await self.do(lambda: self._driver.add(Question(job.id, job.id, ())))
+        except InputError as error:
+            del self.jobs[job.id]
+            raise Refused(400, str(error), param="messages") from None
+
+    async def answer(self, job: Job) -> AsyncIterator[Event]:
+        """Yield what happens to a question that was begun; left early, it is given up."""
+        try:
+            while True:
+                event = await job.events.get()
+                yield event
+                if event.kind in ("done", "failed"):
+                    return
+        finally:
+            if job.id in self.jobs:
+                self._inbox.put(lambda: self._give_up(job))
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the thread between two polls and return what it returns."""
+        if self.died is not None or self._ends:
+            raise Refused(503, "The engine has stopped.")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:  # it is the caller's
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(future)
+
+    async def close(self, patience: float) -> None:
+        """Answer what is in work for so many seconds, the rest by what has been drawn, and end the thread."""
+        until = time.monotonic() + patience
+        while self.jobs and self.died is None and time.monotonic() < until:
+            await asyncio.sleep(PATIENCE)
+        for job in list(self.jobs.values()):
+            job.deadline = 0.0
+        while self.jobs and self.died is None and time.monotonic() < until + patience:
+            await asyncio.sleep(PATIENCE)
+        self._ends = True
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, 10.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._ends:
+                if self._driver.is_idle:
+                    self._inbox.get()()
+                while not self._inbox.empty():
+                    self._inbox.get()()
+                self._driver.work()
+                self._look_around()
+        except Exception as error:  # nobody else would hear of it, and every client would wait for ever
+            _LOG.exception("The engine has stopped.")
+            self.died = error
+            for job in list(self.jobs.values()):
+                self._end(job, Event("failed", Refused(503, f"The engine has stopped: {error}")))
+        finally:
+            self.engine.close()
+
+    def _draws(self, job: Job) -> Draws:
+        job.draws = job.draw()
+        return job.draws
+
+    def _give_up(self, job: Job) -> None:
+        waste = self._driver.cancel(job.id)
+        self.cancelled_tokens += sum(each.tokens or 0 for each in waste.values())
+        self.jobs.pop(job.id, None)
+
+    def _end(self, job: Job, event: Event) -> None:
+        self.jobs.pop(job.id, None)
+        job.tell(event)
+
+    def _on_verdict(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
+        job = self.jobs[verdict.question_id]
+        if job.error is not None:
+            return self._end(job, Event("failed", Refused(400, str(job.error))))
+        lost = (verdict.tokens_generated or 0) - sum(sample_tokens(s, self.source.query_tokens) or 0 for s in samples)
+        self.cancelled_tokens += lost
+        reason = job.ended_by or ("early" if verdict.stopped_early else "budget")
+        return self._end(job, Event("done", Outcome(verdict, tuple(samples), reason)))
+
+    def _look_around(self) -> None:
+        """Pass tokens on, and end what has spent its time or its tokens."""
+        now, price = time.monotonic(), self.source.query_tokens
+        for job in [job for job in self.jobs.values() if job.draws is not None and job.ended_by is None]:
+            drawn = self.source.drawn_so_far(job.id) if job.streams or job.max_tokens < math.inf else []
+            if now >= job.deadline:
+                job.ended_by = "deadline"
+            elif sum(map(len, drawn)) + sum(sample_tokens(s, price) or 0 for s in job.arrived) >= job.max_tokens:
+                job.ended_by = "max_tokens_in_all"
+            if job.ended_by is not None and job.started:
+                self._driver.conclude(job.id)
+            elif job.ended_by is not None:
+                self._driver.cancel(job.id)
+                self._end(job, Event("failed", Refused(504, "The deadline came before the first sample was drawn.")))
+            elif job.streams and drawn and not job.arrived:
+                self._pass_on(job, self.chat.decode(drawn[0]))
+
+    def _pass_on(self, job: Job, text: str) -> None:
+        """Send what is new of a text; what may still become a stop, or half a character, waits."""
+        longest = max((len(stop) for stop in job.reader.stops), default=1) - 1
+        text = job.reader.cut(text).rstrip(UNFINISHED)
+        text = text[: max(len(text) - longest, 0)]
+        if len(text) > job.sent:
+            job.tell(Event("text", text[job.sent :]))
+            job.sent = len(text)

@@ -1,0 +1,96 @@
+"""What clients say was right: a pool that `fit-confidence` reads, and what the server is worth by it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from selfcal_lightning.core.files import as_json_line, read_json_lines
+from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
+from selfcal_lightning.records import Sample
+from selfcal_lightning.serving.bodies import Refused
+
+LABELS = "labels.jsonl"
+REMEMBERED = 10_000  # answers that feedback may still come for
+
+
+class Feedback:
+    """Appends labels to ``folder / labels.jsonl``, a line at a time, and remembers which answers they are for."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = None if folder is None else folder / LABELS
+        self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self.labelled: dict[str, tuple[float | None, bool]] = {}
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                for _, line in read_json_lines(self.path):
+                    (response,) = line["responses"]
+                    self.labelled[line["id"]] = response["confidence"].get("stated"), response["correct"]
+
+    def remember(self, name: str, question: str, sample: Sample, *, stated: float | None) -> None:
+        """Keep an answer for the label that may come."""
+        given = {"yes_mass": sample.yes_mass, "no_mass": sample.no_mass, "logprob": sample.logprob, "stated": stated}
+        confidence = {**sample.confidences, **{key: value for key, value in given.items() if value is not None}}
+        response = {"text": sample.text, "answer": sample.answer, "confidence": confidence, "tokens": sample.num_tokens}
+        self.answers[name] = {"id": name, "task": "local_text", "split": "calibration", "question": question}
+        self.answers[name] |= {"reference": None, "responses": [response]}
+        while len(self.answers) > REMEMBERED:
+            self.answers.popitem(last=False)
+
+    def label(self, name: str, *, correct: bool) -> None:
+        """Take a label in; an answer has one."""
+        if name in self.labelled:
+            raise Refused(409, f"Request {name!r} has its label already.", param="request_id")
+        if (line := self.answers.pop(name, None)) is None:
+            raise Refused(404, f"Request {name!r} is none of the last {REMEMBERED:,} answers.", param="request_id")
+        (response,) = line["responses"]
+        response["correct"] = correct
+        self.labelled[name] = response["confidence"].get("stated"), correct
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(as_json_line(line))
+
+
+class Metrics:
+    """What Prometheus reads."""
+
+    def __init__(self, feedback: Feedback, queue: Any, cancelled: Any) -> None:
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self.registry, "namespace": "selfcal"}
+        self.requests = Counter("requests", "Requests by route and status.", ["route", "status"], **own)
+        self.stops = Counter("answers", "Answers by what ended the sampling.", ["stop_reason"], **own)
+        self.samples = Histogram("samples_per_answer", "Samples.", buckets=(1, 2, 3, 4, 6, 8, 12, 16, 32), **own)
+        self.confidence = Histogram("confidence", "Stated.", buckets=[i / 10 for i in range(1, 11)], **own)
+        self.seconds = Histogram("answer_seconds", "Time to an answer.", **own)
+        self.failed = Counter("failed_samples", "Samples that the engine could not give.", **own)
+        self.disconnects = Counter("disconnects", "Clients that went before their answer.", **own)
+        Gauge("queue", "Questions in work or waiting.", **own).set_function(queue)
+        Gauge("cancelled_tokens", "Tokens drawn and thrown away since the start.", **own).set_function(cancelled)
+        gauges = {name: Gauge(f"feedback_{name}", text, **own) for name, text in FROM_LABELS.items()}
+        for name, gauge in gauges.items():
+            gauge.set_function(partial(from_labels, feedback, name))
+
+
+FROM_LABELS = {"labels": "Labels.", "accuracy": "Share of right.", "ece": "ECE.", "brier": "Brier score."}
+
+
+def from_labels(feedback: Feedback, name: str) -> float:
+    """Return what confidences are worth by the labels; nan where there are none."""
+    rows = [(stated, right) for stated, right in feedback.labelled.values() if stated is not None]
+    if name == "labels":
+        return float(len(feedback.labelled))
+    stated, right = [min(max(value, 0.0), 1.0) for value, _ in rows], [float(label) for _, label in rows]
+    known: dict[str, Callable[[list[float]], float | None]] = {
+        "accuracy": fmean,
+        "ece": partial(expected_calibration_error, stated),
+        "brier": partial(brier_score, stated),
+    }
+    value = known[name](right) if rows else None
+    return float("nan") if value is None else value

@@ -1,0 +1,77 @@
+"""The process around the application: sockets, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.serving.app import Service
+
+
+def serve(service: Service, *, host: str, port: int) -> None:
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the fitted confidences anew.
+
+    Raises:
+        RunError: The engine stopped by itself; whoever watches the process may start it again.
+    """
+    limits = service.limits
+
+    class Impatient(H11Protocol):
+        """Closes a connection whose request's head does not come in time."""
+
+        late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._hurry()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            is_working = self.cycle is not None and not self.cycle.response_complete
+            if is_working and self.late is not None:
+                self.late.cancel()
+                self.late = None
+            elif not is_working and self.late is None:
+                self._hurry()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if self.late is not None:
+                self.late.cancel()
+            super().connection_lost(error)
+
+        def _hurry(self) -> None:
+            self.late = self.loop.call_later(limits.read_s, self.transport.close)
+
+    class Server(uvicorn.Server):
+        """Takes no more questions when it is asked to end, and ends when the others are answered."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+            loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(service.reload()))
+            yield
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or service.desk.died is not None
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            service.stopping = True
+            await asyncio.gather(super().shutdown(sockets), service.desk.close(limits.stop_s))
+
+    config = uvicorn.Config(
+        service.app(), host=host, port=port, http=Impatient, lifespan="off", log_level="warning", access_log=False,
+        server_header=False, timeout_graceful_shutdown=int(2 * limits.stop_s) + 1, h11_max_incomplete_event_size=65536,
+    )  # fmt: skip
+    Server(config).run()
+    if service.desk.died is not None:
+        raise RunError(f"The engine has stopped: {service.desk.died}") from service.desk.died

@@ -1,0 +1,111 @@
+"""`selfcal serve` as a process, and a client of it without a library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def selfcal(self) -> dict[str, Any]:
+        return self.json["selfcal"]
+
+    @property
+    def chunks(self) -> list[dict[str, Any]]:
+        lines = [line.removeprefix("data: ") for line in self.text.splitlines() if line.startswith("data: ")]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+
+@dataclass
+class Server:
+    """A server on a free port, ready when it is made."""
+
+    options: tuple[str, ...] = ()
+    log: Path | None = None
+    key: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.port = free_port()
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | self.environment
+        if self.key is not None:
+            environment["SELFCAL_API_KEY"] = self.key
+        own = () if "--model" in self.options else ("--model", "bundled")
+        command = [sys.executable, "-m", "selfcal_lightning", "serve", *own, "--port", str(self.port), *self.options]
+        out = subprocess.DEVNULL if self.log is None else open(self.log, "wb")  # noqa: SIM115
+        self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        until = time.monotonic() + 120
+        while True:
+            assert self.process.poll() is None, self.log.read_text() if self.log else "the server did not start"
+            assert time.monotonic() < until
+            try:
+                if self.get("/ready").status == 200:
+                    return
+            except OSError:
+                time.sleep(0.05)
+
+    def get(self, path: str, **headers: str) -> Reply:
+        return self.send("GET", path, None, headers)
+
+    def post(self, path: str, body: Any, *, timeout: float = 120.0, **headers: str) -> Reply:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send("POST", path, content, headers, timeout=timeout)
+
+    def chat(self, question: str, *, model: str = "bundled", **fields: Any) -> Reply:
+        body = {"model": model, "messages": [{"role": "user", "content": question}], **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def send(
+        self, method: str, path: str, content: bytes | None, headers: dict[str, str], *, timeout: float = 120.0
+    ) -> Reply:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+            connection.request(method, path, content, key | headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, text)
+        finally:
+            connection.close()
+
+    def metric(self, name: str) -> float:
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def until(self, name: str, value: float) -> None:
+        """Wait until a metric has a value."""
+        end = time.monotonic() + 60
+        while self.metric(name) != value:
+            assert time.monotonic() < end, f"{name} stays {self.metric(name)}"
+            time.sleep(0.02)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(60)

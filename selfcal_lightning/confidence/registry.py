@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, TwoSampleHybrid
 from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport
 from selfcal_lightning.confidence.estimators import (
     WEIGHTS,
@@ -59,6 +60,10 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         VerbalizedWords,
         VerbalizedPercent,
         ResponseConsistency,
+        SemanticShare,
+        SemanticEntropy,
+        Cocoa,
+        TwoSampleHybrid,
         SequenceLogprob,
         MeanLogprob,
         LowestLogprob,

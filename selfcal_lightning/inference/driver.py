@@ -114,11 +114,12 @@ class Driver:
         lookahead: int = 0,
         on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
         progress: Callable[[int], None] | None = None,
+        on_arrival: Callable[[Sample], None] | None = None,
     ) -> None:
         if lookahead < 0:
             raise InputError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
         self.strategy, self.source, self.lookahead = strategy, source, lookahead
-        self.on_verdict, self.progress = on_verdict, progress
+        self.on_verdict, self.progress, self.on_arrival = on_verdict, progress, on_arrival
         self._waiting: deque[Question] = deque()
         self._open: dict[str, _OpenQuestion] = {}
         self._reached: list[Verdict] = []
@@ -156,6 +157,8 @@ class Driver:
                 self.progress(len(samples))
             for sample in samples:
                 self._open[sample.question_id].take_in(sample)
+                if self.on_arrival is not None:
+                    self.on_arrival(sample)
             touched = dict.fromkeys(sample.question_id for sample in samples)
             self._advance([self._open[name] for name in touched])
             self._fill()

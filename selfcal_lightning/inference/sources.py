@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from selfcal_lightning.confidence.base import (
     P_TRUE,
@@ -94,12 +94,14 @@ class Draws:
         sampling: How to draw.
         seed: Seed of the run.
         key: What seeds derive from in the place of the question's id.
+        tools: Functions that the model may call, for servers that take them as they are.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingSettings
     seed: int
     key: str
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
@@ -205,6 +207,7 @@ class EngineSource:
         self._place: dict[str, tuple[_Asked, int]] = {}
         self._queue: dict[str, Request] = {}
         self.query_tokens = self.failed = 0
+        self.prompt_tokens: Mapping[str, int] = {}
         self._row = FailuresInARow(max_failures, way_out="Start the same command again when it answers.")
 
     @property

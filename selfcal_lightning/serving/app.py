@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from selfcal_lightning.confidence.base import add_scores, confidence_of
+from selfcal_lightning.confidence.base import P_TRUE, add_scores, confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import RequestsFailedError
@@ -95,12 +95,12 @@ class Service:
     async def reload(self) -> None:
         """Read the fitted confidences; samples that are drawn from now on carry them."""
         self.calibration = self.load()
-        await self.desk.do(lambda: setattr(self.desk.source, "scorers", self.calibration.scorers))
+        await self.desk.do(lambda: setattr(self.desk.source, "scorers", self.calibration.of_samples))
 
     @property
     def confidence(self) -> str | None:
         """The confidence of a response: that of the last fitted scorer, or what the engine reads."""
-        scorers = [scorer for scorer in self.calibration.scorers if not scorer.needs_pool]
+        scorers = self.calibration.of_samples
         return scorers[-1].name if scorers else self.desk.confidence
 
     def check_model(self, name: str | None) -> tuple[str | None, float | None]:
@@ -128,7 +128,7 @@ class Service:
         if sampling.temperature == 0.0:
             wanted = 1  # greedy responses are all the same
         elif self.fitted is not None and name is None and threshold is None and options.max_samples is None:
-            return choose_strategy(None, {}, scorers=self.calibration.scorers, fitted=self.fitted), self.fitted
+            return choose_strategy(None, {}, scorers=self.calibration.of_samples, fitted=self.fitted), self.fitted
         own = {} if name is not None else dict(self.fields)
         name = name or self.strategy
         if threshold is not None:
@@ -137,10 +137,12 @@ class Service:
             own["threshold"] = threshold
         own["max_samples"] = min(wanted, own.get("max_samples", wanted))
         try:
-            strategy = choose_strategy(name, own, scorers=self.calibration.scorers)
+            strategy = choose_strategy(name, own, scorers=self.calibration.of_samples)
         except InputError as error:
             raise as_refusal(error) from None
-        if strategy.confidence not in (None, self.desk.confidence, *(s.name for s in self.calibration.scorers)):
+        if strategy.confidence == P_TRUE != self.desk.confidence:
+            strategy = replace(strategy, confidence=self.desk.confidence)  # type: ignore[type-var]
+        if strategy.confidence not in (None, self.desk.confidence, *(s.name for s in self.calibration.of_samples)):
             raise Refused(400, f"There is no confidence {strategy.confidence!r} here.", param="selfcal.strategy")
         return strategy, None
 
@@ -178,11 +180,14 @@ class Service:
         key = key or (name if seed is None else json.dumps([[m.role, m.content] for m in messages]))
 
         def draw() -> Draws:
-            ids = self.desk.chat.prompt_ids(messages, tools=tools)
-            return Draws(ids, sampling, self.seed if seed is None else seed, key)
+            ids = () if self.desk.chat is None else self.desk.chat.prompt_ids(messages, tools=tools)
+            return Draws(ids, sampling, self.seed if seed is None else seed, key, tuple(tools or ()))
 
         deadline = time.monotonic() + (options.deadline_s or limits.deadline_s)
-        return Job(name, strategy, reader, draw, max_tokens, deadline, bool(body.stream) and strategy.max_samples == 1)
+        return Job(
+            name, strategy, reader, draw, tuple(messages), max_tokens, deadline,
+            streams=bool(body.stream) and strategy.max_samples == 1,
+        )  # fmt: skip
 
     def reply(self, body: ChatBody, job: Job, outcome: Outcome) -> Reply:
         """Return the answer to a request, which is counted and remembered for its feedback."""
@@ -200,7 +205,9 @@ class Service:
         )  # fmt: skip
         stated = reply.selfcal["confidence"]
         best = next((s for s in outcome.samples if job.reader.cut(s.text) == reply.text), outcome.samples[0])
-        self.feedback.remember(job.id, body.messages[-1].as_message().content, best, stated=stated)
+        self.feedback.remember(
+            job.id, body.messages[-1].as_message().content, best, stated=reply.selfcal["raw_confidence"]
+        )
         self.metrics.stops.labels(outcome.stop_reason).inc()
         self.metrics.samples.observe(outcome.verdict.samples_used)
         self.metrics.failed.inc(outcome.failed)
@@ -274,6 +281,8 @@ class Service:
 
     def score(self, messages: list[Message], texts: list[str]) -> list[Sample]:
         """Return responses with their confidences; for the desk's thread."""
+        if self.desk.engine is None:
+            raise Refused(501, "The server behind this one gives no token ids, so no response can be read.")
         chat, query = self.desk.chat, self.desk.chat.query
         prompt = chat.prompt_ids(messages)
         ids = [chat.response_ids(text) for text in texts]
@@ -284,11 +293,13 @@ class Service:
             Sample("", i, 0, text, response, "stop", None, None, yes_mass=sum(row[:n]), no_mass=sum(row[n:]))
             for i, (text, response, row) in enumerate(zip(texts, ids, masses, strict=True))
         ]
-        return [add_scores(sample, self.calibration.scorers) for sample in samples]
+        return [add_scores(sample, self.calibration.of_samples) for sample in samples]
 
     def decide(self, question: str, labels: list[str]) -> tuple[list[Sample], list[float], int]:
         """Return the labels as responses to a question, their chance as its next token, and the prompt's length."""
         chat, messages = self.desk.chat, [Message("user", question)]
+        if chat is None:
+            self.score(messages, [])
         prompt, first = chat.prompt_ids(messages), [chat.response_ids(label)[0] for label in labels]
         (row,) = self.desk.engine.next_token_probabilities([prompt], first, with_adapter=False)
         return self.score(messages, labels), row or [0.0], len(prompt)
@@ -327,7 +338,7 @@ class Service:
     async def models(self, request: Request) -> Response:
         """Answer ``/v1/models``."""
         card = {"id": self.model, "object": "model", "created": self.started, "owned_by": "selfcal",
-                "max_model_len": self.desk.engine.max_context}  # fmt: skip
+                "max_model_len": getattr(self.desk.engine, "max_context", None)}  # fmt: skip
         return JSONResponse({"object": "list", "data": [card]})
 
     async def health(self, request: Request) -> Response:

@@ -22,9 +22,9 @@ from selfcal_lightning.data.tasks.base import AnswerType, Task
 from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens
 from selfcal_lightning.inference.base import Solving, Strategy, make_verdict
 from selfcal_lightning.inference.driver import Driver
-from selfcal_lightning.inference.sources import Draws, EngineSource
+from selfcal_lightning.inference.sources import Draws
 from selfcal_lightning.models.chat_format import UNFINISHED
-from selfcal_lightning.records import Question, Sample, Verdict
+from selfcal_lightning.records import Message, Question, Sample, Verdict
 from selfcal_lightning.serving.bodies import Refused
 
 PATIENCE = 0.05  # seconds between two looks at newcomers, deadlines and tokens to pass on
@@ -104,6 +104,7 @@ class Job:
     strategy: Strategy
     reader: Reader
     draw: Callable[[], Draws]
+    messages: tuple[Message, ...] = ()
     max_tokens: float = math.inf
     deadline: float = math.inf
     streams: bool = False
@@ -113,6 +114,7 @@ class Job:
     error: Exception | None = None
     arrived: list[Sample] = field(default_factory=list)
     sent: int = 0
+    prompt_tokens: int = 0
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
@@ -154,50 +156,29 @@ class Job:
             return make_verdict(question, seen, None, confidence=None, stopped_early=False)
 
 
-class _Source(EngineSource):
-    """The source of a server, which tells each question of its samples."""
-
-    jobs: dict[str, Job]
-
-    def poll(self) -> list[Sample]:
-        """Return samples, and tell of them."""
-        samples = super().poll()
-        for sample in samples:
-            job = self.jobs[sample.question_id]
-            job.arrived.append(sample)
-            job.tell(Event("sample", len(job.arrived)))
-        return samples
-
-
 class Desk:
     """Runs the driver in a thread. Questions come and go while it runs.
 
     Attributes:
-        engine: The engine; only for the thread (``do``).
+        engine: The engine, only for the thread (``do``); None where a server shows nothing but text.
         source: Where samples come from, likewise.
         died: What ended the engine; None while it works.
     """
 
     name, max_samples = "as requested", 1
 
-    def __init__(self, engine: Any, chat: Any, *, confidence: str | None, **sampled: Any) -> None:
+    def __init__(self, make_source: Callable[..., Any], *, engine: Any, chat: Any, confidence: str) -> None:
         self.jobs: dict[str, Job] = {}
-        self.confidence = confidence
-        self.engine, self.chat = engine, chat
-        self.source = _Source(
-            engine,
-            chat,
+        self.confidence, self.engine, self.chat = confidence, engine, chat
+        self.source = make_source(
             tasks=lambda name: cast(Task, self.jobs[name].reader),
             draws=lambda question: self._draws(self.jobs[question.id]),
             patience=PATIENCE,
-            max_failures=2**31,
             on_failed=_LOG.warning,
-            **sampled,
         )
-        self.source.jobs = self.jobs
         self.died: Exception | None = None
         self.cancelled_tokens = 0
-        self._driver = Driver(self, self.source, on_verdict=self._on_verdict)
+        self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="selfcal-desk", daemon=True)
@@ -215,7 +196,7 @@ class Desk:
         """
         self.jobs[job.id] = job
         try:
-            await self.do(lambda: self._driver.add(Question(job.id, job.id, ())))
+            await self.do(lambda: self._driver.add(Question(job.id, job.id, job.messages)))
         except InputError as error:
             del self.jobs[job.id]
             raise Refused(400, str(error), param="messages") from None
@@ -275,11 +256,19 @@ class Desk:
             for job in list(self.jobs.values()):
                 self._end(job, Event("failed", Refused(503, f"The engine has stopped: {error}")))
         finally:
-            self.engine.close()
+            (self.engine or self.source).close()
 
     def _draws(self, job: Job) -> Draws:
-        job.draws = job.draw()
+        if job.draws is None:
+            job.draws = job.draw()
+            job.prompt_tokens = len(job.draws.prompt_ids)
         return job.draws
+
+    def _on_arrival(self, sample: Sample) -> None:
+        job = self.jobs[sample.question_id]
+        job.arrived.append(sample)
+        job.prompt_tokens = job.prompt_tokens or self.source.prompt_tokens.get(job.id, 0)
+        job.tell(Event("sample", len(job.arrived)))
 
     def _give_up(self, job: Job) -> None:
         waste = self._driver.cancel(job.id)

@@ -8,15 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from selfcal_lightning.confidence.agreement import TwoSampleHybrid, hybrid
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.inference.answering import best_response
+from selfcal_lightning.inference.chat_source import VERBALIZED
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Options
 from selfcal_lightning.serving.desk import Job, Outcome
 
+STATED = "stated"  # what an answer's confidence is called in the pool of labels
 PIECE = 48  # characters in a chunk of an answer that is known already
 ABSTAINED = "The answer is withheld: its confidence is too low."
 
@@ -27,6 +30,20 @@ class Calibration:
 
     scorers: tuple[FittedScorer, ...] = ()
     manifest: dict[str, Any] | None = None
+
+    @property
+    def of_samples(self) -> tuple[FittedScorer, ...]:
+        """Scorers of single responses, which strategies may read."""
+        return tuple(scorer for scorer in self.scorers if STATED not in scorer.requires and not scorer.needs_pool)
+
+    def of_answer(self, stated: float) -> tuple[float, str] | None:
+        """Return the scaled form of a stated confidence, fitted on feedback, and its name; None without one."""
+        for scorer in reversed(self.scorers):
+            if scorer.requires == (STATED,):
+                bare = Sample("", 0, 0, "", None, None, None, None, confidences={STATED: stated})
+                if (value := scorer.score_sample(bare)) is not None:
+                    return value, scorer.name
+        return None
 
     def describe(self, source: str | None) -> dict[str, Any] | None:
         """Return how the confidence ``source`` was calibrated; None where nobody did."""
@@ -150,6 +167,12 @@ def make_reply(
         source = job.strategy.confidence or "vote_share"
         if len(used) == 1 or stated is None:  # one vote always agrees with itself
             stated, source = values[used.index(best)] if best is not None and answer is not None else None, read
+    if read == VERBALIZED and job.strategy.confidence is None and best is not None:
+        found = hybrid([sample.answer for sample in used], values, num_samples=len(used))[used.index(best)]
+        stated, source = (found, TwoSampleHybrid.name) if found is not None else (stated, source)
+    raw = stated
+    if stated is not None and (scaled := calibration.of_answer(stated)) is not None:
+        stated, source = scaled
     guarantee = None
     if fitted is not None and fitted.target == "risk" and outcome.stop_reason in OF_STRATEGY:
         guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
@@ -160,7 +183,7 @@ def make_reply(
     text = "" if best is None else job.reader.cut(best.text)
     calls = [] if best is None or abstained else job.reader.tool_calls(text)
     cut = best is not None and best.finish == "length" and len(text) == len(best.text)
-    prompt_tokens = len(job.draws.prompt_ids) if job.draws is not None else 0
+    prompt_tokens = job.prompt_tokens
     drawn = verdict.tokens_generated or 0
     described = calibration.describe(source)
     return Reply(
@@ -172,6 +195,7 @@ def make_reply(
         {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn},
         {
             "confidence": stated,
+            "raw_confidence": raw,
             "source": source,
             "calibrated": described is not None,
             "calibration": described,

@@ -343,13 +343,13 @@ class TransformersEngine:
         slots = torch.arange(slots_in_use, device=model.device)
         width = int(self._rows.position[:slots_in_use].max()) + 1
         while int(self._rows.done[:slots_in_use].sum()) - idle < wanted:
+            if time.monotonic() > until:
+                return []
             model.reserve(slots_in_use, width)
             pending, position = self._rows.pending[:slots_in_use], self._rows.position[:slots_in_use]
             self._rows.advance(model.extend(slots, position, pending[:, None], width, leading=True)[:, -1])
             width += 1
-            if time.monotonic() > until:
-                break
-        return self._harvest(model, width) if int(self._rows.done[:slots_in_use].sum()) > idle else []
+        return self._harvest(model, width)
 
     def _admit(self, model: CachedModel) -> None:
         """Give free slots to waiting requests and encode their prompts, each distinct one once."""

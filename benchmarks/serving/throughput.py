@@ -1,0 +1,77 @@
+"""Throughput of `selfcal serve` beside that of the library, in turns, so that other work on the machine hits both.
+
+    python benchmarks/serving/throughput.py --output benchmarks/results/serving_throughput.json
+
+Each block of questions is answered by the library's driver, then by 64 clients of the server: the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from load import CLIENTS, PORT, Library, load
+
+from selfcal_lightning.data.tasks.registry import get_task
+
+
+def cpu_seconds(pid: int | str) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--block_size", type=int, default=128)
+    given = parser.parse_args()
+    questions = get_task("word_problems").load("train", limit=given.blocks * given.block_size)
+    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
+    server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
+    library = Library()
+    rows = []
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
+                break
+            except OSError:
+                time.sleep(0.2)
+        for start in range(0, len(questions), given.block_size):
+            block = questions[start : start + given.block_size]
+            before = cpu_seconds("self")
+            seconds, tokens = library.run(block)
+            own_cpu = cpu_seconds("self") - before
+            before = cpu_seconds(server.pid)
+            found, served, _ = asyncio.run(load(block, ["whole", "stream"] * (len(block) // 2), server.pid))
+            cpu = cpu_seconds(server.pid) - before
+            rows.append({
+                "tokens": sum(tokens.values()), "same_tokens": sum(o["tokens"] == tokens[o["id"]] for o in found),
+                "library_seconds": round(seconds, 2), "server_seconds": round(served, 2),
+                "library_cpu_seconds": round(own_cpu, 2), "server_cpu_seconds": round(cpu, 2),
+            })  # fmt: skip
+            print(rows[-1])
+    finally:
+        server.terminate()
+        server.wait(60)
+    total = {name: round(sum(row[name] for row in rows), 2) for name in rows[0]}
+    result = {
+        "command": "python benchmarks/serving/throughput.py", "cores": os.cpu_count(), "load": os.getloadavg(),
+        "clients": CLIENTS, "requests": len(questions), **total,
+        "throughput_of_the_library": round(total["library_seconds"] / total["server_seconds"], 3),
+        "by_cpu_seconds": round(total["library_cpu_seconds"] / total["server_cpu_seconds"], 3), "blocks": rows,
+    }  # fmt: skip
+    given.output.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Samples from a server that shows nothing but text: neither token ids nor, often, log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from selfcal_lightning.confidence.base import SampleScorer, add_scores
+from selfcal_lightning.confidence.verbalized import NUMBERS
+from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.judging import Judge
+from selfcal_lightning.engines.openai.transport import BackgroundJobs, StatusError, Transport, check_base_url, read_key
+from selfcal_lightning.engines.openai.wire import ServerError
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.inference.base import WHOLE, AskKind, refuse_parts
+from selfcal_lightning.inference.sources import Draws, Waste
+from selfcal_lightning.records import Question, RecordedResponse, Sample, sample_seed
+
+VERBALIZED = "verbalized"
+STATED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a server shows of its model, found out once by asking.
+
+    Attributes:
+        ids: It takes prompts as token ids and gives tokens as ids, as vLLM's does.
+        logprobs: It gives log-probabilities of a chat's tokens.
+        n: It draws several responses to one request.
+    """
+
+    ids: bool
+    logprobs: bool
+    n: bool
+
+    def describe(self) -> str:
+        """Return what is there, and which confidences fall away."""
+        has = [name for name in ("ids", "logprobs", "n") if getattr(self, name)]
+        lacks = "" if self.ids else " Without ids there is no p_true, and no adapter can be read."
+        lacks += "" if self.logprobs else " Without logprobs there is no likelihood and no cocoa."
+        return f"The server has {', '.join(has) or 'neither ids, logprobs nor n'}.{lacks}"
+
+
+async def probe_server(transport: Transport, model: str, *, deadline: float) -> Capabilities:
+    """Ask a server what it has; each question costs a token."""
+    chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    by_id = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
+
+    async def tells(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> bool:
+        try:
+            return bool(read(await transport.post(path, body, deadline=deadline)))
+        except StatusError:
+            return False
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return False
+
+    return Capabilities(
+        ids=await tells(
+            "completions", by_id, lambda a: a["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+        ),
+        logprobs=await tells(
+            "chat/completions", chat | {"logprobs": True}, lambda a: a["choices"][0]["logprobs"]["content"]
+        ),
+        n=await tells("chat/completions", chat | {"n": 2}, lambda a: len(a["choices"]) == 2),
+    )
+
+
+@dataclass
+class _Asked:
+    question: Question
+    draws: Draws
+    judge: Judge
+    started: int = 0
+    pending: set[int] = field(default_factory=set)
+
+
+class ChatSource:
+    """Samples from ``/chat/completions``; each response is then asked how likely it is right (``verbalized``).
+
+    A number that is not stated is missing: such a response has no ``verbalized``.
+
+    Args:
+        model: The server's name of the model.
+        base_url: Address of the API.
+        tasks: Returns a task by name.
+        draws: Returns how a question is drawn.
+        patience: Longest wait of ``poll`` in seconds.
+        max_batch: Most requests that the server has at once.
+        api_key_env: Environment variable with the server's key.
+        max_retries: Most further attempts at a request.
+        deadline: Longest time for a sample in seconds.
+        allow_http: Whether prompts and key may go to another machine unencrypted.
+        scorers: Fitted scorers that add confidences to every sample.
+        on_failed: Called with a message when a request failed.
+
+    Attributes:
+        prompt_tokens: Tokens of a question's prompt as the server counts them.
+    """
+
+    query_tokens = 0
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        base_url: str,
+        tasks: Callable[[str], Task],
+        draws: Callable[[Question], Draws],
+        patience: float | None = None,
+        max_batch: int | None = None,
+        api_key_env: str = "OPENAI_API_KEY",
+        max_retries: int = 8,
+        deadline: float = 600.0,
+        allow_http: bool = False,
+        scorers: Sequence[SampleScorer] = (),
+        on_failed: Callable[[str], None] | None = None,
+    ) -> None:
+        self._model, self._tasks, self._draws, self._patience = model, tasks, draws, patience
+        self.target, self._deadline, self.scorers, self._on_failed = max_batch or 64, deadline, scorers, on_failed
+        self._transport = Transport(
+            check_base_url(base_url, allow_http=allow_http), key=read_key(api_key_env),
+            max_connections=self.target + 1, max_retries=max_retries, first_wait=0.5, longest_wait=30.0,
+        )  # fmt: skip
+        self._jobs = BackgroundJobs(limit=self.target)
+        self._questions: dict[str, Question] = {}
+        self._open: dict[str, _Asked] = {}
+        self._place: dict[int, str] = {}
+        self._next = 0
+        self.prompt_tokens: dict[str, int] = {}
+        try:
+            self.capabilities = self._jobs.run(self._probe())
+        except ServerError:
+            self.close()
+            raise
+
+    async def _probe(self) -> Capabilities:
+        until = asyncio.get_running_loop().time() + self._deadline
+        return await probe_server(self._transport, self._model, deadline=until)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples that the server makes or will make."""
+        return len(self._place)
+
+    def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
+        """Keep the questions."""
+        self._questions |= {question.id: question for question in questions}
+
+    def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
+        """Ask for the next ``count`` samples."""
+        refuse_parts(kind)
+        if question_id not in self._open:
+            question = self._questions[question_id]
+            self._open[question_id] = _Asked(
+                question, self._draws(question), Judge(question, self._tasks(question.task))
+            )
+        asked = self._open[question_id]
+        jobs = []
+        for index in range(asked.started, asked.started + count):
+            self._next += 1
+            self._place[self._next] = question_id
+            asked.pending.add(self._next)
+            jobs.append((self._next, partial(self._sample, asked, index)))
+        asked.started += count
+        self._jobs.add(jobs)
+        return count
+
+    def poll(self) -> list[Sample]:
+        """Return samples in the order in which they came."""
+        outcomes = []
+        with suppress(queue.Empty):
+            outcomes.append(self._jobs.take(self._patience))
+        samples = []
+        for number, response, error in [*outcomes, *self._jobs.take_ready()]:
+            asked = self._open.get(self._place.pop(number, ""))
+            if asked is None:
+                continue
+            asked.pending.discard(number)
+            if error is not None and not isinstance(error, ServerError):
+                raise error
+            if error is not None and self._on_failed is not None:
+                self._on_failed(str(error))
+            samples.append(add_scores(asked.judge.read(None if error is not None else response), self.scorers))
+        return samples
+
+    def drawn_so_far(self, question_id: str) -> list[tuple[int, ...]]:
+        """Return nothing: tokens have no ids."""
+        return []
+
+    def conclude(self, question_id: str) -> list[Sample]:
+        """Drop what is being made; what finished was delivered."""
+        self._drop([self._open[question_id]] if question_id in self._open else [])
+        return []
+
+    def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
+        """End questions; what a dropped request had cost, only the server knows."""
+        for name in question_ids:
+            self._questions.pop(name, None)
+        ended = {name: asked for name in question_ids if (asked := self._open.pop(name, None)) is not None}
+        waste = {name: Waste(len(asked.pending), None if asked.pending else 0) for name, asked in ended.items()}
+        self._drop(list(ended.values()))
+        return dict.fromkeys(question_ids, Waste()) | waste
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        self._jobs.close(last=self._transport.close)
+
+    def _drop(self, ended: Sequence[_Asked]) -> None:
+        numbers = [number for asked in ended for number in asked.pending]
+        if numbers:
+            self._jobs.drop(numbers)
+        for asked in ended:
+            asked.pending.clear()
+        for number in numbers:
+            self._place.pop(number, None)
+
+    async def _sample(self, asked: _Asked, index: int) -> RecordedResponse:
+        """Draw a response, and ask how likely it is right."""
+        until, draws = asyncio.get_running_loop().time() + self._deadline, asked.draws
+        messages = [{"role": m.role, "content": m.content} for m in asked.question.messages]
+        body: dict[str, Any] = {
+            "model": self._model, "messages": messages, "temperature": draws.sampling.temperature,
+            "top_p": draws.sampling.top_p, "max_tokens": draws.sampling.max_new_tokens,
+            "seed": sample_seed(draws.seed, 0, draws.key, index) % 2**31,
+        }  # fmt: skip
+        if draws.tools:
+            body["tools"] = [dict(tool) for tool in draws.tools]
+        if self.capabilities.logprobs:
+            body["logprobs"] = True
+        found = _read(await self._transport.post("chat/completions", body, deadline=until))
+        self.prompt_tokens[asked.question.id] = found.prompt_tokens
+        turns = [*messages, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
+        plain = {"model": self._model, "messages": turns, "temperature": 0.0, "max_tokens": STATED_TOKENS}
+        stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
+        value = NUMBERS.parse(stated.text)
+        return RecordedResponse(
+            found.text,
+            finish="length" if found.finish == "length" else "stop",
+            logprob=found.logprob,
+            confidences={} if value is None else {VERBALIZED: value},
+            num_tokens=None if None in (found.tokens, stated.tokens) else found.tokens + stated.tokens,
+        )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    text: str
+    finish: str | None
+    tokens: Any
+    prompt_tokens: int
+    logprob: float | None
+
+
+def _read(answer: Any) -> _Answer:
+    """Return what a completion says; nothing that a server sends is taken on trust."""
+    try:
+        choice, usage = answer["choices"][0], answer.get("usage") or {}
+        message = choice["message"]
+        text = message.get("content") or ""
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            made = {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}
+            text += f"\n<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+        rows: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+        logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else None
+        tokens = usage.get("completion_tokens")
+        is_number = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
+        if not isinstance(text, str):
+            raise TypeError("a content that is no text")
+        return _Answer(
+            text,
+            choice.get("finish_reason"),
+            tokens if is_number else None,
+            int(usage.get("prompt_tokens") or 0),
+            logprob,
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(f"Expected a completion of the OpenAI protocol, but got something else: {error}") from None
+
+
+CHAT_ARGS = ("api_key_env", "max_retries", "deadline", "allow_http")
+
+
+def served_name(model: str, options: EngineOptions) -> str:
+    """Return the server's name of a model."""
+    return str(options.engine_args.get("served_model") or model)
+
+
+def shows_ids(model: str, base_url: str, options: EngineOptions) -> bool:
+    """Ask a server once what it shows, say so, and return whether it speaks token ids."""
+    known = {name: value for name, value in options.engine_args.items() if name in CHAT_ARGS}
+    probe = ChatSource(served_name(model, options), base_url=base_url, tasks=_none, draws=_none, **known)
+    say(probe.capabilities.describe())
+    probe.close()
+    return probe.capabilities.ids
+
+
+def _none(asked: object) -> Any:
+    raise AssertionError(asked)

@@ -1,0 +1,113 @@
+"""Confidences by agreement, held against uqlm's and lm-polygraph's own figures on the same inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from selfcal_lightning.confidence.agreement import (
+    Cocoa,
+    EntailmentModel,
+    SemanticEntropy,
+    SemanticShare,
+    hybrid,
+    meaning_clusters,
+)
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.records import Question, QuestionSamples, Sample
+
+
+def pool(answers: list[str | None], logprobs: list[list[float]] | None = None) -> list[QuestionSamples]:
+    samples = [
+        Sample("q", i, 0, f"It is {answer}.", tuple(range(len(row))), "stop", answer, None, logprob=sum(row))
+        for i, (answer, row) in enumerate(zip(answers, logprobs or [[-0.5]] * len(answers), strict=True))
+    ]
+    return [QuestionSamples(Question("q", "local_text", (), None, "Who?"), tuple(samples), "test")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "negentropy"),
+    [  # uqlm 0.6.7: 1 - normalize_entropy(compute_semantic_entropy(...), n - 1), discrete probabilities
+        (["7", "7", "8", "7"], 0.5943609377704335),
+        (["a", "b", "c"], 0.0),
+        (["x", "x"], 1.0),
+        (["1", "2", "1", "2", "3", "3", "3", "4"], 0.36478697925681114),
+    ],
+)
+def test_semantic_entropy_is_that_of_uqlm(answers: list[str | None], negentropy: float) -> None:
+    (found,) = SemanticEntropy().score(pool(answers))
+    assert found == pytest.approx([negentropy] * len(answers), abs=1e-12)
+    (shares,) = SemanticShare().score(pool(answers))
+    assert shares == [answers.count(answer) / len(answers) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("others", "tokens", "uncertainty"),
+    [  # lm-polygraph 0.7.0: CocoaPPL with similarities 1 of the same answer and 0 of another
+        (["7", "8", "7"], [-0.1, -0.2], 0.05),
+        (["8", "9", "8"], [-0.5, -0.25, -0.75], 0.5),
+    ],
+)
+def test_cocoa_is_that_of_lm_polygraph(others: list[str], tokens: list[float], uncertainty: float) -> None:
+    (found,) = Cocoa().score(pool(["7", *others], [tokens, [-1.0], [-1.0], [-1.0]]))
+    assert found[0] == pytest.approx(-uncertainty)
+
+
+def test_unreadable_and_lone_responses_have_no_agreement() -> None:
+    assert SemanticShare().score(pool([None, "7"])) == [[None, 0.5]]
+    assert SemanticEntropy().score(pool([None, None])) == [[pytest.approx(0.0)] * 2]
+    assert SemanticEntropy().score(pool(["7"])) == Cocoa().score(pool(["7"])) == [[None]]
+    assert hybrid(["7"], [0.9]) == hybrid([None, "7"], [0.9, None])[:1] == [None]
+
+
+def test_meanings_are_compared_both_ways_with_the_first_of_each_cluster() -> None:
+    asked: list[tuple[str, str]] = []
+    follows = {("Paris", "France"), ("Paris", "the capital"), ("the capital", "Paris")}
+
+    def entails(pairs: list[tuple[str, str]]) -> list[bool]:
+        asked.extend(pairs)
+        return [pair in follows for pair in pairs]
+
+    texts = ["Paris", "France", "the capital", "Paris", "France"]
+    assert meaning_clusters(texts, entails) == [0, 1, 0, 0, 1]
+    assert len(asked) == 2 + 4  # "the capital" with two clusters; equal texts are not asked about
+
+
+def make_classifier(folder: Path, names: list[str], order: list[int]) -> None:
+    """A random classifier, whose label ``i`` has the name and the weights of ``order[i]``."""
+    words = {word: i for i, word in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefgh"])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))  # noqa: S106 - no password
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=plain, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    labels = {i: names[old] for i, old in enumerate(order)}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "initializer_range": 1.0,
+    }
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(words), id2label=labels, **sizes))
+    model.classifier.weight.data.normal_()
+    model.classifier.weight.data = model.classifier.weight.data[order]
+    model.save_pretrained(folder)
+
+
+def test_the_entailment_label_is_found_by_name(tmp_path: Path) -> None:
+    names = ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"]
+    pairs = [(one, other) for one in "abcdefgh" for other in ("a b", "c", "d e f")]
+    found = []
+    for place, order in enumerate(([0, 1, 2], [2, 0, 1])):
+        make_classifier(tmp_path / str(place), names, order)
+        found.append(EntailmentModel(str(tmp_path / str(place)))(pairs))
+    assert found[0] == found[1]
+    assert 0 < sum(found[0]) < len(pairs)
+    make_classifier(tmp_path / "none", ["no", "yes", "perhaps"], [0, 1, 2])
+    with pytest.raises(InputError, match=r"none.*entailment.*perhaps"):
+        EntailmentModel(str(tmp_path / "none"))

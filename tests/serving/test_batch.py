@@ -1,0 +1,87 @@
+"""`selfcal batch`: each request once, also after kills; and what the driver and the source do when a question ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from selfcal_lightning.commands.serve import run_batch
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.tasks.registry import get_task
+
+
+def write_requests(path: Path, number: int) -> None:
+    lines = []
+    for i, question in enumerate(get_task("word_problems").load("train", limit=number)):
+        body = {"model": "bundled", "messages": [{"role": "user", "content": question.text}], "max_tokens": 80}
+        body["selfcal"] = {"strategy": "self_consistency", "max_samples": 3}
+        lines.append({"custom_id": f"q{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    lines[1]["body"]["n"] = 2
+    lines[2]["url"] = "/v1/embeddings"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_answers(path: Path) -> dict[str, dict]:
+    # Texts do not depend on what else is in the batch; the last bits of a confidence do.
+    lines = [json.loads(line, parse_float=lambda x: round(float(x), 4)) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    for line in lines:
+        line["response"]["body"].pop("created", None)
+    return {line["custom_id"]: line for line in lines}
+
+
+def command(source: Path, target: Path) -> list[str]:
+    own = [sys.executable, "-m", "selfcal_lightning", "batch", "--model", "bundled", "--task", "word_problems"]
+    return [*own, "--input", str(source), "--output", str(target), "--engine.max_batch", "6"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path) -> None:
+    source, whole, broken = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    write_requests(source, 24)
+    subprocess.run(command(source, whole), check=True, capture_output=True)
+    expected = read_answers(whole)
+    assert [expected[name]["response"]["status_code"] for name in ("q0", "q1", "q2")] == [200, 400, 400]
+    assert "`n`" in expected["q1"]["response"]["body"]["error"]["message"]
+    rng, kills = random.Random(3), 0
+    while kills < 2:
+        process = subprocess.Popen(command(source, broken), stderr=subprocess.DEVNULL)
+        lines = len(broken.read_bytes().splitlines()) if broken.exists() else 0
+        while process.poll() is None and (not broken.exists() or len(broken.read_bytes().splitlines()) <= lines):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.4))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        with open(broken, "ab") as file:
+            file.write(b'{"custom_id": "q3')  # half a line, as a kill in the middle of a write leaves
+    assert kills > 0
+    subprocess.run(command(source, broken), check=True, capture_output=True)
+    assert read_answers(broken) == expected
+    again = subprocess.run(command(source, broken), check=True, capture_output=True, text=True)
+    assert "24 were there already" in again.stderr
+    assert read_answers(broken) == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "output", "said"),
+    [
+        ('{"custom_id": "a"}\n{"custom_id": "a"}\n', "", "in.jsonl:2.*custom_id.*'a' again"),
+        ('{"method": "POST"}\n', "", "in.jsonl:1.*custom_id"),
+        ("", "", "in.jsonl.*empty"),
+    ],
+)
+def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines: str, output: str, said: str) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(lines)
+    with pytest.raises(InputError, match=said):
+        run_batch("bundled", str(source), str(target))

@@ -43,7 +43,7 @@ def main() -> None:
 
     keep_bitsandbytes_quiet()
     try:
-        leave.status = run(sys.argv[1:])
+        leave.status = run(sys.argv[1:], owns_process=True)
     except SystemExit as error:
         leave.status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise

@@ -173,8 +173,11 @@ def usage() -> str:
     )
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one verb and return the exit status: 0 done, 1 failed, 2 not understood, 130 or 143 stopped by a signal."""
+def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
+    """Run one verb and return the exit status: 0 done, 1 failed, 2 not understood, 130 or 143 stopped by a signal.
+
+    ``owns_process`` lets settings of libraries be changed for the whole process.
+    """
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         sys.stdout.write(usage())
         return 0 if arguments else 2
@@ -186,10 +189,12 @@ def run(arguments: Sequence[str]) -> int:
         hint = " Did you mean 'fit'?" if verb in {"calibrate", "train"} else did_you_mean(verb, VERBS)
         sys.stderr.write(f"selfcal: There is no verb {verb!r}.{hint} See `selfcal --help`.\n")
         return 2
-    return run_to_the_end(lambda: _run_verb(verb, rest), command=["selfcal", verb, *rest], kept=VERBS[verb].kept)
+    return run_to_the_end(
+        lambda: _run_verb(verb, rest, owns_process), command=["selfcal", verb, *rest], kept=VERBS[verb].kept
+    )
 
 
-def _run_verb(verb: str, arguments: list[str]) -> None:
+def _run_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
     check_nesting(arguments)
     check_files(arguments)
     for path in config_files(arguments):
@@ -197,12 +202,12 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     load_plugins_of_parent()  # a verb may be started by another one, as those of the demonstration are
     load_plugins(named_plugins(arguments))
     if VERBS[verb].function is None:
-        _run_trainer_verb(verb, arguments)
+        _run_trainer_verb(verb, arguments, owns_process)
     else:
         run_function(verb, arguments)
 
 
-def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
+def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
     from selfcal_lightning.commands.presets import as_arguments, common_case, what_next
 
     if (text := short_help(verb, arguments)) is not None:
@@ -215,6 +220,8 @@ def _run_trainer_verb(verb: str, arguments: list[str]) -> None:
         if is_first_process():
             sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
     check_settings(verb, arguments)
+    if owns_process:
+        importlib.import_module("selfcal_lightning.commands.parsing").import_named_packages_only()
     importlib.import_module("selfcal_lightning.commands.lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
         sys.stdout.write(what_next(prepared.case))

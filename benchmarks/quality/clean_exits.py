@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SELFCAL = [sys.executable, "-m", "selfcal_lightning"]
@@ -35,13 +36,13 @@ PREPARED = [
     "fit-confidence --pool {inputs}/store --split calibration --output {inputs}/fused.json --figure false",
     "fit-probe --pool {inputs}/store --split calibration --output {inputs}/probe",
     "score-questions --probe {inputs}/probe --store_dir {inputs}/store",
-    "score-questions --probe {inputs}/probe --model bundled --task word_problems --split test_id --limit 12"
+    "score-questions --probe {inputs}/probe --model bundled --task word_problems --split test_ood --limit 12"
     " --output {inputs}/scores.jsonl",
-    "fit-capability-maps --pool {inputs}/store --split calibration --output {inputs}/maps.json",
+    "fit-capability-maps --pool {inputs}/store --split test_id --output {inputs}/maps.json",
     "select --store_dir {inputs}/store --split test_id --output {inputs}/selection",
     "rollout --samples_dir {inputs}/store --split test_id --store_dir {inputs}/rollouts --num_rollouts 2 --limit 2"
     " --responses 1 --prefixes 1 --export {inputs}/prefixes.jsonl",
-    "fit --output_dir {inputs}/fit " + FIT,
+    "fit --output_dir {inputs}/fit --preset joint " + FIT,
 ]
 
 # Verbs that finish in seconds come first. {store} is a copy of the store that the run may change.
@@ -55,11 +56,10 @@ VERBS = {
     "map-scores": "--scores {inputs}/scores.jsonl --maps {inputs}/maps.json --output {run}/mapped.jsonl",
     "allocate": "--scores {inputs}/scores.jsonl --budget 2 --maps {inputs}/maps.json --output {run}/plan.json",
     "predict-pass-at-k": "--scores {inputs}/scores.jsonl --ks [1,4] --calibration_pool {inputs}/store"
-    " --output {run}/pass.jsonl",
-    "fit-capability-maps": "--pool {inputs}/store --split calibration --output {run}/maps.json",
-    "fit-abstention-threshold": "--pool {inputs}/store --split calibration --risk 0.9 --delta 0.5"
-    " --output {run}/asking.json",
-    "evaluate-capability": "--pool {inputs}/store --split test_id --calibration_split calibration --num_resamples 20"
+    " --calibration_split test_id --output {run}/pass.jsonl",
+    "fit-capability-maps": "--pool {inputs}/store --split test_id --output {run}/maps.json",
+    "fit-abstention-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5 --output {run}/asking.json",
+    "evaluate-capability": "--pool {inputs}/store --split test_id --num_resamples 20"
     " --estimator [probe,agreeing_pairs] --output_dir {run}/capability",
     "extract-steps": "--selection {selection}",
     "export-rl": "--selection {inputs}/selection --output {run}/rl --format trl",
@@ -89,7 +89,6 @@ def words(command: str, inputs: Path, run: Path) -> list[str]:
 
 def run_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
     """Run a verb in a fresh folder; return its status and the end of what it said."""
-    shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     for name in ("store", "selection"):
         if f"{{{name}}}" in VERBS[verb]:
@@ -97,6 +96,7 @@ def run_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
     done = subprocess.run(
         [*SELFCAL, verb, *words(VERBS[verb], inputs, run)], capture_output=True, text=True, timeout=900, cwd=run
     )
+    shutil.rmtree(run)
     return done.returncode, done.stderr[-2000:]
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--verbs", nargs="*", default=list(VERBS), choices=list(VERBS))
-    parser.add_argument("--load", type=int, default=os.cpu_count(), help="busy processes meanwhile")
+    parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), help="runs at a time")
     given = parser.parse_args()
     folder = given.folder.resolve()
     inputs, end = folder / "inputs", time.monotonic() + 60 * given.minutes
@@ -119,28 +119,26 @@ def main() -> None:
             verb, rest = command.split(" ", 1)
             subprocess.run([*SELFCAL, verb, *words(rest, inputs, folder)], check=True, cwd=folder)
             mark.touch()
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(given.load)]
     statuses: dict[str, Counter[int]] = {verb: Counter() for verb in given.verbs}
-    try:
-        for _ in range(given.runs):
-            for verb in given.verbs:
-                if time.monotonic() > end:
-                    return
-                status, said = run_once(verb, inputs, folder / "run")
-                statuses[verb][status] += 1
-                if status:
-                    (folder / f"{verb}_{status}.txt").write_text(said)
-                counts = {name: {str(key): value for key, value in found.items()} for name, found in statuses.items()}
-                (folder / "statuses.json").write_text(json.dumps(counts, indent=1))
-    finally:
-        for process in busy:
-            process.kill()
-        for verb, found in statuses.items():
-            others = {status: count for status, count in found.items() if status}
-            print(
-                f"{verb:<22}{found.total():>4} runs, {found[-6] + found[134]} aborts"
-                + (f", {others}" if others else "")
-            )
+
+    def count(job: tuple[int, str]) -> None:
+        number, verb = job
+        if time.monotonic() < end:
+            status, said = run_once(verb, inputs, folder / f"run_{number}")
+            statuses[verb][status] += 1
+            if status:
+                (folder / f"{verb}_{status}.txt").write_text(said)
+            (folder / "statuses.json").write_text(json.dumps(statuses, indent=1))
+
+    # The verbs in turn: when time is up, all have run equally often.
+    jobs = [
+        (number * len(given.verbs) + at, verb) for number in range(given.runs) for at, verb in enumerate(given.verbs)
+    ]
+    with ThreadPoolExecutor(given.parallel) as runs:
+        list(runs.map(count, jobs))
+    for verb, found in statuses.items():
+        others = ", ".join(f"{count} of status {status}" for status, count in found.items() if status)
+        print(f"{verb:<22}{found.total():>4} runs, {found[-6] + found[134]} aborts", others)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.adaptation.evaluation import SetComparison, adaptation_markdown, cost_in_samples, round_labels
+from rich.console import Console
+
+from selfcal_lightning.adaptation.evaluation import (
+    CALIBRATION,
+    SetComparison,
+    adaptation_markdown,
+    change_cell,
+    cost_in_samples,
+    round_labels,
+)
 from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, REFERENCE
 from selfcal_lightning.adaptation.runs import (
     ADAPTER,
@@ -35,6 +44,8 @@ from selfcal_lightning.core.processes import run_step
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.sampling.running import sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation.tables import markdown_table, rich_table
+from selfcal_lightning.evaluation.verdict import caution
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_manifest, resolve_model
@@ -42,6 +53,15 @@ from selfcal_lightning.records import SamplingSettings
 
 SETTINGS = ("base_model", "lr", "rounds", "num_samples", "batch_size", "seed")
 CONFIG, RESULT, TABLES = "config.yaml", "adaptation.json", "adaptation.md"
+SHOWN = ("pass@1", "greedy", "ece", "auroc")  # on the terminal, and the majority
+ROUND_COLUMNS = {
+    "pass@1": "pass@1",
+    "label accuracy": "label_accuracy",
+    "reward accuracy": "reward_accuracy",
+    "agreement with round 0": "agreement",
+    "vote share": "vote_share",
+    "fall of log p": "logprob_fall",
+}  # fmt: skip
 
 
 def run_adapt(
@@ -146,7 +166,8 @@ def run_adapt(
     result = _result(one, folder, compared, found)
     write_atomically(folder / RESULT, json.dumps(result, indent=1).encode())
     write_atomically(folder / TABLES, _markdown(result, compared).encode())
-    sys.stdout.write(f"{_markdown(result, compared)}\nWritten: {folder / RESULT}, {folder / TABLES}\n")
+    _show(result, compared)
+    sys.stdout.write(f"All tables are in {folder / TABLES}, all figures in {folder / RESULT}.\n")
     return result
 
 
@@ -154,7 +175,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     """Let `selfcal fit --check` look at the settings; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
         write_settings(Path(place) / CONFIG, settings)
-        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--check", "true"]):
+        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--ckpt_path", "last", "--check", "true"]):
             raise RunError(
                 "Expected the settings of the training to pass their check, but they did not; its own message stands "
                 "above. Nothing was sampled or written."
@@ -206,19 +227,47 @@ def _result(
     }  # fmt: skip
 
 
-def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> str:
+def _facts(result: Mapping[str, Any]) -> list[str]:
     read = "Gold answers were read" if result["reads_reference"] else "No gold answer was read"
-    lines = [
+    return [
         f"Reward {result['reward']}, target of P(True) {result['target'] or 'none'}. {read} while training.",
         *(f"The guard stopped it: {problem}." for problem in result["stopped"]),
         *(f"Not measured, since no such questions were named: {name}." for name in result["not_measured"]),
-        "",
-        adaptation_markdown(compared),
-        "| round | pass@1 | label accuracy | reward accuracy | agreement with round 0 | vote share | fall of log p |",
-        "|---|---|---|---|---|---|---|",
     ]
-    keys = ("pass@1", "label_accuracy", "reward_accuracy", "agreement", "vote_share", "logprob_fall")
-    for name, row in result["rounds"].items():
-        cells = ["-" if row.get(key) is None else f"{row[key]:.3f}" for key in keys]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+
+
+def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    return [
+        [name, *("-" if row.get(key) is None else f"{row[key]:.3f}" for key in ROUND_COLUMNS.values())]
+        for name, row in result["rounds"].items()
+    ]
+
+
+def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> str:
+    rounds = markdown_table(
+        ["round", *ROUND_COLUMNS], _round_rows(result), rule="|---" * (1 + len(ROUND_COLUMNS)) + "|"
+    )
+    return "\n".join([*_facts(result), "", adaptation_markdown(compared), rounds, ""])
+
+
+def _show(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> None:
+    """Print one screen: what each set of questions shows, the changes that matter, and the rounds."""
+    console = Console()
+    console.print("\n".join(_facts(result)), highlight=False)
+    changes = rich_table(("questions", "metric", "base", "adapted", "change"), left=("questions", "metric"))
+    for one in compared:
+        first, heading = one.changes["pass@1"], f"{one.name} ({one.num_questions})"
+        sentence = f"{heading}: {one.verdict} ({first.before:.3f} -> {first.after:.3f}){caution(one.num_questions)}."
+        console.print(sentence, highlight=False, style="bold")
+        for name, change in one.changes.items():
+            if name in SHOWN or name.startswith("majority@"):
+                ends = ["-" if value is None else f"{value:.3f}" for value in (change.before, change.after)]
+                changes.add_row(
+                    heading, name.upper() if name in CALIBRATION else name, *ends, change_cell(change).strip("*")
+                )
+                heading = ""
+    console.print(changes)
+    rounds = rich_table(("round", *ROUND_COLUMNS), left=("round",))
+    for row in _round_rows(result):
+        rounds.add_row(*row)
+    console.print(rounds)

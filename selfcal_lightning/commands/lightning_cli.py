@@ -27,6 +27,7 @@ from selfcal_lightning.commands.parsing import (
     ShortErrors,
     add_plugins_option,
     let_flags_stand_alone,
+    may_be_imported,
     own_sentence,
 )
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
@@ -268,7 +269,7 @@ def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
     settings, kinds = given_settings(arguments), []
     for option, default in (("model", MODULE), ("data", DATA_MODULE)):
         named = settings.get(f"{option}.class_path", settings.get(option, default))
-        known = isinstance(named, str) and "." in named
+        known = isinstance(named, str) and "." in named and may_be_imported(named)
         try:
             kinds.append(import_class(named if known else default, option=option))
         except InputError:

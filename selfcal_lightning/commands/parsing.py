@@ -11,16 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, get_args
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
-from selfcal_lightning.core.plugins import HELP, OPTION
+from selfcal_lightning.core.plugins import HELP, OPTION, plugin_packages
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _VALUE = re.compile(r"(?:Got|Given) value: ([^\n]*)")
 _EXPECTED = re.compile(r"Expected an? (<class '[^']+'>|typing\.Literal\[.*?\])(?:\.|\n|$)")
 _UNKNOWN = re.compile(r"[Oo]ption '([^']+)'")
 _CLASS = re.compile(r"class_path '([^']+)'")
+_FOREIGN = re.compile(r"Importing '([^']+)' is not allowed")
 _BROKEN = re.compile(r"Problem with given class_path '([^']+)':\s*([^\n]+)")
 
 
@@ -33,6 +34,8 @@ def explain_parsing(message: str, known: Sequence[str]) -> str:
     """
     if message.startswith("unrecognized arguments: --"):
         return _unknown_option(message.split()[2].partition("=")[0], known)
+    if (foreign := _FOREIGN.search(message)) is not None:
+        return foreign_class(foreign[1])
     if (own := own_sentence(message)) is not None:
         return own
     if (option := _UNKNOWN.search(message)) is not None:
@@ -72,6 +75,29 @@ def _unknown_option(option: str, known: Sequence[str]) -> str:
 def _plain_type(kind: str) -> str:
     name = kind.removeprefix("<class '").removesuffix("'>").removeprefix("typing.Literal")
     return {"NoneType": "null", "bool": "true or false"}.get(name, f"one of {name}" if "[" in name else name)
+
+
+# Packages whose classes a configuration may name. Those of plug-ins come on top.
+PACKAGES = ("selfcal_lightning", "lightning", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics")
+
+
+_allowed: set[str] = set()  # empty: all
+
+
+def import_named_packages_only() -> None:
+    """Let the parsers of this process refuse a class of another package before it is imported."""
+    _allowed.update(PACKAGES, plugin_packages())
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=sorted(_allowed))
+
+
+def may_be_imported(path: str) -> bool:
+    """Return whether a configuration may name this class."""
+    return not _allowed or path.partition(".")[0] in _allowed
+
+
+def foreign_class(path: str) -> str:
+    """Return the refusal of a class of another package."""
+    return f"{path} is not imported: name its package in `--{OPTION} {path.partition('.')[0]}` if you trust it."
 
 
 NOT_UNDERSTOOD = 2

@@ -217,8 +217,9 @@ def run_import_prefixes(
     A line with `prompt`, `completions` and `labels`, as TRL has them, is a prefix for each of its steps.
 
     Every prefix becomes a response, whose rate is what `--model.target success_prob` learns at its end. Give training
-    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all. A record with an
-    empty prefix, the rate of the question alone, is left out and counted: there is nothing of a response to read.
+    as many `num_samples` as a question has prefixes at most, and as `total_tuples` the number of all. A prefix that is
+    given different rates learns their mean. A record with an empty prefix, the rate of the question alone, is left out
+    and counted: there is nothing of a response to read.
 
     Args:
         path: The JSON-lines file, as `selfcal rollout --export` writes it.
@@ -232,6 +233,8 @@ def run_import_prefixes(
         counts = write_success_pool(path, pool, task=task, split=split, separator=separator)
         report = import_pool(pool, store_dir)
     say(f"Imported {counts.prefixes:,} prefixes of {report.questions:,} questions from {path} to {store_dir}")
+    if counts.contradicting:
+        say(f"Prefixes with different rates in {path}: {counts.contradicting:,}. Each has the mean of its rates.")
     if counts.bare or counts.without_steps:
         empty = f"{counts.bare:,} records with an empty `reasoning_prefix`, {counts.without_steps:,} rows without steps"
         say(f"Left out of {path}: {empty}: there is nothing of a response to read in them.")

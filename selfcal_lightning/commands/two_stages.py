@@ -124,7 +124,7 @@ def check_stages(stages: Mapping[str, Settings]) -> None:
             path = Path(place) / f"{name}.yaml"
             write_settings(path, settings)
             say(f"Checking the stage {name}")
-            if run_step(["fit", "--config", str(path), "--check", "true"]):
+            if run_step(["fit", "--config", str(path), "--ckpt_path", "last", "--check", "true"]):
                 raise RunError(
                     f"Expected both stages to pass their check, but {name} did not; its own message stands above. "
                     "Nothing was sampled."

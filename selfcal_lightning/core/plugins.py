@@ -86,6 +86,12 @@ def loaded_plugins() -> list[str]:
     return list(_loaded.values())
 
 
+def plugin_packages() -> list[str]:
+    """Return the top-level packages of the plug-ins loaded so far."""
+    named = [Path(name).stem if name.endswith(_FILE_ENDING) else name for name in _loaded.values()]
+    return sorted({name.partition(":")[0].partition(".")[0] for name in (*named, *_loaded_points)})
+
+
 def _names(value: Any) -> list[str]:
     """Return the names in the value of the option: a list, or a text with commas, in brackets or not."""
     if isinstance(value, str):

@@ -86,17 +86,17 @@ def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[t
 
 
 def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "") -> Table:
-    """Return the rows for the terminal: green where better beyond its interval, red where worse."""
+    """Return the rows for the terminal, each on one line: green where better beyond its interval, red where worse."""
     table = rich_table(_HEADER, title=title, left=_HEADER[:2])
-    last_metric = None
+    last_metric, has_splits = None, len({split for split, _ in rows}) > 1
     for split, row in rows:
         is_first = row.metric != last_metric
-        if is_first and last_metric is not None:
+        if is_first and has_splits and last_metric is not None:
             table.add_section()
         last_metric = row.metric
-        before, after, change = _estimates(row, tight=True)
-        label = metric_label(row.metric) if is_first else ""
-        table.add_row(label, split, before, after, Text(change, style=STYLES[is_better(row)]))
+        before, after = (DASH if end.value is None else f"{end.value:.3f}" for end in (row.before, row.after))
+        change = Text(format_estimate(row.change, signed=True), style=STYLES[is_better(row)])
+        table.add_row(metric_label(row.metric) if is_first else "", split, before, after, change)
     return table
 
 
@@ -104,7 +104,8 @@ def comparison_markdown(rows: Sequence[tuple[str, MetricChange]]) -> str:
     """Return the rows as a Markdown table; changes beyond their interval are bold."""
     lines = []
     for split, row in rows:
-        before, after, change = _estimates(row)
+        before, after = format_estimate(row.before), format_estimate(row.after)
+        change = format_estimate(row.change, signed=True)
         emphasised = change if is_better(row) is None else f"**{change}**"
         lines.append((metric_label(row.metric), split, before, after, emphasised))
     return markdown_table(_HEADER, lines, rule="|---|---|---:|---:|---:|")
@@ -118,8 +119,3 @@ def comparison_csv(rows: Sequence[tuple[str, MetricChange]]) -> str:
         for split, row in rows
     ]
     return csv_text([*_HEADER[:2], *columns], lines)
-
-
-def _estimates(row: MetricChange, *, tight: bool = False) -> tuple[str, str, str]:
-    before, after = format_estimate(row.before, tight=tight), format_estimate(row.after, tight=tight)
-    return before, after, format_estimate(row.change, signed=True, tight=tight)

@@ -29,7 +29,7 @@ def _sentence(results: Mapping[str, Any], own: str, test: str) -> str:
         side = next(key for key in results if re.fullmatch(rf"{re.escape(own)}\.ece\.[^.]+", key)).rpartition(".")[2]
         named = {"ece": "ECE", "auroc": "AUROC", "pass_at_1": "pass@1"}
         shown = [f"{name} {_number(results.get(f'{own}.{key}.{side}'))}" for key, name in named.items()]
-        return f"{test}, {side}: {', '.join(shown)}{_caution(results.get(f'{own}.num_questions.{side}'))}."
+        return f"{test}, {side}: {', '.join(shown)}{caution(results.get(f'{own}.num_questions.{side}'))}."
     votes = rf"{re.escape(own)}\.weighted_votes_(\d+)\.change"
     most = max((int(match[1]) for key in results if (match := re.fullmatch(votes, key))), default=0)
     parts = [
@@ -39,7 +39,7 @@ def _sentence(results: Mapping[str, Any], own: str, test: str) -> str:
     if most > 1:
         key = f"{own}.weighted_votes_{most}"
         parts.append(change_of(f"weighted votes of {most}", *_ends(results, key), gain=_gain(results, key)))
-    return f"{test}: {', '.join(filter(None, parts))}{_caution(results.get(f'{own}.num_questions.before'))}."
+    return f"{test}: {', '.join(filter(None, parts))}{caution(results.get(f'{own}.num_questions.before'))}."
 
 
 def change_of(what: str, before: float | None, after: float | None, *, gain: bool | None) -> str | None:
@@ -72,5 +72,6 @@ def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3f}".removeprefix("0")
 
 
-def _caution(questions: int | None) -> str:
+def caution(questions: int | None) -> str:
+    """Return what follows the figures of so few questions."""
     return f"; {questions} questions are too few to tell much" if questions and questions < FEW_QUESTIONS else ""

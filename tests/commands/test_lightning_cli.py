@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +125,19 @@ def test_advertisements_stay_off_the_terminal(caplog: pytest.LogCaptureFixture, 
         logger.removeHandler(caplog.handler)
     assert "litlogger" not in caplog.text
     assert "Epochs go on." in caplog.text
+
+
+def test_a_class_of_an_unnamed_package_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text("open('imported', 'w')")
+    command = [sys.executable, "-m", "selfcal_lightning", "fit", "--config", "evil.yaml"]
+    for settings in (
+        "trainer: {callbacks: [{class_path: evil.Any}]}",
+        "model: evil.Any",
+        "trainer: {logger: os.system}",
+    ):
+        (tmp_path / "evil.yaml").write_text(settings)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert "is not imported" in done.stderr
+        assert not (tmp_path / "imported").exists()

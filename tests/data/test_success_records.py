@@ -10,6 +10,8 @@ import pytest
 
 from selfcal_lightning.commands.rewards import run_import_prefixes
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.files import read_json_lines
+from selfcal_lightning.data.pools.published import write_success_pool
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,22 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (report.questions, report.responses, report.dropped) == (1, 1, 3)
     told = capsys.readouterr().err
     assert "2 records with an empty `reasoning_prefix`, 1 rows without steps" in told
+
+
+def test_different_rates_of_a_prefix_are_averaged_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"question": "1+1?", "reasoning_prefix": "It is", "success_prob": 1},
+        {"question": "1+1?", "reasoning_prefix": "It is", "success_prob": 0.25},
+        {"question": "2+2?", "reasoning_prefix": "It is", "success_prob": 0},
+        {"prompt": "1+1?", "completions": ["So", "2"], "labels": [True, True]},
+        {"prompt": "1+1?", "completions": ["So", "3"], "labels": [True, False]},
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    counts = write_success_pool(tmp_path / "r.jsonl", tmp_path / "pool.jsonl", task="local_number", split="train")
+    found = [
+        [(response["text"], response["confidence"]["success_prob"]) for response in line["responses"]]
+        for _, line in read_json_lines(tmp_path / "pool.jsonl")
+    ]
+    first = [("It is", 0.625), ("It is", 0.625), ("So", 1.0), ("So\n2", 1.0), ("So", 1.0), ("So\n3", 0.0)]
+    assert found == [first, [("It is", 0.0)]]
+    assert counts.contradicting == 1

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
@@ -173,13 +174,14 @@ class SuccessCounts(NamedTuple):
     prefixes: int
     bare: int
     without_steps: int
+    contradicting: int
 
 
 def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, separator: str = "\n") -> SuccessCounts:
     """Write the records of a file as a pool, in which a prefix is a response whose confidence is its success rate.
 
-    Records of one question, by its text, are one line. A record of the question alone, without a prefix, is left out
-    and counted.
+    Records of one question, by its text, are one line. A prefix that is given different rates has their mean, and is
+    counted. A record of the question alone, without a prefix, is left out and counted.
     """
     groups: dict[str, list[tuple[str, float]]] = {}
     bare = without_steps = 0
@@ -191,8 +193,15 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
             groups.setdefault(question, []).extend(kept)
     if not groups:
         raise InputError(f"Expected {path} to hold records with a `reasoning_prefix`, but got none.")
+    contradicting = 0
+    for question, group in groups.items():
+        rates: dict[str, list[float]] = {}
+        for prefix, rate in group:
+            rates.setdefault(prefix, []).append(rate)
+        contradicting += sum(len(set(found)) > 1 for found in rates.values())
+        groups[question] = [(prefix, fmean(rates[prefix])) for prefix, _ in group]
     write_json_lines(pool, (_line(*item, task=task, split=split) for item in groups.items()))
-    return SuccessCounts(sum(map(len, groups.values())), bare, without_steps)
+    return SuccessCounts(sum(map(len, groups.values())), bare, without_steps, contradicting)
 
 
 def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:

@@ -19,11 +19,10 @@ class CriteriaSettings:
     Attributes:
         steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or "auto",
             the coarsest of the first four that occurs in a response.
-        weight: Weight of the step's token probabilities against its metric, in [0, 1].
-        over_steps: How step scores are combined: "mean", "min", "last" or "prod".
-        window: Window length in tokens, for lowest_group_confidence.
-        lowest: Averages this share of the windows, the least certain ones; 0 takes only the single least certain
-            window.
+        weight: How much the token probabilities of a step count against its metric, in [0, 1].
+        over_steps: Combines the step scores of a response: "mean", "min", "last" or "prod".
+        window: Length of the window in tokens, for lowest_group_confidence.
+        lowest: Averages this share of the windows, the least certain ones; 0 takes only the least certain window.
     """
 
     steps: Steps = "auto"

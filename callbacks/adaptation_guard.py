@@ -36,12 +36,12 @@ class AdaptationGuard(Callback):
     It stands behind ``SSCGeneration`` among the callbacks. What it found is logged as ``guard/...``.
 
     Args:
-        report: JSON file that keeps what was found, by round; None writes none.
-        agreement: Most that agreement with round 0 may fall below that of round 0 with itself.
-        unreadable: Most unreadable responses beyond those of round 0, as a share.
-        logprob_fall: Most that a token of the responses of round 0 may lose on average, in nats.
-        questions: Questions whose round-0 responses are read for that.
-        samples: Responses to each.
+        report: Writes what was found, by round, to this JSON file; null writes none.
+        agreement: Largest drop of the agreement with round 0, compared with that of round 0 with itself.
+        unreadable: Largest rise of the share of unreadable responses since round 0.
+        logprob_fall: Largest mean drop, in nats, of the log-probability of the tokens of round 0.
+        questions: Questions whose round-0 responses are read for ``logprob_fall``.
+        samples: Responses to each of these questions.
     """
 
     def __init__(

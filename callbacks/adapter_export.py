@@ -43,13 +43,13 @@ class AdapterExport(Callback):
     settings. One of a training with other settings is kept: the date at which it was made is put after its name.
 
     Args:
-        output_dir: Where the weights at the end of training go. None is ``adapter`` in the trainer's log folder. An
-            adapter that was trained beside the first one goes to ``<output_dir>-<name>``.
+        output_dir: Folder for the weights at the end of training; null is ``adapter`` in the trainer's log folder.
+            Auxiliary adapters go to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; of a probe one of ``CapabilityMetrics``, or without labels "val/target/MSE" or
             "val/loss". After every validation that betters it, the weights go to
             ``<output_dir>-best``. None exports at the end only.
-        mode: Whether lower ("min") or higher ("max") is better.
+        mode: Lower ("min") or higher ("max") values of ``monitor`` are better.
     """
 
     def __init__(

@@ -36,10 +36,9 @@ class PoolCurve(Callback, ABC):
     """Scores the validation pool with the weights that training starts from, and draws it then and later.
 
     Args:
-        before: Whether to score the pool before training (one pass over the validation data).
+        before: Also scores the pool before training, in one pass over the validation data.
         num_bins: Bins of the reliability diagram.
-        save_images: Whether to write the figures into ``figures/`` of the log folder too, as
-            ``<stage>-<pool>-<figure>.png``.
+        save_images: Also writes the figures into ``figures/`` of the log folder, as ``<stage>-<task>-<figure>.png``.
 
     Attributes:
         tag: First part of the figures' tags in TensorBoard.
@@ -180,10 +179,9 @@ class CalibrationCurve(PoolCurve):
     The pool holds samples of the base model: these are not the calibrated model's own responses.
 
     Args:
-        before: Whether to score the pool before training (one pass over the validation data).
+        before: Also scores the pool before training, in one pass over the validation data.
         num_bins: Bins of the reliability diagram.
-        save_images: Whether to write the figures into ``figures/`` of the log folder too, as
-            ``<stage>-<task>-<figure>.png``.
+        save_images: Also writes the figures into ``figures/`` of the log folder, as ``<stage>-<task>-<figure>.png``.
     """
 
     tag, metrics_class = "calibration_curve", CalibrationMetrics
@@ -236,9 +234,9 @@ class CapabilityCurve(PoolCurve):
     question by itself.
 
     Args:
-        before: Whether to score the questions before training.
+        before: Also scores the questions before training.
         num_bins: Bins of the reliability diagram.
-        save_images: Whether to write the figures into ``figures/`` of the log folder too.
+        save_images: Also writes the figures into ``figures/`` of the log folder.
     """
 
     tag, metrics_class = "capability_curve", CapabilityMetrics

@@ -33,8 +33,7 @@ class ConfidenceWriter(Callback):
 
     Args:
         name: Name of the confidence in the store.
-        overwrite: Whether confidences of this name that another model, checkpoint or query gave may be replaced, those
-            of all splits.
+        overwrite: Replaces confidences of this name, of all splits, that another model, checkpoint or query gave.
     """
 
     def __init__(self, name: str = "p_true_calibrated", *, overwrite: bool = False) -> None:

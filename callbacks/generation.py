@@ -474,14 +474,14 @@ class SSCGeneration(Callback):
             2p + 1. In later rounds the transformers engine runs the trainer's own model where ``dtype`` is "auto" or
             the trainer's, and loads the base model once more for another.
         sampling: How responses are drawn.
-        seed: Of sampling; every sample has its own, derived from it.
-        gpu_memory_utilization: Share of the GPU's memory for vLLM; None is its default. In later rounds it is the most
-            that is taken of what the trainer leaves free.
-        questions_per_shard: Questions in one file of the store; what a kill can cost.
-        shard_by_shard: Sample file after file. With the transformers engine on a CPU a killed run then ends with the
-            samples of an unbroken one to the last bit of their confidences; otherwise texts are equal and confidences
-            differ by about 1e-6. It costs speed at the end of every file.
-        stall_timeout: Seconds without a sign of life from another process after which waiting for it ends.
+        seed: Seeds sampling; every sample has its own seed, derived from this one.
+        gpu_memory_utilization: Share of the GPU's memory for vLLM; null is vLLM's default. In later rounds it caps what
+            vLLM takes of the memory that the trainer leaves free.
+        questions_per_shard: Questions in one file of the store. A killed run loses at most the files it was writing.
+        shard_by_shard: Samples file after file, which is slower. A killed run with the transformers engine on a CPU
+            then gets the same confidences as an unbroken one, to the last bit; otherwise texts are equal and
+            confidences differ by about 1e-6.
+        stall_timeout: Stops waiting for another process after this many seconds without a sign of life.
     """
 
     def __init__(

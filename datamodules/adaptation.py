@@ -224,14 +224,14 @@ class RolloutDataModule(StoredDataModule):
 
     Args:
         num_samples: Responses to a question, the size of a group, at least 2.
-        reward: What the policy gradient learns from; stated by the module.
-        target: What P(True) learns; stated by the module.
+        reward: Reward that the policy gradient learns from; set by the module.
+        target: Target that P(True) learns; set by the module.
         selection: Folder of a selection (`selfcal select`) over this store: with ``reward: none`` its responses are
             learnt.
         scale: "group" divides advantages by the standard deviation of their group, "batch" by that of all rewards,
             "none" by nothing.
-        leave_one_out: Whether a response's own reward leaves the mean that it is compared with.
-        normalise: "tokens" weighs all tokens of an optimiser step alike, "responses" all responses.
+        leave_one_out: Leaves a response's own reward out of the mean that it is compared with.
+        normalise: "tokens" weights all tokens of an optimiser step equally, "responses" all responses.
         p_true: Confidence that targets are made of.
         round: Generation round that is learnt from, without ``regenerate_every_n_epochs``.
         regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the model as

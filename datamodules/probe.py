@@ -131,22 +131,23 @@ class ProbeDataModule(LightningDataModule):
         store_dir: Folder of the store, filled by `selfcal generate` or a training.
         train_split: Split of the store that is trained on.
         validation_split: Split that is validated on; None sets a share of the training questions aside.
-        validation_share: That share, above 0 and at most one half; the same questions for one seed.
-        test_split: Split that the verb ``test`` judges.
-        target: What is learnt: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right
+        validation_share: Share of the training questions set aside for validation, above 0 and at most one half; the
+            same questions for one seed.
+        test_split: Split that the verb ``test`` scores.
+        target: Target of the probe: "agreeing_pairs" and "top_share" need no labels; "label" is the share of right
             responses.
-        target_draws: Binomial noise on the targets of training, as if a question had so few responses: 1 is the verdict
-            on a single one, drawn at random. None takes what all responses show.
-        features: Vectors of a prompt: "last_token", "token_mean", or "both" side by side.
-        levels: Layers whose output is read, 0 being the embedding and -1 the last; None takes all.
-        average: Whether the mean over the layers is taken instead of all of them side by side.
-        final_norm: Whether the last layer is read behind the model's final normalisation.
-        features_dir: Where hidden states are kept; None is a folder in the store.
-        batch_size: Questions of an optimiser step; None takes all at once, as "lbfgs" wants.
+        target_draws: Adds binomial noise to the training targets, as if a question had only this many responses: with
+            1, the verdict on a single response drawn at random. Null takes what all responses show.
+        features: Vectors of a prompt: "last_token", "token_mean", or "both" concatenated.
+        levels: Reads the output of these layers, 0 being the embedding and -1 the last; null takes all.
+        average: Averages over the layers instead of concatenating them.
+        final_norm: Reads the last layer after the model's final normalisation.
+        features_dir: Folder that keeps the hidden states; null is a folder in the store.
+        batch_size: Questions in an optimiser step; null takes all at once, as "lbfgs" needs.
         revision: Revision of the model on the hub.
         adapter: Folder of a LoRA adapter that the responses were sampled with.
-        engine: What reads hidden states: transformers, on the dtype and the batch that are given.
-        seed: Of the order of questions, of those that are set aside, and of the noise on the targets.
+        engine: How transformers reads the hidden states: dtype and batch size.
+        seed: Seeds the order of questions, the choice of those set aside, and the noise on the targets.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision")

@@ -34,11 +34,11 @@ class QuestionSource:
             task's hub data set; None reads the hub.
         part: "train", "validation" or "calibration": the part of all these questions that is set aside for that by a
             hash of their texts, 80, 10 and 10 %. None takes all.
-        limit: Take the first so many questions; None takes all.
-        offset: Skip so many questions before that, say to keep validation apart in a data set without such a split.
+        limit: Takes only this many questions; null takes all.
+        offset: Skips this many questions first, for example to keep validation apart in a data set without that split.
         share: Part of the training tuples that go to this task, in (0, 1]. State it for every source or for none;
             none gives every task the same part. Sources of one task add up.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        chain_of_thought: Asks for reasoning before the answer.
     """
 
     task: str

@@ -290,9 +290,9 @@ class RewardDataModule(StoredDataModule):
             used here.
         total_tuples: Responses in an epoch; None is all.
         max_length: Longest sequence in tokens; steps that do not fit are left out.
-        format: Format of the public reward model that rows are written for; None where they are the policy's. Stated by
-            the module. The responses in the store are then of any policy.
-        steps: Where steps end; stated by the module.
+        format: Format of the public reward model that rows are written for, set by the module; null for a model that
+            starts from the policy. With a format, the store's responses may come from any policy.
+        steps: Where steps end; set by the module.
         target: What is learnt at every step of a response; stated by the module. "outcome": whether the response is
             right (needs references, and no rollouts). "vote_share": the share of the responses that give the same
             answer; "ssc": the same, weighted by their confidences (both need no references). "success_rate": inside of
@@ -300,8 +300,8 @@ class RewardDataModule(StoredDataModule):
             whether any of them was; "consensus": the share that gives the answer of the question's majority, at its end
             whether it does (needs no references). "success_prob": of prefixes with their rates (`selfcal
             import-prefixes`), at their ends.
-        rollouts: Folder that ``selfcal rollout`` filled, for these; with any target but "consensus" its rates are what
-            validation is compared with. Else that is whether the response is right.
+        rollouts: Folder of `selfcal rollout`, for success_rate, hard and consensus. With any target but "consensus",
+            validation is compared with its rates, else with the verdicts.
         query: The confidence query that responses are sampled with.
     """
 

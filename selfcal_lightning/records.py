@@ -135,10 +135,11 @@ class SamplingSettings:
     """How responses are drawn.
 
     Attributes:
-        temperature: Fixed temperature, or the base T0 of entropy-based dynamic temperature (EDT). 0 is greedy.
-        edt_scale: N0 of EDT, in (0, 1]; None draws at the fixed temperature.
-        edt_theta: Exponent theta of EDT, at least 0.
-        top_p: Nucleus probability mass, in (0, 1]; 1 keeps the whole vocabulary.
+        temperature: Sampling temperature, or the base T0 of entropy-based dynamic temperature (EDT). 0 is greedy.
+        edt_scale: N0 of EDT, in (0, 1]: lower makes certain tokens colder. Null switches EDT off.
+        edt_theta: Exponent theta of EDT, at least 0: 0 ignores the entropy.
+        top_p: Draws from the most likely tokens that add up to this probability, in (0, 1]; 1 keeps the whole
+            vocabulary.
         max_new_tokens: Maximum length of a response in tokens, including the end-of-turn token.
 
     EDT: ``T = temperature * edt_scale ** (edt_theta / H)`` with H the entropy in nats (arXiv 2503.00031).

@@ -50,28 +50,27 @@ class SSCDataModule(StoredDataModule):
         generation_ratio: Part of the tuples that are generation samples (target above ``eta``), in [0, 1]; the others
             are drawn evenly from buckets of the target. None is 0.7, and 0 with an activated adapter, which trains on
             no such samples.
-        total_tuples: Tuples in an epoch. None is 100,000, and with an activated adapter as many as there are responses
-            to the training questions.
-        eta: Threshold of the generation loss, strict.
+        total_tuples: Tuples in an epoch. Null is 100,000; with an activated adapter, the number of responses to the
+            training questions.
+        eta: Only responses with a target above this train the generation loss.
         target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
             "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
             references). The first two contain the response's own vote, which makes rare answers look better than they
             are. None is "ssc", and "leave_one_out_ssc" with an activated adapter. "agreeing_pairs", "top_share" and
             "expected_accuracy" (needs references) are of the question: the query is put before there is a response.
-        teacher: File of a fused confidence (``selfcal fit-confidence``) that the target is mixed with; what it reads of
-            a response must be in the store.
-        teacher_share: Share of the teacher in the target, the rest being ``target``.
+        teacher: Soft-label source: file of a fused confidence (``selfcal fit-confidence``) that the target is mixed
+            with. The store must have the confidences that it reads.
+        teacher_share: Weight of the soft-label source in the target; the rest is ``target``.
         p_true: Confidence that targets are made of: "normalised" Yes / (Yes + No), or "raw" Yes.
-        drop_none: Whether unreadable responses stay out of targets and training; if not, they form one class.
-        exact: Whether tuples of the calibration pool carry no generation loss, as in the paper.
-        fill: Whether an epoch always has ``total_tuples`` rows, small pools being drawn again; if not, pools give at
-            most what they hold, as in the reference (see ``Mixture``).
-        max_repeats: Times that a row may occur in an epoch while other rows of its pool have room.
+        drop_none: Leaves unreadable responses out of targets and training; if false, they form one class.
+        exact: Gives tuples of the calibration pool no generation loss, as in the paper.
+        fill: Fills every epoch to ``total_tuples`` rows by drawing from small pools again; if false, pools give at most
+            what they hold, as the published code does.
+        max_repeats: A row occurs at most this often in an epoch while other rows of its pool have room.
         num_buckets: Buckets of the target that the calibration tuples are spread over evenly; 1 leaves the targets as
             frequent as they are. None is 20, and 1 with an activated adapter: with a mean target of one half, one half
             is learnt first.
-        round: Generation round that training reads; the other splits are always read from round 0, the base model's
-            samples.
+        round: Trains on this generation round; the other splits are always read from round 0, the base model's samples.
         regenerate_every_n_epochs: ``SSCGeneration`` samples the training questions again with the current adapter at
             the end of every so many epochs: epoch e trains on round ``e // n``. None trains on ``round`` throughout.
         round_rule: Which rows an epoch with a later round reads: "replace" reads the newest round only, "mix" all

@@ -81,9 +81,9 @@ class StoredDataModule(LightningDataModule, ABC):
     Args:
         base_model: Folder or hub name of the model; only its tokenizer is used here.
         store_dir: Folder of the sample store.
-        train: Where training questions come from. Empty takes every question that the store holds for training.
-        validation: Where validation questions come from, in the same way.
-        test: Where questions of the verb ``test`` come from, in the same way.
+        train: Sources of training questions. Empty takes every question that the store holds for training.
+        validation: Sources of validation questions, in the same way.
+        test: Sources of questions for the verb ``test``, in the same way.
         predict_split: Split that the verb ``predict`` scores.
         num_samples: Responses to a question; of more, the first ones are used.
         batch_size: Rows of a process in a micro-step; on average, where rows are packed. Only rows of one micro-batch
@@ -93,11 +93,11 @@ class StoredDataModule(LightningDataModule, ABC):
         packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch, with equal losses and
             gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
             always makes such batches.
-        group_size: Most responses to a question that are trained side by side: more share a prompt, fewer questions
-            make an optimiser step. No more than ``batch_size`` of them share one. 1 draws every response on its own,
-            which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
-        token_budget: Most tokens of a micro-batch, checked before an epoch begins; rows that are not packed count as
-            padded to the longest of their micro-batch. None sets no limit.
+        group_size: Trains at most this many responses to a question together. More of them share a prompt, but fewer
+            questions make an optimiser step; never more than ``batch_size`` share one. 1 draws every response on its
+            own, which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
+        token_budget: Maximum number of tokens in a micro-batch, checked before an epoch starts. Unpacked rows count as
+            padded to the longest of their micro-batch. Null sets no limit.
         pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.

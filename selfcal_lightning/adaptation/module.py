@@ -202,31 +202,30 @@ class TestTimeTrainingModule(ConfidenceModel):
         base_model: Folder or hub name of the model to adapt; "bundled" is the small one that comes along.
         revision: Branch, tag or commit of a hub model.
         lora: The adapter, with ``activated: false``: it changes what is generated.
-        reward: What the policy gradient learns from, which the data module takes over: "majority" (TTRL), "vote_share"
-            (EMPO), "ssc", "self_certainty" (INTUITOR), "entropy" (RENT), "equations" (checked arithmetic), "fused"
-            (confidences fitted to the votes of round 0), or "reference", the only one that reads gold answers. "none"
-            learns from the ``selection`` of the data module.
-        target: What P(True) learns, which the data module takes over: "round", the soft self-consistency of the round
-            itself; "anchor", that of the round-0 pool for the same answer, and 0 for an answer that is not in it;
-            "mix", their mean; None leaves it alone. Votes of a round rise as the policy is sharpened, those of round
-            0 do not.
+        reward: Reward of the policy gradient, passed on to the data module: "majority" (TTRL), "vote_share" (EMPO),
+            "ssc", "self_certainty" (INTUITOR), "entropy" (RENT), "equations" (checked arithmetic), "fused" (confidences
+            fitted to the votes of round 0), or "reference", the only one that reads gold answers. "none" learns from
+            the ``selection`` of the data module.
+        target: Target of P(True), passed on to the data module: "round", the soft self-consistency of the same round;
+            "anchor", that of round 0 for the same answer, and 0 for an answer that is not in it; "mix", their mean;
+            null trains no confidence. Votes of a round rise as the policy becomes sharper; those of round 0 do not.
         calibration: Weight of the calibration loss, where there is a target.
         kl: Weight of KL to the model of round 0.
         entropy: Weight of the entropy bonus.
         ratio: "token" clips the ratio of every token, "sequence" that of the whole response (GSPO; then clip at about
             3e-4).
-        clip_low: How far below 1 a ratio still counts.
-        clip_high: How far above 1.
-        beta: Width of the quadratic part of SmoothL1.
+        clip_low: Clips ratios that are further below 1 than this.
+        clip_high: Clips ratios that are further above 1 than this.
+        beta: SmoothL1 is quadratic below this difference, and linear above.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
-        weight_decay: Of AdamW.
+        weight_decay: AdamW weight decay.
         warmup_steps: Optimiser steps of linear warm-up; Adam's first step has the full size of ``lr`` in every weight.
-        torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU.
+        torch_dtype: Type of the frozen weights; "auto" is float32 on a CPU and the stored type on a GPU.
         attn_implementation: None takes "segments" where the model can run packed rows by it.
         query: The question about the response whose Yes is the confidence.
         prompt: How questions are put to the model; None is their tasks' own way.
-        seed: Of the adapter's start and of dropout.
+        seed: Seeds adapter initialisation and dropout.
 
     Reference:
         Shao et al., DeepSeekMath (arXiv 2402.03300), equation 3; Zuo et al., TTRL (arXiv 2504.16084); for the

@@ -31,6 +31,18 @@ TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN = "transductive", "inductive", "out_of_do
 
 @dataclass(frozen=True)
 class QuestionSlice:
+    """Questions of one task.
+
+    Attributes:
+        task: Name of the task.
+        split: Split of the task's data set.
+        path: Local file of the questions; null reads the hub or, for generated tasks, makes them.
+        part: Takes only the part set aside for "train", "validation" or "calibration", by a hash of the text.
+        limit: Takes only this many questions; null takes all.
+        offset: Skips this many questions first.
+        chain_of_thought: Asks for reasoning before the answer.
+    """
+
     task: str
     split: str = "test"
     path: str | None = None

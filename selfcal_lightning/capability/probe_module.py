@@ -196,22 +196,22 @@ class LinearProbeModule(TrainedModule):
         head: "linear", "mlp" with hidden layers, or "classifier", whose classes stand for shares.
         hidden_size: Width of the hidden layers of "mlp".
         num_layers: Hidden layers of "mlp".
-        dropout: Share of the hidden values of "mlp" that are dropped in training.
-        activation: Behind its hidden layers: "relu", "gelu", "silu" or "tanh".
+        dropout: Probability of dropping a hidden value of "mlp" in training.
+        activation: Activation of the hidden layers of "mlp": "relu", "gelu", "silu" or "tanh".
         num_classes: Classes of "classifier", for the shares 0, 1/(K - 1), ..., 1.
         loss: "bce" against soft targets, "mse", "ranknet" (the order of pairs of a batch, which leaves values that are
             no chances until they are mapped), or of "classifier" "cross_entropy". None is "bce", and "cross_entropy" of
             "classifier".
         link: "sigmoid", or for "mse" also "clip": the output itself, cut to [0, 1]. None is "sigmoid".
-        temperature: Of "ranknet": the difference that counts as one.
-        tie_weight: Of "ranknet": weight of pairs with equal targets, which are drawn together.
+        temperature: Difference in the values that "ranknet" counts as one.
+        tie_weight: Weight of pairs with equal targets in "ranknet", which pulls them together.
         optimizer: "adamw", "sgd" with momentum, or "lbfgs" with a line search, for batches of all questions.
         lr: Peak learning rate; that of "lbfgs" is 1.
-        momentum: Of "sgd".
-        weight_decay: Of the weights. With "lbfgs" half of it times their squares is part of the loss.
+        momentum: Momentum of "sgd".
+        weight_decay: Weight decay. "lbfgs" adds half of it times the squared weights to the loss.
         schedule: "cosine" or "linear" to zero over the optimiser steps, or "constant".
         warmup_steps: Optimiser steps of linear warm-up.
-        seed: Of the weights at the start.
+        seed: Seeds the initial weights.
     """
 
     val_metrics: CapabilityMetrics

@@ -98,35 +98,35 @@ def run_adapt(
     or killed goes on when the same command is started again.
 
     Args:
-        questions: The questions to adapt on; gold answers are read in the evaluation alone.
-        output_dir: Where samples/ (the rounds), adapter/, logs/, evaluation/, adaptation.json and adaptation.md go.
+        questions: The questions to adapt to. Their gold answers are read only by the evaluation.
+        output_dir: Folder for samples/ (the rounds), adapter/, logs/, evaluation/, adaptation.json and adaptation.md.
         base_model: Folder or hub name of the model to adapt.
-        inductive: Other questions of the same kind, which nothing is learnt from.
-        out_of_domain: Questions of another kind.
-        reward: What the policy gradient learns from: majority (TTRL), vote_share (EMPO), ssc, self_certainty
-            (INTUITOR), entropy (RENT), equations (checked arithmetic), fused (confidences fitted to votes), reference
-            (gold answers), or none.
-        target: What P(True) learns meanwhile: round (votes of the round itself), anchor (votes of round 0), mix, or
-            null for nothing.
-        rounds: Rounds of sampling and learning; self_certainty, entropy and a selection have one.
-        num_samples: Responses to a question in a round.
-        batch_size: Responses of a micro-step, an optimiser step unless gradients are accumulated.
+        inductive: Other questions of the same kind, to evaluate on; nothing is learnt from them.
+        out_of_domain: Questions of another kind, to evaluate on.
+        reward: The policy gradient learns from: majority (TTRL), vote_share (EMPO), ssc, self_certainty (INTUITOR),
+            entropy (RENT), equations (checked arithmetic), fused (confidences fitted to votes), reference (gold
+            answers), or none.
+        target: P(True) learns meanwhile from: round (votes of the same round), anchor (votes of round 0), mix, or
+            nothing (null).
+        rounds: Rounds of sampling and learning. With self_certainty, entropy or a selection there is one.
+        num_samples: Draws this many responses to a question in each round.
+        batch_size: Responses in a micro-step, which is an optimiser step unless gradients are accumulated.
         lr: Peak learning rate.
-        selection: Folder of `selfcal select`, with ``reward: none``: its responses are learnt. It keeps none but
+        selection: Folder of `selfcal select` whose responses are learnt, with ``reward: none``. It must hold only
             ``questions``.
-        store_dir: The store of the selection, with that alone; else the rounds lie under ``output_dir``.
-        sampling: How models are sampled for the evaluation, and the most tokens of a response. Rounds are drawn at
-            temperature 1 from the whole distribution.
-        temperatures: Further temperatures that the base model is evaluated at.
-        evaluation_samples: Responses to a question in the evaluation.
-        base_samples: Folder of the base model's evaluation samples, which several adaptations may share; null is under
-            ``output_dir``.
-        engine: What samples.
-        guard: Limits of the guard that differ from its own: `agreement` (.1), `unreadable` (.02), `logprob_fall` (.05).
-        fit_options: What overrides the settings of the training, such as `{model: {kl: 0.01}, trainer: {devices: 2}}`.
-        seed: Of sampling, training and intervals.
-        revision: Revision of the model on the hub.
-        check: Check the settings of the training, print its plan, and stop there.
+        store_dir: Store of the selection; without a selection, rounds are stored under ``output_dir``.
+        sampling: How the evaluation draws responses, and the maximum length of all responses. Rounds are always drawn
+            at temperature 1 from the whole distribution.
+        temperatures: Evaluates the base model at these temperatures too.
+        evaluation_samples: Draws this many responses to a question in the evaluation.
+        base_samples: Folder of the base model's evaluation samples, which several adaptations may share; null keeps
+            them under ``output_dir``.
+        engine: Which engine samples, and how.
+        guard: Changes limits of the guard: `agreement` (.1), `unreadable` (.02), `logprob_fall` (.05).
+        fit_options: Overrides settings of the training, such as `{model: {kl: 0.01}, trainer: {devices: 2}}`.
+        seed: Seeds sampling, training and intervals.
+        revision: Revision of the model on the hub: a branch, tag or commit.
+        check: Checks the settings of the training, prints its plan, and stops.
 
     Returns:
         What is written to adaptation.json.

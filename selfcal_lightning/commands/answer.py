@@ -85,42 +85,40 @@ def run_answer(
 
     Args:
         model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
-        question: The question, or
-        questions: a file of questions: JSON lines {"question", "answer"?, "id"?, "task"?} where its name ends in
-            .jsonl, else one question a line.
-        task: How prompts are written and answers are read: any task, such as local_number, local_choice,
-            local_expression and local_text. Null is that of the calibration where it had one, else word_problems for
-            the bundled model and local_number for others.
-        strategy: Name of the strategy; null is that of the threshold file, or early_stopping at the threshold that
-            `fit` chose on its validation questions, else at .7.
-        threshold: Where the strategy stops, in [0, 1]; null is the default of the strategy named.
-        max_samples: Most responses to a question; null is the strategy's own default.
-        confidence: What the strategy reads: p_true, sequence_logprob, mean_logprob, what a scorer adds, or what a
-            `reward` model says, as prm. Null is the strategy's own default, or the last scorer's where there are
-            scorers and the strategy reads a confidence.
+        question: One question to answer; or give ``questions``.
+        questions: File of questions: JSON lines {"question", "answer"?, "id"?, "task"?} if its name ends in .jsonl,
+            else one question a line.
+        task: How prompts are written and answers are read, such as local_number, local_choice, local_expression or
+            local_text. Null takes the task of the calibration, else word_problems for the bundled model and
+            local_number for others.
+        strategy: Decides when to stop sampling and which answer to give. Null takes that of the threshold file, else
+            early_stopping at the threshold that `fit` chose, else at .7.
+        threshold: The strategy stops at this confidence, in [0, 1]; null is the strategy's default.
+        max_samples: Draws at most this many responses to a question; null is the strategy's default.
+        confidence: The confidence that the strategy reads: p_true, sequence_logprob, mean_logprob, one that a scorer
+            adds, or one of a reward model, such as prm. Null is the last scorer's, else the strategy's default.
         strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
-        scorers: Files of fitted confidences (`selfcal fit-confidence`), each of which may read what the ones before it
-            add. Several: `--scorers '[a.json, b.json]'`.
-        threshold_file: File of a fitted threshold (`selfcal fit-threshold`), which also sets the strategy and must be
-            used as it was fitted: number of samples, confidence, scorers and sampling. Only one that was fitted to a
-            risk guarantees an error rate; it withholds answers that it cannot vouch for.
-        json: Print one JSON object for each question and nothing else.
-        output: Also write these objects to this file, which appears when all questions are answered.
-        lookahead: Responses that may be begun before they are asked for, when the engine has room. Answers come
+        scorers: Files of fitted confidences (`selfcal fit-confidence`). Each may read what the ones before it add:
+            `--scorers '[a.json, b.json]'`.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
+            it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
+            guarantees the error rate by withholding answers.
+        json: Prints one JSON object for each question and nothing else.
+        output: Also writes these objects to this file, which appears when all questions are answered.
+        lookahead: Starts up to this many responses before they are asked for, when the engine has room. Answers come
             sooner and cost more.
-        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`).
-            Null is as the calibration of the adapter or model did; where one is given, the others have their defaults.
-        seed: Seed of the run; every sample has its own, derived from it and the question's id.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
-            `system` and `examples` (each with `question` and `response`). Null is that of the adapter's or the model's
-            calibration where it had one, else the task's.
-        query: The confidence query; that of the calibration.
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
+            the settings of the calibration; if you set one, the others have their defaults.
+        seed: Seeds the run; every sample has its own seed, derived from this one and the question's id.
+        chain_of_thought: Asks for reasoning before the answer.
+        prompt: A prompt of your own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null takes that of the calibration, else the
+            task's.
+        query: The confidence query. Use that of the calibration.
         engine: Which engine runs the model, and how.
-        revision: Revision of the model on the hub.
-        adapter: Folder of a LoRA adapter to sample with.
-        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
-            stops.
+        revision: Revision of the model on the hub: a branch, tag or commit.
+        adapter: Folder of a LoRA adapter, such as `fit` writes.
+        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
         reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
             `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
             reward, any that `selfcal score` reads.

@@ -134,23 +134,23 @@ def run_fit_probe(
     Args:
         pool: Folder of a store, or a JSON-lines pool.
         output: Folder of the probe, new or of an earlier one.
-        split: Split of the pool; null takes all questions.
-        task: Task to read; of a file, the task of all its questions.
-        target: What the probe predicts: "agreeing_pairs", the share of pairs of responses that agree, and "top_share"
-            need no labels; "label" is the share of right responses. Where the model gives one wrong answer again and
-            again, pairs are too high.
-        target_draws: Binomial noise on the targets, as if a question had so few responses: 1 is the verdict on a single
-            one, drawn at random. Null takes what all responses show.
-        features: Vectors of a prompt: its last token, the mean over its tokens, or both side by side.
-        levels: Layers whose output is read, 0 being the embedding and -1 the last; null takes all.
-        average: Whether the mean over the layers is taken instead of all of them side by side.
-        final_norm: Whether the last layer is read behind the model's final normalisation.
-        features_dir: Where hidden states are kept; null is a folder in the store, or in `output` for a file.
+        split: Reads this split of the pool; null takes all questions.
+        task: Reads this task only; for a file, the task of all its questions.
+        target: What the probe predicts: "agreeing_pairs" (the share of pairs of responses that agree) and "top_share"
+            need no labels; "label" is the share of right responses. Pairs are too high where the model often repeats
+            one wrong answer.
+        target_draws: Adds binomial noise to the targets, as if a question had only this many responses: with 1, the
+            verdict on a single response drawn at random. Null takes what all responses show.
+        features: Vectors of a prompt: its last token, the mean over its tokens, or both concatenated.
+        levels: Reads the output of these layers, 0 being the embedding and -1 the last; null takes all.
+        average: Averages over the layers instead of concatenating them.
+        final_norm: Reads the last layer after the model's final normalisation.
+        features_dir: Folder that keeps the hidden states; null is a folder in the store, or in `output` for a file.
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
-        revision: Revision of the model on the hub.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter that the responses were sampled with.
-        engine: What reads hidden states: transformers, on the dtype and the batch that are given.
-        seed: Of the noise on the targets.
+        engine: How transformers reads the hidden states: dtype and batch size.
+        seed: Seeds the noise on the targets.
 
     Returns:
         The probe.
@@ -212,26 +212,27 @@ def run_score_questions(
     of other questions are written to ``output``, for `selfcal allocate` and `selfcal predict-pass-at-k`.
 
     Args:
-        estimator: "probe", a linear probe of hidden states; "p_true_before", the model's own P(True) when it is asked
-            before it answers; or what it then states in words: "verbalized_before" (a probability),
-            "verbalized_words_before" (one of ten words) or "verbalized_percent_before".
-        probe: Folder of the probe, of `selfcal fit-probe`.
-        store_dir: Folder of a store.
-        questions: File of questions: JSON lines {"question", "id"?, "task"?}, Parquet, or plain text.
-        output: JSON lines {"id", "task", "question", "capability"}; of a store's questions too, where it is given.
+        estimator: "probe", a linear probe of hidden states; "p_true_before", the model's P(True) asked before it
+            answers; or what it then states: "verbalized_before" (a probability), "verbalized_words_before" (one of ten
+            words) or "verbalized_percent_before".
+        probe: Folder of the probe that `selfcal fit-probe` wrote.
+        store_dir: Folder of a store whose questions are scored.
+        questions: File of questions to score: JSON lines {"question", "id"?, "task"?}, Parquet, or plain text.
+        output: Writes JSON lines {"id", "task", "question", "capability"} to this file; optional for a store.
         name: Name under which a store keeps the values; null is the estimator's own.
-        split: Split of the store, null takes all; or of the task's data set, null takes "train".
-        task: Task whose data set is scored; of a store the task to score, of a file that of questions that name none.
-        limit: Of a task's data set, the first so many questions; null takes all.
-        offset: Of a task's data set, skip so many questions before that.
+        split: Split of the store (null takes all), or of the task's data set (null takes "train").
+        task: Task whose data set is scored. With a store, scores this task only; with a file, the task of questions
+            that name none.
+        limit: Takes only this many questions of a task's data set; null takes all.
+        offset: Skips this many questions of a task's data set first.
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
-        revision: Revision of the model on the hub.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter that the model answers with.
-        query: What the model is asked; null is the adapter's own query, else "Can you answer the question correctly?
-            (Yes/No)", for p_true_before, and the question of its scale for the verbalized ones.
-        features_dir: Where the probe's hidden states are kept; null is a folder in the store, or of the probe.
-        engine: What runs the model. Hidden states need transformers; any engine asks the others.
-        overwrite: Whether values of the same name that were computed otherwise may be replaced.
+        query: What the model is asked. Null is the adapter's own query, else "Can you answer the question correctly?
+            (Yes/No)" for p_true_before, and the question of its scale for the verbalized ones.
+        features_dir: Folder that keeps the probe's hidden states; null is a folder in the store, or of the probe.
+        engine: Which engine runs the model. Hidden states need transformers; the other estimators take any engine.
+        overwrite: Replaces values of the same name that were computed with other settings.
 
     Returns:
         One value a question; None where the model could not be asked.
@@ -335,25 +336,25 @@ def run_evaluate_capability(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> CapabilityComparison:
-    """Hold estimates of capability against the share of right responses: errors, pass@k, budgets, not asking.
+    """Compare estimates of capability with the share of right responses: errors, pass@k, budgets, abstention.
 
     Estimates that read responses get the first ``estimate_samples`` of each question; all are judged by the others.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool; its questions need reference answers.
-        output_dir: Folder of tables and figures.
-        estimator: Estimates: names under which `selfcal score-questions` keeps values in the store, such as probe and
-            p_true_before; what reads responses: agreeing_pairs, top_share, mean_logprob, p_true (its mean over them),
-            names under which `selfcal score` keeps confidences, such as verbalized (likewise), and the oracle, the
-            share of right ones among them; and random, a number drawn for each question.
-        split: Split of the pool to judge on; null takes all.
-        calibration_split: Split with reference answers to map estimates on, by isotonic regression and for each k;
-            null maps none. It must share no question with ``split``.
-        task: Task to read; of a file, the task of all its questions.
-        estimate_samples: Responses for estimates that read some.
-        ks: Numbers of samples for pass@k; null takes the powers of two up to what every question has.
-        num_resamples: Resamples of the questions for the intervals.
-        seed: Of the resamples.
+        output_dir: Folder for tables and figures.
+        estimator: Estimates to compare: names under which `selfcal score-questions` keeps values, such as probe and
+            p_true_before; estimates from responses: agreeing_pairs, top_share, mean_logprob, p_true (its mean), names
+            under which `selfcal score` keeps confidences, such as verbalized (its mean), and oracle (the share of right
+            responses); and random, a number drawn for each question.
+        split: Evaluates on this split; null takes all.
+        calibration_split: Split with reference answers on which estimates are mapped, by isotonic regression and for
+            each k. Null maps none. It must share no question with ``split``.
+        task: Reads this task only; for a file, the task of all its questions.
+        estimate_samples: Number of responses that estimates from responses read.
+        ks: Numbers of samples for pass@k; null takes powers of two up to what every question has.
+        num_resamples: Computes intervals from this many resamples of the questions.
+        seed: Seeds the resamples.
 
     Returns:
         The comparison.
@@ -484,10 +485,9 @@ def run_fit_capability_maps(
     Args:
         pool: Folder of a store with labelled questions that have values of ``estimator``.
         output: JSON file of the maps, new or of earlier ones.
-        split: Split of the store; null takes all.
-        estimator: Name of the values, of `selfcal score-questions`.
-        ks: Numbers of samples that maps to pass@k are wanted for; null takes every one up to the fewest responses of a
-            question.
+        split: Reads this split of the store; null takes all.
+        estimator: Name of the values that `selfcal score-questions` wrote.
+        ks: Fits maps to pass@k for these k; null takes every k up to the fewest responses of a question.
 
     Returns:
         The maps.
@@ -507,13 +507,13 @@ def run_fit_capability_maps(
 def run_map_scores(
     scores: str, maps: str, output: str, *, map: Literal["isotonic", "quantile"] = "isotonic"
 ) -> list[QuestionScore]:
-    """Map the capabilities of questions by maps that were fitted on labelled ones.
+    """Map the capabilities of questions with maps that were fitted on labelled ones.
 
     Args:
-        scores: JSON lines of `selfcal score-questions --output`.
+        scores: JSON lines that `selfcal score-questions --output` wrote.
         maps: File of `selfcal fit-capability-maps`.
-        output: JSON lines of the mapped capabilities, new or of earlier scores.
-        map: "isotonic" maps each question by itself; "quantile" gives all questions together the distribution of the
+        output: JSON-lines file for the mapped capabilities, new or of earlier scores.
+        map: "isotonic" maps each question separately; "quantile" gives all questions together the distribution of the
             calibration questions, by their order alone.
 
     Returns:
@@ -567,22 +567,22 @@ def run_predict_pass_at_k(
     estimator: str = "probe",
     zero_below: list[float] | None = None,
 ) -> PassAtKPrediction:
-    """Predict from the capability of questions how likely one of k samples is right.
+    """Predict from the capability of questions the probability that one of k samples is right.
 
     Of a predicted capability, ``1 - (1 - p)^k`` is too high for k > 1. Distributions and maps that are fitted on
     labelled calibration questions are not, on questions like these; on others nothing is safe.
 
     Args:
-        scores: JSON lines of `selfcal score-questions --output`.
-        output: JSON lines {"id", "capability", "pass_at_k": {way: {k: chance}}}.
-        ks: Numbers of samples.
-        maps: File of `selfcal fit-capability-maps`, in the place of a calibration pool.
-        calibration_pool: Folder of a store with labelled questions that have values of ``estimator``; null leaves
+        scores: JSON lines that `selfcal score-questions --output` wrote.
+        output: JSON-lines file for {"id", "capability", "pass_at_k": {way: {k: probability}}}.
+        ks: Predicts for these numbers of samples.
+        maps: File of `selfcal fit-capability-maps`, instead of a calibration pool.
+        calibration_pool: Folder of a store with labelled questions that have values of ``estimator``; null predicts by
             1 - (1 - p)^k alone.
-        calibration_split: Its split.
-        estimator: Name of its values, which must be of the kind of ``scores``.
-        zero_below: Thresholds; for each, 1 - (1 - p)^k stands once more with lower capabilities taken for 0, since
-            many samples make much of a small p.
+        calibration_split: Split of the calibration pool.
+        estimator: Name of the calibration pool's values, which must be of the same kind as ``scores``.
+        zero_below: For each of these thresholds, also predicts by 1 - (1 - p)^k with capabilities below it set to 0,
+            because many samples exaggerate a small p.
 
     Returns:
         The predictions.
@@ -677,30 +677,30 @@ def run_allocate(
     skip_below: float | None = None,
     uniform_share: float = 0.0,
 ) -> SamplePlan:
-    """Share a budget of samples among questions by their predicted capability, into a plan for `selfcal generate`.
+    """Distribute a budget of samples over questions by their predicted capability, as a plan for `selfcal generate`.
 
     One sample at a time goes where the chance that it is the first right one is largest: it is meant for a verifier
     that knows a right answer. Where samples can be verified one by one, stopping at the first right one gains more than
     any plan; for a majority vote plans of this kind gain nothing.
 
     Args:
-        scores: JSON lines of `selfcal score-questions --output`.
+        scores: JSON lines that `selfcal score-questions --output` wrote.
         output: JSON file of the plan, new or of an earlier one.
-        budget: Mean number of samples a question.
-        gain: "geometric" takes the predicted capability p for known, p (1 - p)^k; "beta" for the mean of a Beta
-            distribution, which a failure makes less likely to be high.
-        concentration: Of that distribution; a small one puts capabilities near 0 and 1. Null takes that of ``maps``, or
-            fits it on ``calibration_pool``.
+        budget: Mean number of samples per question.
+        gain: "geometric" takes the predicted capability p as certain, p (1 - p)^k; "beta" takes it as the mean of a
+            Beta distribution, which moves down with each failure.
+        concentration: Concentration of the Beta distribution; a small one puts capabilities near 0 and 1. Null takes
+            that of ``maps``, or fits it on ``calibration_pool``.
         maps: File of `selfcal fit-capability-maps`.
         calibration_pool: Folder of a store with labelled questions that have values of ``estimator``.
-        calibration_split: Its split.
-        estimator: Name of its values, which must be of the kind of ``scores``.
-        minimum: Samples that every question gets.
-        maximum: Samples that a question gets at most.
-        skip_below: Questions of a lower capability get none at all, and their share goes to the others; null skips
-            none. `selfcal fit-abstention-threshold` finds such a threshold.
-        uniform_share: Share of an even plan that is mixed in, in [0, 1]: 1 gives all questions that are asked as many,
-            which wrong predictions cannot harm.
+        calibration_split: Split of the calibration pool.
+        estimator: Name of the calibration pool's values, which must be of the same kind as ``scores``.
+        minimum: Gives every question at least this many samples.
+        maximum: Gives no question more than this many samples.
+        skip_below: Gives no samples to questions of a lower capability, and their share to the others; null skips none.
+            `selfcal fit-abstention-threshold` finds such a threshold.
+        uniform_share: Mixes this share of uniform allocation in, in [0, 1]. At 1 every question that is asked gets the
+            same number, which wrong predictions cannot harm.
 
     Returns:
         The plan.
@@ -806,7 +806,7 @@ def run_fit_abstention_threshold(
     grid: list[float] | None = None,
     procedure: Procedure = "fixed_sequence",
 ) -> Certificate:
-    """Find the lowest capability at which questions are worth asking: the chance of a wrong response is bounded.
+    """Find the capability below which to abstain from asking, with a bound on the share of wrong responses above it.
 
     By Learn then Test: with confidence 1 - delta a response to a question whose predicted capability is at least the
     threshold is wrong with a chance of at most the risk, on average over such questions. It holds for questions drawn
@@ -814,14 +814,14 @@ def run_fit_abstention_threshold(
 
     Args:
         pool: Folder of a store with labelled questions that have values of ``estimator``.
-        output: JSON file of the threshold, new or of an earlier one; nothing is written where none is found. Its value
-            goes to `selfcal allocate --skip_below`.
-        risk: Bound on the share of wrong responses to the questions that are asked.
-        delta: Chance that the bound does not hold.
+        output: JSON file of the threshold, new or of an earlier one. Nothing is written if none is found. Pass its
+            value to `selfcal allocate --skip_below`.
+        risk: Bounds the share of wrong responses to the questions that are asked.
+        delta: Probability that the bound does not hold.
         split: The calibration split, on which nothing else was fitted; null takes all questions.
-        estimator: Name of the values, of `selfcal score-questions`.
-        grid: Thresholds in the order of testing, chosen without a look at these questions; null takes .95, .9 ... 0.
-        procedure: How Learn then Test pays for testing many thresholds.
+        estimator: Name of the values that `selfcal score-questions` wrote.
+        grid: Tests these thresholds in this order, chosen without looking at these questions; null takes .95, .9 ... 0.
+        procedure: How Learn then Test corrects for testing many thresholds.
 
     Returns:
         What was found.

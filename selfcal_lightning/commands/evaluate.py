@@ -101,45 +101,46 @@ def run_evaluate(
     Args:
         before: Folder or hub name of the base model, or "bundled".
         after: Folder or hub name of the calibrated (merged) model.
-        adapter: Folder of a LoRA adapter on `before`, in the place of `after`; or on `model`. An activated one leaves
-            the generator as it is: it scores the responses of `before` again, and none are sampled for it.
-        output_dir: Where results.json, tables, figures, fitted files and samples go; those of an earlier evaluation are
-            replaced, and no other files.
-        tests: The test sets to sample from models.
-        model: One model alone, instead of before and after.
-        pools: Recorded samples instead of models: {side: path}, or a list of {name, path, split, task, test,
+        adapter: Folder of a LoRA adapter on `before` (instead of `after`), or on `model`. An activated adapter scores
+            the same responses again, and none are sampled for it.
+        output_dir: Folder for results.json, tables, figures, fitted files and samples. Those of an earlier evaluation
+            are replaced; no other files are.
+        tests: Test sets to sample from the models.
+        model: A single model, instead of before and after.
+        pools: Recorded samples instead of models: {system: path}, or a list of {name, path, split, task, test,
             confidences, limit}. A path is a JSON-lines pool or the folder of a store.
-        task: Task of all pools given as {side: path}; null takes the field "task" of every line.
+        task: Task of all pools given as {system: path}; null takes the field "task" of every line.
         calibration: Calibration questions to sample from the models.
-        calibration_pools: Recorded samples of calibration questions, one pool a side.
-        calibration_share: Share of the questions of `pools` to set aside for calibration instead, by a hash of their
-            ids.
-        strategies: Labels of strategies; null runs all, [] none.
-        confidences: What strategies weigh by, such as p_true, sequence_logprob_platt or fused; null takes the
-            probabilities that the samples carry and, with calibration questions, scaled scores and the fusion.
-        scorers: JSON files of fitted confidences (`selfcal fit-confidence`) to put on all samples.
-        fitted_thresholds: JSON files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
-            the scorers and the number of samples of their fit. Only those of a risk guarantee anything.
-        fusion_target: What the fusion is fitted to: label, or without labels ssc or vote_share.
-        protocol: "strict" counts unreadable responses as wrong; "paper" is the published arithmetic, for comparison.
-        max_samples: Samples of a question that strategies may use; null takes as many as every question has.
-        budgets: Mean numbers of samples at which accuracy is stated; null takes 1, 2, 4 ...
-        targets: Sizes of the plain votes whose accuracy is to be matched; null takes 4, 8 and 16.
-        thresholds: Thresholds to try; null takes 0, .01 ... .99 and .991 ... 1.
-        num_reshuffles: Random orders of each pool; 0 takes the recorded order alone.
-        num_resamples: Bootstrap resamples of the questions.
-        training_cost: What calibration cost, for the break-even; null leaves that out.
-        tables: How much of the strategies is printed: one table for each test set, or all. The files hold everything.
-        num_samples: Responses per question and model.
-        engine: Which engine samples the models here, and how.
-        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`).
-            Null is as the calibration of the adapter or model did; where one is given, the others have their defaults.
-        prompt: A prompt of one's own for all sides (see `selfcal generate`); null is that of the calibration where it
-            had one, else the task's.
+        calibration_pools: Recorded samples of calibration questions, one pool for each system.
+        calibration_share: Sets this share of the questions of `pools` aside for calibration, by a hash of their ids.
+        strategies: Runs the strategies with these labels; null runs all, [] none.
+        confidences: Confidences that strategies weight by, such as p_true, sequence_logprob_platt or fused. Null takes
+            the probabilities that the samples have and, with calibration questions, scaled scores and the fusion.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`) to add to all samples.
+        fitted_thresholds: Files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
+            scorers and number of samples of their fit. Only a threshold fitted to a risk guarantees anything.
+        fusion_target: Fits the fusion to "label" (needs references), or without labels to "ssc" or "vote_share".
+        protocol: "strict" counts unreadable responses as wrong; "paper" computes as the published code does, for
+            comparison.
+        max_samples: Lets strategies use at most this many samples of a question; null takes as many as every question
+            has.
+        budgets: States accuracy at these mean numbers of samples; null takes 1, 2, 4 ...
+        targets: States the samples needed to match plain votes of these sizes; null takes 4, 8 and 16.
+        thresholds: Tries these thresholds; null takes 0, .01 ... .99 and .991 ... 1.
+        num_reshuffles: Averages over this many random orders of each pool; 0 takes the recorded order alone.
+        num_resamples: Computes intervals from this many bootstrap resamples of the questions.
+        training_cost: Cost of the calibration, for the break-even point; null leaves the break-even out.
+        tables: Prints one table of strategies for each test set ("short"), or all ("full"). The files hold everything.
+        num_samples: Draws this many responses to a question from each model.
+        engine: Which engine samples the models, and how.
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
+            the settings of the calibration; if you set one, the others have their defaults.
+        prompt: A prompt of your own for all systems (see `selfcal generate`); null takes that of the calibration, else
+            the task's.
         query: The confidence query.
-        devices: Worker processes (GPUs, or CPU processes).
-        seed: Of sampling, orders and bootstrap.
-        check: Check all that can be checked, print the plan, and stop there.
+        devices: Number of worker processes: one for each GPU, or CPU processes.
+        seed: Seeds sampling, orders and bootstrap.
+        check: Checks names, paths, memory and disk, prints the plan, and stops before anything is sampled.
 
     Returns:
         The content of results.json.

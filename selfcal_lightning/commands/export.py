@@ -60,17 +60,18 @@ def run_export(
     adapter acts on the confidence query alone and cannot be merged: it is used beside its base model, by --adapter.
 
     Args:
-        adapter: Folder written by AdapterExport (or by PEFT), or a checkpoint (.ckpt) of the Trainer.
-        output_dir: Folder to write to, new or empty, apart from the adapter and the base model.
-        base_model: Folder or hub name of the base model, where it is not the place that the adapter remembers.
-        dtype: Of the merged weights; "auto" is that of the base model.
-        overwrite: Whether an earlier merged model in ``output_dir`` may be replaced; anything else there never is.
-        push: Hub repository ("owner/name") to upload to; the token is read from the environment variable HF_TOKEN.
-            Places on this machine stay out of what is uploaded: name a base model on the hub by `base_model`.
-        private: Whether a repository that `push` creates is private.
-        merge: If not, the adapter of a checkpoint is written as a folder of its own, as AdapterExport writes it.
-        module: Class path of the module that wrote the checkpoint, where it is not SelfCalibrationModule. It is
-            imported: name only what you trust. A checkpoint itself never decides what is imported.
+        adapter: Folder written by AdapterExport or PEFT, or a checkpoint (.ckpt) of the Trainer.
+        output_dir: Folder to write to, new or empty; not that of the adapter or the base model.
+        base_model: Folder or hub name of the base model, if it is not where the adapter says.
+        dtype: Type of the merged weights; "auto" is that of the base model.
+        overwrite: Replaces an earlier merged model in ``output_dir``; anything else there is never replaced.
+        push: Uploads to this hub repository ("owner/name"), with the token in the environment variable HF_TOKEN. Local
+            paths are left out of the upload: give `base_model` by its hub name.
+        private: Makes a repository that `push` creates private.
+        merge: Merges the adapter into the base model. If false, the adapter of a checkpoint is written as a folder of
+            its own.
+        module: Class path of the module that wrote the checkpoint, if it is not SelfCalibrationModule. It is imported,
+            so name only code that you trust; a checkpoint never decides what is imported.
 
     Returns:
         The folder that was written.

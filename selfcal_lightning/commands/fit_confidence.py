@@ -68,22 +68,23 @@ def run_fit_confidence(
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
-        output: JSON file of the fitted confidence, new or of an earlier one; a reliability diagram of the held-out
-            half goes beside it.
-        kind: A fusion of several confidences, or a scaler of one.
+        output: JSON file of the fitted confidence, new or of an earlier one. A reliability diagram of the held-out half
+            is written next to it.
+        kind: Fits a fusion of several confidences, or scales one by temperature, Platt or isotonic scaling.
         split: The calibration split; null takes all questions.
-        task: Task to read; of a file, the task of all its questions.
-        features: Of a fusion: names of confidences, "logit:NAME" for the log-odds of a probability, "num_tokens".
-        target: Of a fusion: "label" needs references, "ssc" and "vote_share" do not.
-        source: Of a scaler: the confidence to scale.
+        task: Reads this task only; for a file, the task of all its questions.
+        features: What a fusion reads: names of confidences, "logit:NAME" for the log-odds of a probability,
+            "num_tokens".
+        target: What a fusion is fitted to: "label" needs references, "ssc" and "vote_share" do not.
+        source: The confidence that a scaler scales.
         name: Name of the new confidence; null makes "fused", or SOURCE_KIND.
         scorers: Files of fitted confidences that the features or the source come from, in their order.
-        use_all: Fit on all questions; nothing is then held out, and no threshold can be fitted on this split.
-        l2: Regularisation of a fusion.
-        allow_pool_features: Let a fusion read confidences that depend on the other responses; it then works on
+        use_all: Fits on all questions. Nothing is held out then, and no threshold can be fitted on this split.
+        l2: Strength of the L2 regularisation of a fusion.
+        allow_pool_features: Lets a fusion read confidences that depend on the other responses; it then works on
             recorded pools only.
-        figure: Whether to draw the reliability diagram.
-        seed: Of the halves; `selfcal fit-threshold` must get the same, and has the same default.
+        figure: Draws the reliability diagram.
+        seed: Seeds the halves. `selfcal fit-threshold` must get the same seed, and has the same default.
 
     Returns:
         The fitted confidence.
@@ -201,26 +202,27 @@ def run_fit_threshold(
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
-        output: JSON file of the threshold, new or of an earlier one; nothing is written where none is found.
-        strategy: Name of the strategy.
-        confidence: The confidence that it reads; null keeps its default.
-        max_samples: Its budget for a question, at most the fewest responses that a question of the pool has; null takes
-            that number.
-        settings: Its further fields by name.
-        budget: Mean samples used at most: take the most accurate threshold within. No guarantee.
-        accuracy: Accuracy to reach: take the cheapest threshold that does. No guarantee.
-        risk: Bound on the error rate among the answered: take the threshold that answers most. Guaranteed.
-        delta: Chance that the bound on the risk does not hold.
-        procedure: How Learn then Test pays for testing many thresholds.
+        output: JSON file of the threshold, new or of an earlier one. Nothing is written if no threshold is found.
+        strategy: Name of the strategy whose threshold is chosen.
+        confidence: The confidence that the strategy reads; null keeps the strategy's default.
+        max_samples: Lets the strategy draw at most this many samples; null takes the fewest responses that a question
+            has, which is also the most allowed.
+        settings: Further fields of the strategy, by name.
+        budget: Takes the most accurate threshold that uses at most this many samples on average. No guarantee.
+        accuracy: Takes the cheapest threshold that reaches this accuracy. No guarantee.
+        risk: Takes the threshold that answers most questions with at most this error rate among the answered.
+            Guaranteed.
+        delta: Probability that the bound on the risk does not hold.
+        procedure: How Learn then Test corrects for testing many thresholds.
         split: The calibration split; null takes all questions.
-        task: Task to read; of a file, the task of all its questions.
-        scorers: Files of fitted confidences to put on the samples, in their order.
-        grid: Values to choose from; null takes 0, .01 ... .99 and .991 ... 1 (for early_stopping, quantiles of the
-            confidence too), or 1, 2 ... for what counts samples. With a risk: in the order of testing, null leaves it
-            to the first half.
-        use_all: Take all questions instead of the second half.
-        num_reshuffles: Random orders of each question's samples to average over (budget, accuracy).
-        seed: Of the halves and of the orders; `selfcal evaluate` has the same default.
+        task: Reads this task only; for a file, the task of all its questions.
+        scorers: Files of fitted confidences to add to the samples, in their order.
+        grid: Chooses from these values. Null takes 0, .01 ... .99 and .991 ... 1 (for early_stopping, quantiles of the
+            confidence too), or 1, 2 ... for strategies that count samples. With a risk they are tested in this order;
+            null lets the first half suggest it.
+        use_all: Takes all questions instead of the second half.
+        num_reshuffles: Averages over this many random orders of each question's samples (for budget and accuracy).
+        seed: Seeds the halves and the orders; `selfcal evaluate` has the same default.
 
     Returns:
         The threshold.

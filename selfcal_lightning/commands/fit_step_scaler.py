@@ -46,7 +46,7 @@ def run_fit_step_scaler(
     reward: RewardSettings = RewardSettings(),
     seed: int = SEED,
 ) -> StepScaler:
-    """Fit one function of all step scores on the first half of a split, and judge it on the second.
+    """Fit one function of all step scores on the first half of a split, and evaluate it on the second.
 
     `--reward.scaler FILE` then applies it wherever the reward model is read: `prm`, `prm_min` and the others. Every
     step weighs the same.
@@ -54,17 +54,17 @@ def run_fit_step_scaler(
     Args:
         store_dir: Store of the policy's responses.
         output: JSON file of the scaler, new or of an earlier one.
-        kind: temperature, platt or isotonic.
-        target: What the scores should say: outcome, success_rate and hard need references; vote_share, ssc and
-            consensus do not, and are too kind where a majority is wrong.
-        rollouts: Folder that `selfcal rollout` filled, for success_rate, hard and consensus.
-        split: Split of the store.
-        limit: Take the first so many questions, by id; null takes all.
-        num_samples: Take the first so many responses to each; null takes all.
-        use_all: Fit on all questions; nothing is then held out.
-        dtype: Of the reward model's trunk.
+        kind: Fits a temperature, Platt or isotonic scaling.
+        target: What the scores are fitted to. outcome, success_rate and hard need references; vote_share, ssc and
+            consensus do not, and are too high where a majority is wrong.
+        rollouts: Store of `selfcal rollout`, for success_rate, hard and consensus.
+        split: Takes responses of this split.
+        limit: Takes only this many questions, by id; null takes all.
+        num_samples: Takes only this many responses to each question; null takes all.
+        use_all: Fits on all questions; nothing is held out then.
+        dtype: Type of the reward model's weights in memory.
         reward: The reward model.
-        seed: Of the halves.
+        seed: Seeds the halves.
 
     Returns:
         The scaler.

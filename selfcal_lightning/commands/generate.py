@@ -50,41 +50,39 @@ def run_generate(
 
     Args:
         model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
-        store_dir: Folder of the store, which holds nothing else; made when absent, completed when present.
+        store_dir: Folder of the store, which holds nothing else. Made if absent, completed if present.
         task: Name of a task, or a list of names.
         split: Split of the task's data set.
-        path: Local file, of a `local_...` task in the one format of questions (`question`, `answer`, `id`, `task`),
-            else with the columns of the task's hub data set; null reads the hub.
-        part: The part of the questions that is set aside for "train", "validation" or "calibration" by a hash of their
-            texts (80, 10, 10 %); null takes all.
-        limit: Take the first so many questions of each task; null takes all.
-        offset: Skip so many questions of each task before that.
-        store_split: Split under which the samples are stored ("train" and "validation" are those that training
-            reads); null is the same as ``split``.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
-        prompt: A prompt of one's own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+        path: Local file: questions (`question`, `answer`, `id`, `task`) for a `local_...` task, else rows with the
+            columns of the task's hub data set. Null reads the hub.
+        part: Takes only the part set aside for "train", "validation" or "calibration" (80, 10, 10 %, by a hash of the
+            text); null takes all.
+        limit: Takes only this many questions of each task; null takes all.
+        offset: Skips this many questions of each task first.
+        store_split: Stores the samples under this split (training reads "train" and "validation"); null is ``split``.
+        chain_of_thought: Asks for reasoning before the answer.
+        prompt: A prompt of your own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
             `system` and `examples` (each with `question` and `response`). Null is the task's.
-        num_samples: Responses to each question.
-        extend: Draw more responses to the questions of ``store_split`` where the store has fewer than ``num_samples``
-            of each; what is there stays, and the others are those of a run that draws all at once. Other splits keep
-            their number.
-        plan: File of `selfcal allocate` that says how many responses each question gets, in the place of
-            ``num_samples``; it names exactly the questions of the run.
+        num_samples: Draws this many responses to each question.
+        extend: Draws more responses to questions of ``store_split`` that have fewer than ``num_samples``. Existing ones
+            stay, and the new ones are those that a single larger run would draw. Other splits keep their number.
+        plan: File of `selfcal allocate` that says how many responses each question gets, instead of ``num_samples``. It
+            must name exactly the questions of the run.
         engine: Which engine samples, and how.
         sampling: How responses are drawn.
-        seed: Seed of the run; every sample has its own, derived from it.
+        seed: Seeds the run; every sample has its own seed, derived from this one.
         query: The confidence query.
-        revision: Revision of the model on the hub.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter to sample with.
-        devices: Worker processes on this machine, one a GPU (or CPU processes where there is none). Of an engine with
+        devices: Number of worker processes on this machine: one for each GPU, or CPU processes. With
             `tensor_parallel_size` n, each takes n GPUs.
-        shard: "i/n", this machine's share of the questions.
-        questions_per_shard: Questions in one file of the store; what a kill can cost.
-        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
-            stops. Questions of which a request failed are left out, and the next run samples them.
-        repair: First move damaged files of the store aside, and drop questions of which responses are empty since
-            their requests failed, so that they are sampled again.
-        check: Check all that can be checked, print the plan, and stop there.
+        shard: Samples share i of n of the questions, written "i/n", on this machine.
+        questions_per_shard: Questions in one file of the store. A killed run loses at most the files it was writing.
+        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
+            Questions with a failed request are left out, and the next run samples them.
+        repair: First moves damaged files of the store aside, and drops questions with responses that are empty because
+            their requests failed; both are sampled again.
+        check: Checks names, paths, memory and disk, prints the plan, and stops before anything is sampled.
 
     Returns:
         Counts of what this machine did.

@@ -35,14 +35,14 @@ def run_import_pool(
     """Read a JSON-lines pool of responses made elsewhere into a store.
 
     Args:
-        path: The pool, one question a line; or rows of the task's data set with a list of texts in "responses"; or
-            the `sampled.jsonl` of llm-calibration, or its folder, with `ground_truth.jsonl` beside it.
-        store_dir: Folder of the store.
+        path: The pool, one question a line; or rows of the task's data set with a list of texts in "responses"; or the
+            `sampled.jsonl` of llm-calibration or its folder, with `ground_truth.jsonl` in it.
+        store_dir: Folder of the store to write.
         task: Task of all questions; null takes the field "task" of every line.
         split: Split of all questions; null takes the field "split" of every line.
-        stated: Of `sampled.jsonl`, whether its answers and verdicts stand; "false" reads and judges its texts anew.
-        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
-            after it has been spent count as different without a try, and are counted.
+        stated: Keeps the answers and verdicts of `sampled.jsonl`; "false" extracts and verifies its texts again.
+        undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
+            pairs count as different, and are counted.
     """
     allow_undecided(undecided_seconds)
     sampled = find_sampled(path) if Path(path).exists() else None
@@ -72,15 +72,14 @@ def run_export_pool(
 
     Args:
         store_dir: Folder of the store.
-        path: The pool, new or of an earlier export; for the format "sampled" a folder.
-        split: Split to write; null writes all.
-        round: Generation round to write.
-        task: Task to write; null writes all.
-        token_ids: Whether to write token ids instead of their number.
-        confidences: Names of further confidences to write, which `selfcal score` or `selfcal predict` left in the
-            store.
-        format: "pool", or "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration, which say
-            less: texts, answers, verdicts and lengths.
+        path: File of the pool, new or of an earlier export; for the format "sampled", a folder.
+        split: Writes this split only; null writes all.
+        round: Writes this generation round.
+        task: Writes this task only; null writes all.
+        token_ids: Writes token ids instead of their number.
+        confidences: Also writes these confidences, which `selfcal score` or `selfcal predict` left in the store.
+        format: "pool", or "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration, which hold
+            only texts, answers, verdicts and lengths.
     """
     if format not in ("pool", "sampled"):
         raise unknown_name("format", format, ("pool", "sampled"))
@@ -112,14 +111,14 @@ def run_import_records(
     """Read published training records (input, answer, weighted_consistency, consistency) into a store.
 
     Args:
-        path: JSON-lines or Parquet file.
-        store_dir: Folder of the store.
+        path: JSON-lines or Parquet file of the records.
+        store_dir: Folder of the store to write.
         prompt_separator: Text at which a record's prompt ends: what opens the assistant's turn in its chat template.
         task: Task of the questions.
-        split: Split under which they are stored.
-        end_of_turn: Text of the end-of-turn token, to be cut off responses that end with it.
+        split: Stores the questions under this split.
+        end_of_turn: Text of the end-of-turn token, which is cut off the responses.
         model: Model whose tokenizer made the prompts; needed to train on the records.
-        revision: Its revision on the hub.
+        revision: Revision of the model on the hub: a branch, tag or commit.
     """
     report = import_training_records(
         path,
@@ -169,7 +168,7 @@ def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get
 
 
 def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
-    """Read the answers of a store anew from its texts, and judge them, after the way of reading was mended.
+    """Extract and verify the answers of a store again from its texts, after an answer reader was fixed.
 
     Nothing is sampled. New files are written beside the old ones, shown to readers in one step, and only then the old
     ones are deleted; a run that was killed leaves the store as it was, or done. What was done, when, and by which
@@ -177,9 +176,9 @@ def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     run it while a training reads it.
 
     Args:
-        store_dir: Folder of the store; not of an imported one, whose file is imported again instead.
-        undecided_seconds: Time that pairs of expressions may take together which cannot be decided. Pairs that come
-            after it has been spent count as different without a try, and are counted.
+        store_dir: Folder of the store. Not that of an imported one: import its file again instead.
+        undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
+            pairs count as different, and are counted.
 
     Returns:
         What changed.
@@ -208,11 +207,11 @@ def _compares_answers(store: SampleStore, name: str) -> bool:
 
 
 def run_drop_rounds(store_dir: str, first: int = 1) -> int:
-    """Delete the samples and adapters of a round and of all later ones, so that another training can make them anew.
+    """Delete the samples and adapters of a round and of all later ones, so that another training can sample them again.
 
     Args:
-        store_dir: Folder of the store; not while a run works on it. Copy it where the rounds are still wanted.
-        first: The first round to delete, at least 1.
+        store_dir: Folder of the store, which no run is using. Copy it first if you still want the rounds.
+        first: Deletes this round and all later ones; at least 1.
 
     Returns:
         Number of files of samples that were deleted.

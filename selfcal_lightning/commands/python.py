@@ -93,11 +93,11 @@ def calibrate(
             the bundled model and local_number for others.
         preset: "activated", "small", "joint", or a training YAML; None is "small" for the bundled model, else
             "activated".
-        output_dir: Where everything goes; None is ``runs/`` and the model's name.
+        output_dir: Folder for everything that is written; None is ``runs/`` and the model's name.
         engine: The engine that samples, by name ("transformers", "vllm") or with settings; None is the preset's.
         max_new_tokens: Longest response; None is the preset's.
         prompt: How questions are put to the model; None is their tasks' own way.
-        settings: What else to set, by the names of the command line, such as ``{"data.num_samples": 16}``.
+        settings: Further settings, by their names on the command line, such as ``{"data.num_samples": 16}``.
 
     Raises:
         InputError: A question or a setting cannot be used.
@@ -154,17 +154,17 @@ def answer(
             calibration, else word_problems for the bundled model and local_number for others.
         adapter: Folder of the adapter that ``calibrate`` wrote.
         strategy: Name of the strategy; None is that of the threshold file, or early stopping at .7.
-        threshold: Where the strategy stops, in [0, 1]; None is its default.
-        max_samples: Most responses to a question; None is the strategy's default.
+        threshold: The strategy stops at this confidence, in [0, 1]; None is the strategy's default.
+        max_samples: Draws at most this many responses to a question; None is the strategy's default.
         threshold_file: File of a threshold that ``fit_threshold`` wrote.
         scorers: Files of confidences that ``fit_confidence`` wrote.
         strategy_args: Further fields of the strategy.
         sampling: How responses are drawn; None is as the calibration did.
         max_new_tokens: Maximum length of a response in tokens; None is as ``sampling`` says.
         engine: The engine that draws them, by name ("transformers", "vllm", "openai") or with settings.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        chain_of_thought: Asks for reasoning before the answer.
         prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
-        seed: Of sampling.
+        seed: Seeds sampling.
 
     Returns:
         One record a question, in their order: ``answer``, ``confidence``, ``samples_used``, ``verdict`` and more.
@@ -216,13 +216,13 @@ def evaluate(
     """Evaluate calibration and test-time strategies on a recorded pool, or on a model with questions.
 
     Args:
-        subject: Without ``questions`` a recorded pool (a JSON-lines file or the folder of a store), or several by the
-            name of their side. With ``questions`` the folder or hub name of a model, or "bundled".
+        subject: Without ``questions``, a recorded pool (a JSON-lines file or the folder of a store), or several by the
+            name of their system. With ``questions``, the folder or hub name of a model, or "bundled".
         questions: Test questions, as ``answer`` takes them; None reads recorded responses.
         task: Task of the questions, or of the pool's lines, that name none.
         adapter: Folder of an adapter on the model, to compare the model with itself before.
         after: Another model to compare it with.
-        output_dir: Where tables, figures and ``results.json`` go.
+        output_dir: Folder for tables, figures and ``results.json``.
         options: Further options of ``selfcal evaluate``, such as ``strategies``, ``num_samples`` or ``seed``.
 
     Raises:

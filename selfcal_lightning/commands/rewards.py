@@ -70,34 +70,35 @@ def run_rollout(
     ``devices`` and ``shard``; more prefixes or responses are added to what is there.
 
     Args:
-        samples_dir: Store of the responses.
-        store_dir: Folder of the rollouts.
-        model: Folder or hub name of the policy, or "bundled"; null takes the one that sampled the responses.
-        split: Split of the responses.
-        limit: Take the first so many questions, by id; null takes all.
-        responses: Take the first so many responses to each question.
-        prefixes: Prefixes of each response, evenly spread over its inner steps; null takes all of these.
-        at: After which numbers of steps there is a prefix, such as [1, 2, 5], where a response has more; null leaves it
-            to ``prefixes``.
-        num_rollouts: Rollouts from each prefix.
-        steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (behind that text), or auto, the
+        samples_dir: Store of the responses whose prefixes are continued.
+        store_dir: Folder of the store for the rollouts.
+        model: Folder or hub name of the policy, or "bundled"; null takes the model that sampled the responses.
+        split: Takes responses of this split.
+        limit: Takes only this many questions, by id; null takes all.
+        responses: Takes only this many responses to each question.
+        prefixes: Takes this many prefixes of each response, evenly spread over its inner steps; null takes all of them.
+        at: Ends a prefix after these numbers of steps, such as [1, 2, 5], if a response has more; null leaves it to
+            ``prefixes``.
+        num_rollouts: Draws this many rollouts from each prefix.
+        steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (after that text), or auto, the
             coarsest of the first four that a response has.
-        export: JSON-lines file for `question`, `reasoning_prefix` and `success_prob` of every prefix, the empty one of
-            each question and whole responses among them.
-        export_trl: JSON-lines file for TRL's `prompt`, `completions` and `labels` of every response of which all steps
-            are rolled out.
-        labels: Its labels: "hard", whether any rollout from the step was right, or "rate", the share of them.
+        export: Writes `question`, `reasoning_prefix` and `success_prob` of every prefix to this JSON-lines file, with
+            the empty prefix of each question and whole responses.
+        export_trl: Writes TRL's `prompt`, `completions` and `labels` to this JSON-lines file, for every response whose
+            steps are all rolled out.
+        labels: Labels of `export_trl`: "hard", whether any rollout from the step was right, or "rate", the share that
+            was.
         engine: Which engine samples, and how.
-        sampling: How continuations are drawn; null is as the responses were.
-        seed: Seed of the run.
-        revision: Revision of the model on the hub.
+        sampling: How continuations are drawn; null draws them as the responses were.
+        seed: Seeds the run.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter to sample with.
-        devices: Worker processes on this machine.
-        shard: "i/n", this machine's share of the prefixes.
-        questions_per_shard: Prefixes in one file of the store; what a kill can cost.
-        max_failures: Requests that may fail in a row; then the run stops.
-        extend: Draw more rollouts from the prefixes where the store has fewer than ``num_rollouts`` of each; what is
-            there stays, and the others are those of a run that draws all at once.
+        devices: Number of worker processes on this machine.
+        shard: Continues share i of n of the prefixes, written "i/n", on this machine.
+        questions_per_shard: Prefixes in one file of the store. A killed run loses at most the files it was writing.
+        max_failures: Stops the run after this many failed requests in a row.
+        extend: Draws more rollouts from prefixes that have fewer than ``num_rollouts``. Existing ones stay, and the new
+            ones are those that a single larger run would draw.
 
     Returns:
         What there is now.
@@ -223,10 +224,10 @@ def run_import_prefixes(
 
     Args:
         path: The JSON-lines file, as `selfcal rollout --export` writes it.
-        store_dir: Folder of the store. Importing the same file again completes it.
-        task: Task of the questions, which puts them to the policy, such as local_number.
-        split: Split under which they are stored.
-        separator: What stands between two steps of TRL's rows.
+        store_dir: Folder of the store to write. Importing the same file again completes it.
+        task: Task of the questions, which writes their prompts, such as local_number.
+        split: Stores the questions under this split.
+        separator: Text between two steps in TRL's rows.
     """
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "prefixes.jsonl"

@@ -45,24 +45,25 @@ def run_score(
             token_entropy, token_steadiness, lowest_group_confidence, step_certainty, step_entropy, step_coe_c,
             step_coe_r (both with _normalised as well), step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw,
             sasc_std, sasc_certainty, sasc_double; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
-        store_dir: Folder of the store; give this or ``pool``.
-        pool: JSON-lines pool, one question a line.
-        output: Where the pool with its confidences goes.
+        store_dir: Folder of the store to score; or give ``pool``.
+        pool: JSON-lines pool to score, one question a line.
+        output: Writes the pool with its confidences to this file.
         model: Folder or hub name of the model that scores, or "bundled"; null takes the one that sampled the store.
-        name: Name of the confidence, for one estimator; null is the estimator's own.
-        split: Split of the store; null takes all.
-        round: Generation round of the store.
-        task: Task of the store to score, null for all; or the task of all questions of a pool.
+        name: Name of the confidence if there is one estimator; null is the estimator's own.
+        split: Reads this split only; null takes all.
+        round: Scores this generation round of the store.
+        task: Scores this task of a store only (null takes all); or the task of all questions of a pool.
         consistency_samples: Samples that response_consistency compares with, drawn without replacement; null takes all.
-        engine: What answers for p_true and verbalized, and how. Statistics of tokens always come from a local model.
+        engine: Which engine answers for p_true and verbalized, and how. Token statistics always come from a local
+            model.
         query: The confidence query of p_true; null takes the store's.
-        revision: Revision of the model on the hub.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter to score with.
-        shard: "i/n", this process's share of a store's questions.
-        overwrite: Whether values that another model or other settings gave may be replaced.
-        reward: The reward model of prm, prm_lower, prm_min, prm_prod, orm and reward; its trunk has ``engine.dtype``.
-        criteria: How scores of tokens and steps become one: of step_certainty, step_entropy, step_coe_c,
-            step_self_evaluation and lowest_group_confidence; of step_coe_r all but the weight of the probability.
+        shard: Scores share i of n of a store's questions, written "i/n", in this process.
+        overwrite: Replaces values that another model or other settings gave.
+        reward: The reward model for prm, prm_lower, prm_min, prm_prod, orm and reward; it runs in ``engine.dtype``.
+        criteria: How token and step scores are combined, for step_certainty, step_entropy, step_coe_c, step_coe_r,
+            step_self_evaluation and lowest_group_confidence.
 
     Returns:
         What each estimator did.

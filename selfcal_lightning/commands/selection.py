@@ -63,23 +63,27 @@ def run_select(
     Args:
         store_dir: Folder of the store.
         output: Folder of the selection, new or of an earlier one.
-        pick: Chooses within a question: "fused" (a fusion of ``features``, fitted to the votes of these questions),
-            "share" or "ssc" (the votes), or the name of a confidence.
-        keep: Chooses among questions: "share" (of the answer among all responses), "ssc" (weighted by P(True)), "pick"
-            (the score that chose), or the name of a confidence.
-        threshold: Keep what reaches this score; at most it in the order "hardest", as near to .5 in "informative".
-        keep_top: Keep this share of all questions.
-        keep_count: Keep so many questions. Without any of these three all are kept that have a score.
-        order: Which questions come first: easiest (highest score), hardest (lowest) or informative (nearest to .5).
-        label: Label of a question: majority, ssc, picked, reference or none.
+        pick: Chooses a response within a question by "fused" (a fusion of ``features``, fitted to the votes of these
+            questions), "share" or "ssc" (votes), or the name of a confidence.
+        keep: Chooses among questions by "share" (of the answer among all responses), "ssc" (weighted by P(True)),
+            "pick" (the score that chose the response), or the name of a confidence.
+        threshold: Keeps questions that reach this score; in the order "hardest", those at or below it; in
+            "informative", those as near to .5.
+        keep_top: Keeps this share of all questions.
+        keep_count: Keeps this many questions. Without `threshold`, `keep_top` and `keep_count`, all with a score are
+            kept.
+        order: Takes the easiest (highest score), the hardest (lowest) or the most informative questions (nearest to .5)
+            first.
+        label: What becomes the label of a question: the majority answer, that of ssc, of the picked response, the
+            reference, or none.
         features: What the fusion reads; null takes those of mean_logprob, min_logprob, self_certainty, token_entropy
             and logit:p_true that the responses have.
-        scores: Further confidences to write with the selection.
-        split: Split of the store; null takes all.
-        task: Task of the store; null takes all.
-        round: Generation round.
-        references: Whether gold answers may be read and written; the manifest says so.
-        reference_files: Whether to write selected.json (question, answer, gpt_response) and results.json as well.
+        scores: Also writes these confidences with the selection.
+        split: Reads this split only; null takes all.
+        task: Reads this task only; null takes all.
+        round: Reads this generation round.
+        references: Allows gold answers to be read and written; the manifest then says so.
+        reference_files: Also writes selected.json (question, answer, gpt_response) and results.json.
 
     Returns:
         The selection.
@@ -152,14 +156,13 @@ def run_extract_steps(
     Args:
         selection: Folder of the selection.
         backend: "rules" takes the equations of a response and needs no model; "engine" asks ``model``.
-        store_dir: Folder of the store, where it was moved; null is the one that the selection names.
-        model: Folder or hub name of the model that is asked.
-        revision: Its revision on the hub.
+        store_dir: Folder of the store, if it was moved; null is the one that the selection names.
+        model: Folder or hub name of the model to ask.
+        revision: Revision of the model on the hub: a branch, tag or commit.
         engine: Which engine runs the model, and how.
         max_new_tokens: Maximum length of a reply in tokens.
-        max_failures: Requests that may fail in a row, such as those to a server that is out of order; then the run
-            stops.
-        overwrite: Whether steps that were extracted in another way may be replaced.
+        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
+        overwrite: Replaces steps that were extracted with other settings.
 
     Returns:
         The key steps.
@@ -248,11 +251,12 @@ def run_export_rl(
     Args:
         selection: Folder of the selection.
         output: Folder of the export, new or of an earlier one.
-        format: verl (train.parquet and sft.parquet), trl (train.parquet), openrlhf (train.jsonl) or reference
-            (selected.json with question, answer, gpt_response).
-        label: What to label with: "picked", the chosen response's answer, or "none"; null is the selection's label.
-        reward_file: Whether to write reward.py.
-        store_dir: Folder of the store, where it was moved; null is the one that the selection names.
+        format: Writes for verl (train.parquet and sft.parquet), trl (train.parquet), openrlhf (train.jsonl) or
+            reference (selected.json with question, answer, gpt_response).
+        label: Labels with the answer of the response ("picked"), or not at all ("none"); null takes the label of the
+            selection.
+        reward_file: Also writes reward.py.
+        store_dir: Folder of the store, if it was moved; null is the one that the selection names.
 
     Returns:
         The export.

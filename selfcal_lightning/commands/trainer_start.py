@@ -17,26 +17,26 @@ MODULE = "selfcal_lightning.training.self_calibration.SelfCalibrationModule"
 DATA_MODULE = "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule"
 DESCRIPTIONS = {
     "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
-    "validate": "Score the fixed pool of the validation split.",
-    "test": "Score the fixed pool of the test split.",
+    "validate": "Compute the metrics of the validation split.",
+    "test": "Compute the metrics of the test split.",
     "predict": "Write the model's confidence in each stored response into the store.",
 }
 # What is changed most, where it is written with its default: the class of each, by `selfcal VERB --model.help`.
 COMMON = {
-    "--config FILE.yaml": "settings; options and later files override them",
+    "--config FILE.yaml": "settings; options and later files override it",
     "--ckpt_path FILE.ckpt": 'a checkpoint; "last" is the newest of the run',
-    "--check": "check all of it, print the plan, and stop there",
+    "--check": "check everything, print the plan, and stop",
     "--model.base_model NAME": 'folder or hub name of the model, or "bundled"',
     "--model.lora.r N": "rank of the adapter",
-    "--model.lr X": "peak of the learning rate",
+    "--model.lr X": "peak learning rate",
     "--model.omega X": "weight of the generation loss",
-    "--data.store_dir FOLDER": "where the samples are kept",
-    "--data.num_samples N": "responses to a question",
-    "--data.total_tuples N": "rows of an epoch",
-    "--data.batch_size N": "rows of a process in a micro-step",
-    "--trainer.max_epochs N": "epochs",
+    "--data.store_dir FOLDER": "folder of the sampled responses",
+    "--data.num_samples N": "responses per question",
+    "--data.total_tuples N": "rows in an epoch",
+    "--data.batch_size N": "rows in a micro-batch, per process",
+    "--trainer.max_epochs N": "number of epochs",
     "--trainer.accelerator NAME": "cpu, gpu or auto",
-    "--trainer.devices N": "how many of them",
+    "--trainer.devices N": "number of devices",
 }
 COMMON_CASE = (
     "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",

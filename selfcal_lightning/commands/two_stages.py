@@ -39,14 +39,15 @@ def run_tune_and_calibrate(
     was, its samples, and its newest checkpoint.
 
     Args:
-        tune: Settings of `selfcal fit` for the first stage, a YAML file or the name of one that comes along
-            (demo-joint.yaml): joint training, or with `data.generation_ratio: 1.0` the generation loss alone.
-        calibrate: Likewise for the second stage, an activated adapter (demo.yaml). Its base model is the tuned one.
-        output_dir: Where both stages write.
-        base_model: Folder or hub name of the model to tune; null is that of `tune`.
-        tune_options: What overrides the file of the first stage, such as `{data: {num_samples: 8}, model: {lr: 1e-4}}`.
-        calibrate_options: Likewise for the second stage.
-        check: Check both stages, print their plans, and stop there.
+        tune: Settings of the first stage: a YAML file of `selfcal fit`, or a bundled one (demo-joint.yaml). Joint
+            training or, with `data.generation_ratio: 1.0`, the generation loss alone.
+        calibrate: Settings of the second stage, an activated adapter: a YAML file, or a bundled one (demo.yaml). Its
+            base model is the tuned one.
+        output_dir: Folder that both stages write to.
+        base_model: Folder or hub name of the model to tune; null takes that of `tune`.
+        tune_options: Overrides the settings of the first stage, such as `{data: {num_samples: 8}, model: {lr: 1e-4}}`.
+        calibrate_options: Overrides the settings of the second stage.
+        check: Checks both stages, prints their plans, and stops.
 
     Returns:
         The folder of the tuned model; the adapter is in calibrated/adapter beside it.

@@ -19,14 +19,10 @@ class CriteriaSettings:
     Attributes:
         steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or "auto",
             the coarsest of the first four that occurs in a response.
-        weight: Weight of the step's token probabilities against its metric, in [0, 1].
-        over_steps: How step scores are combined: "mean", "min", "last" or "prod".
-        window: Window length in tokens, for lowest_group_confidence.
-        lowest: Averages this share of the windows, the least certain ones; 0 takes only the single least certain
-            window.
-        entailment: Folder or hub name of a classifier with a label named entailment, such as
-            microsoft/deberta-large-mnli, by which semantic_share, semantic_entropy and cocoa compare free text; null
-            compares answers.
+        weight: How much the token probabilities of a step count against its metric, in [0, 1].
+        over_steps: Combines the step scores of a response: "mean", "min", "last" or "prod".
+        window: Length of the window in tokens, for lowest_group_confidence.
+        lowest: Averages this share of the windows, the least certain ones; 0 takes only the least certain window.
     """
 
     steps: Steps = "auto"
@@ -34,7 +30,6 @@ class CriteriaSettings:
     over_steps: Aggregation = "mean"
     window: int = 2048
     lowest: float = 0.0
-    entailment: str | None = None
 
     def __post_init__(self) -> None:
         check_steps("criteria.steps", self.steps)

@@ -21,16 +21,15 @@ class RewardSettings:
     """Which reward model scores, and how.
 
     Attributes:
-        model: Its folder, with weights in safetensors.
-        format: Name of its format, such as "math-shepherd"; None takes what its folder says, where `selfcal fit` wrote
-            it.
-        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (behind that text), or
-            "auto", the coarsest of the first four that a response has; of a model that `selfcal fit` wrote, where they
-            ended in its training.
-        scaler: File of `selfcal fit-step-scaler`, which calibrates the scores of its steps; None leaves them as they
-            are.
-        engine: What runs it: "transformers", or "vllm" (an extra), which takes exports of `selfcal fit` and other
-            token classifiers with one layer.
+        model: Folder of the reward model, with weights in safetensors.
+        format: Name of the reward model's format, such as "math-shepherd". Models that `selfcal fit` wrote state it
+            themselves.
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or "auto",
+            the coarsest of the first four that a response has. Models that `selfcal fit` wrote keep the setting of
+            their training.
+        scaler: File from `selfcal fit-step-scaler` that calibrates the step scores; not given, scores stay as they are.
+        engine: Runs the reward model with "transformers", or with "vllm" (an extra), which takes exports of `selfcal
+            fit` and other token classifiers with one layer.
 
     Raises:
         InputError: ``steps`` or ``engine`` is none of these.

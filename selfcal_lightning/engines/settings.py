@@ -20,11 +20,12 @@ class EngineSettings:
     """Which engine runs a model, and how, whatever the model.
 
     Attributes:
-        name: "transformers", "vllm" (an extra, faster) or "openai" (a server that runs the model; an extra).
-        dtype: Of the weights; "auto" is the engine's choice.
-        max_batch: Sequences that the engine runs at once, or requests that a server has at once; None is the engine's
-            own choice.
-        base_url: Address of the server, for the engine "openai"; None is vLLM's on this machine.
+        name: Runs the model with "transformers", with "vllm" (an extra, faster), or on a server with "openai" (an
+            extra).
+        dtype: Type of the model's weights in memory; "auto" leaves it to the engine.
+        max_batch: Sequences that the engine runs at once, or requests sent to a server at once; the engine decides if
+            it is not given.
+        base_url: Address of the server for the engine "openai"; not given, vLLM's default on this machine.
         engine_args: Further arguments of the engine's class, such as ``{"tensor_parallel_size": 2}`` for vLLM.
 
     Raises:

@@ -113,15 +113,15 @@ class TestSet:
 
     Attributes:
         name: Short name in tables and in the keys of ``results.json``, such as "id" or "ood".
-        task: The task.
+        task: Name of the task.
         split: Split of the task's data set.
-        path: Local file, of a `local_...` task in the one format of questions, else with the hub's columns; None reads
-            the hub (or, for generated tasks, makes the questions).
-        part: The part of them that is set aside: train, validation or calibration, by a hash of their texts; None takes
-            all.
-        limit: The first so many questions; None takes all.
-        offset: Questions to skip before that.
-        chain_of_thought: Whether the prompt asks for reasoning before the answer.
+        path: Local file: questions for a `local_...` task, else rows with the columns of the task's hub data set. Null
+            reads the hub or, for generated tasks, makes the questions.
+        part: Takes only the part set aside for "train", "validation" or "calibration" (80, 10, 10 %, by a hash of the
+            text); null takes all.
+        limit: Takes only this many questions; null takes all.
+        offset: Skips this many questions first.
+        chain_of_thought: Asks for reasoning before the answer.
     """
 
     name: str
@@ -136,16 +136,16 @@ class TestSet:
 
 @dataclass(frozen=True)
 class PoolSource:
-    """Recorded samples of one side: a JSON-lines pool, or a split of a store.
+    """Recorded samples of one system: a JSON-lines pool, or a split of a store.
 
     Attributes:
-        name: Whose samples, such as "base" or "calibrated".
-        path: The file, or the folder of the store.
-        split: Split to read; None reads all.
-        task: Task of all questions of a file; None takes the field "task" of every line.
-        test: Name of the test set in the results; None takes the split, or "test".
-        confidences: Annotations of the store to read (``selfcal score`` and ``selfcal predict`` write them).
-        limit: The first so many questions; None takes all.
+        name: Name of the system that gave the responses, such as "base" or "calibrated".
+        path: A JSON-lines file, or the folder of a store.
+        split: Reads this split only; null takes all.
+        task: Task of all questions of a file; null takes the field "task" of every line.
+        test: Name of the test set in the results; null takes the split, or "test".
+        confidences: Reads these confidences of the store, which ``selfcal score`` and ``selfcal predict`` write.
+        limit: Takes only this many questions; null takes all.
     """
 
     name: str

@@ -96,7 +96,16 @@ def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What was spent once, before the first test question."""
+    """What calibration cost, once, before the first test question: in tokens, or in seconds.
+
+    Attributes:
+        generated_tokens: Tokens generated for training.
+        store: Folder of a store whose tokens are added to ``generated_tokens``.
+        trained_tokens: Tokens trained on, over all epochs.
+        trained_token_price: Cost of a trained token, in generated tokens.
+        seconds: The cost in seconds, instead of tokens.
+        tokens_per_second: Speed of generation that turns ``seconds`` into tokens.
+    """
 
     generated_tokens: float = 0.0
     store: str | None = None

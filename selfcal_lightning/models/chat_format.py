@@ -55,10 +55,9 @@ class Prompt:
     """How questions are put to the model. It is part of what a store says that its samples are.
 
     Attributes:
-        base: "task" starts from the task's own prompt; "none" from the bare question, without any system text; "boxed"
-            from the question and, in the same turn, the instruction to reason and to put the answer in a box, which
-            studies of large models give for every data set.
-        system: System text in the place of that one; "" is none at all, None keeps it.
+        base: What the prompt starts from: "task", the task's own prompt; "none", the bare question without a system
+            text; "boxed", the question and, in the same turn, the instruction to reason and to put the answer in a box.
+        system: System text instead of that of ``base``; "" means none, null keeps it.
         examples: Questions with responses that stand before the question, as turns of the chat.
         format: "chat" uses the model's chat template; "plain" writes "Question: ..." and "Answer: ..." for
             base models that have none, and ends a response where it goes on to the next question.

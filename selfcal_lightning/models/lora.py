@@ -30,13 +30,13 @@ class LoraSettings:
     """Low-rank adaptation: ``W x + alpha / r * B A x`` with A [r, in], B [out, r], B zero at the start.
 
     Attributes:
-        r: Rank of the update.
-        alpha: Scale of the update, divided by ``r``.
-        dropout: Chance in [0, 1) that an input of A is dropped in training.
-        target_modules: Last part of the names of the linear layers that are adapted.
-        activated: Whether the adapter's weights act on the tokens of the confidence query alone: prompt and response
-            are read by the base model, which so generates what it always did. If not, they act on every token (joint
-            training, which tunes the generator too).
+        r: Rank of the update: higher trains more weights.
+        alpha: Scale of the update, which is divided by ``r``.
+        dropout: Probability, in [0, 1), of dropping an input of A in training.
+        target_modules: Adapts the linear layers whose names end in one of these.
+        activated: Whether the adapter is active only on the tokens of the confidence query (an activated LoRA): the
+            base model reads prompt and response, so what it generates stays the same. If not, the adapter is active on
+            every token (joint training, which tunes the generator too).
 
     Reference:
         Hu et al., LoRA (arXiv 2106.09685); the sizes are those of Self-Calibration (arXiv 2503.00031). Greenewald et

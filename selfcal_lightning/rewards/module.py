@@ -388,26 +388,26 @@ class QuantileRewardModule(ScoredRewardModel):
         format: None where that is the policy, whose states get three outputs; else the format of a public reward model,
             such as "math-shepherd". It is written and read as before, and says what it said until it is trained; the
             responses are another model's, whose store is there. The data module takes it over.
-        lora: An adapter on the trunk, with ``activated: false``; without it and ``full`` the trunk stays as it is and
-            the outputs alone are trained.
-        full: Whether all weights of the trunk are trained.
+        lora: An adapter on the trunk, with ``activated: false``. Without it and without ``full``, only the output layer
+            is trained.
+        full: Trains all weights of the trunk.
         steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
             "marker:TEXT" (behind that text), or "auto", the coarsest of the first four that a response has. The data
             module takes it over.
-        target: What is learnt, which the data module takes over too; see there.
+        target: Target at every step, passed on to the data module; see there.
         low: Level of the lower quantile.
         high: Level of the upper quantile.
         pinball: Weight of the quantiles in the loss.
         lr: Peak learning rate of AdamW for the adapter or the trunk; it follows a cosine to zero over optimiser steps.
-        head_lr: Likewise for the outputs.
-        weight_decay: Of AdamW.
+        head_lr: Peak learning rate of AdamW for the output layer.
+        weight_decay: AdamW weight decay.
         warmup_steps: Optimiser steps of linear warm-up.
-        torch_dtype: Of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored dtype.
-            A trunk that is trained is float32.
+        torch_dtype: Type of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored
+            type. A trained trunk is float32.
         attn_implementation: None takes "segments" where the model can run packed rows by it.
         query: The confidence query that responses are sampled with, which is part of what a store is.
         prompt: How questions are put to the model, to sample and to train; None is their tasks' own way.
-        seed: Of the adapter's start and of dropout.
+        seed: Seeds adapter initialisation and dropout.
 
     Reference:
         Park et al., Know What You Don't Know (arXiv 2506.09338), with a mean in the place of its median.

@@ -191,40 +191,40 @@ class SelfCalibrationModule(ConfidenceModel):
     Args:
         base_model: Folder or hub name of the model to calibrate; "bundled" is the small one that comes along.
         revision: Branch, tag or commit of a hub model.
-        lora: The adapter; None trains all weights, jointly.
-        omega: Weight of the generation loss in joint training; None is 0.1. An activated adapter has none.
-        beta: Width of the quadratic part of SmoothL1.
-        loss: "smooth_l1", or "squared" for the ablation.
-        ranking: Weight of a further term of the calibration loss: how far the log-odds of P(True) put the responses to
-            one question in the order of their targets, in the mean over the others of a micro-batch (`group_size` of
-            the data module says how many these are).
-        generation_loss: False drops the generation loss of joint training (the ablation): omega 0.
+        lora: The adapter; null trains all weights, jointly.
+        omega: Weight of the generation loss in joint training, 0.1 by default. An activated adapter has no generation
+            loss.
+        beta: SmoothL1 is quadratic below this difference, and linear above.
+        loss: Loss between confidence and target: "smooth_l1", or "squared" for the ablation.
+        ranking: Weight of a ranking term in the calibration loss: how well the log-odds of P(True) order the responses
+            to one question by their targets, averaged over the others of a micro-batch (see `group_size` of the data
+            module).
+        generation_loss: False drops the generation loss of joint training (an ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
-        quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA: needs `lora` and the
-            extra `qlora`); embeddings, norms and the output layer are not. Round 0 is sampled from, and an export is
-            merged into, the model as it is stored; later rounds are sampled with the one in four bits. None trains on
-            the stored model too.
-        optimizer: "adamw", or of bitsandbytes (the extra `qlora`) "adamw_8bit" with 8-bit moments, "paged_adamw" with
-            moments that may leave the GPU, "paged_adamw_8bit" with both.
+        quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA; needs `lora` and the
+            extra `qlora`). Round 0 is sampled from the stored model, later rounds from the one in four bits; an export
+            merges into the stored model. Null does not quantise.
+        optimizer: "adamw", or one of bitsandbytes (the extra `qlora`): "adamw_8bit" with 8-bit moments, "paged_adamw"
+            with moments that may leave the GPU, "paged_adamw_8bit" with both.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
-        weight_decay: Of AdamW.
-        warmup_steps: Optimiser steps of linear warm-up, fewer than the training has.
-        torch_dtype: Of the frozen weights. "auto" is float32 on a CPU and the stored dtype on a GPU. What is trained is
-            float32, unless "bfloat16" is asked for without an adapter, or the Trainer runs in "bf16-true".
-        gradient_checkpointing: Recompute activations in the backward pass of joint training, for a forward pass more:
-            with a frozen base half as much time again.
-        recompute_above: Where activations are recomputed, those of micro-batches of more tokens than this. Below they
-            are kept: about 6 MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
-        attn_implementation: None takes "segments", which runs packed rows on any device (``packing`` in the data
-            module), where the model can, else the model's default. "flex_attention" runs packed rows by block masks
-            on GPUs. With any other, such as "flash_attention_2", set `packing: off`.
-        query: The question about the response whose Yes is the confidence.
-        prompt: How questions are put to the model, to sample and to train; it is written into the export, so that
-            `selfcal answer` asks alike. None is their tasks' own way.
-        beside: Further activated adapters by name, each with a target, loss or query of its own, that are trained over
-            the same reading of the responses and become what they would become alone. They are exported beside the
-            first one; validation, test and predict score the first one.
-        seed: Of the adapter's start and of dropout, which derives from (seed, epoch, batch, rank).
+        weight_decay: AdamW weight decay.
+        warmup_steps: Optimiser steps of linear warm-up, fewer than training has.
+        torch_dtype: Type of the frozen weights; "auto" is float32 on a CPU and the stored type on a GPU. Trained
+            weights are float32, unless you ask for "bfloat16" without an adapter, or the Trainer runs in "bf16-true".
+        gradient_checkpointing: Recomputes activations in the backward pass of joint training: less memory for one more
+            forward pass (with a frozen base half as much time again).
+        recompute_above: Recomputes activations only for micro-batches of more tokens than this. Kept ones take about 6
+            MB a token for a model of 8B parameters, 2.5 MB for one of 1.5B.
+        attn_implementation: Null takes "segments", which runs packed rows (``packing`` in the data module) on any
+            device, if the model can, else the model's default. "flex_attention" runs packed rows by block masks on
+            GPUs. With any other, such as "flash_attention_2", set `packing: off`.
+        query: The confidence query: the question about the response whose Yes is the confidence.
+        prompt: How questions are put to the model when sampling and training; the export keeps it, so that `selfcal
+            answer` asks in the same way. Null is the task's prompt.
+        beside: Auxiliary activated adapters by name, each with its own target, loss or query. They are trained over the
+            same forward pass of the responses, with the same result as alone, and exported next to the first adapter.
+            Validation, test and predict score the first one.
+        seed: Seeds adapter initialisation, and dropout (from seed, epoch, batch and rank).
 
     Reference:
         Huang et al., Efficient Test-Time Scaling via Self-Calibration (arXiv 2503.00031), section 3.

@@ -121,15 +121,16 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class BesideSettings:
-    """What an adapter beside the first one has of its own; what is None is as in the first one.
+    """Settings of an auxiliary adapter; null inherits the first adapter's.
 
     Attributes:
-        target: What it learns, one of the data module's targets.
-        teacher: File of a fused confidence that the target is mixed with. That of the first one is not taken over.
-        teacher_share: Share of the teacher in the target.
-        query: The question that wakes it, at most as long as that of the first one, in tokens.
+        target: Target of this adapter, one of the data module's targets.
+        teacher: Soft-label source: file of a fused confidence that the target is mixed with. The first adapter's is not
+            inherited.
+        teacher_share: Weight of the soft-label source in the target.
+        query: The confidence query of this adapter, at most as long in tokens as the first adapter's.
         loss: "smooth_l1" or "squared".
-        ranking: Weight of the order of the responses to one question.
+        ranking: Weight of the ranking term over the responses to one question.
     """
 
     target: str | None = None

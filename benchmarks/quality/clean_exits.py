@@ -58,7 +58,8 @@ VERBS = {
     "predict-pass-at-k": "--scores {inputs}/scores.jsonl --ks [1,4] --calibration_pool {inputs}/store"
     " --calibration_split test_id --output {run}/pass.jsonl",
     "fit-capability-maps": "--pool {inputs}/store --split test_id --output {run}/maps.json",
-    "fit-abstention-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5 --output {run}/asking.json",
+    "fit-abstention-threshold": "--pool {inputs}/store --split test_id --risk 0.9 --delta 0.5"
+    " --output {run}/asking.json",
     "evaluate-capability": "--pool {inputs}/store --split test_id --num_resamples 20"
     " --estimator [probe,agreeing_pairs] --output_dir {run}/capability",
     "extract-steps": "--selection {selection}",

@@ -58,17 +58,26 @@ def check_files(arguments: Sequence[str]) -> None:
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             raise InputError(f"{value} is a pipe or a socket: name a regular file.")
     for path in config_files(arguments):
-        if path.is_file() and (aliases := _num_aliases(path)) > MOST_ALIASES:
-            raise InputError(f"{path} must have at most {MOST_ALIASES} aliases (`*name`), got {aliases:,}.")
+        if path.is_file():
+            _check_bounds(path)
 
 
-def _num_aliases(path: Path) -> int:
+def _check_bounds(path: Path) -> None:
+    """Refuse a YAML file of too many aliases or levels, as soon as the parser meets them."""
     import yaml
 
+    aliases = level = 0
     try:
-        return sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(path.read_bytes()))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return 0  # `read_config` says what is wrong with it
+        for event in yaml.parse(path.read_bytes()):
+            aliases += isinstance(event, yaml.AliasEvent)
+            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            for number, most, what in ((aliases, MOST_ALIASES, "aliases (`*name`)"), (level, MOST_LEVELS, "levels")):
+                if number > most:
+                    raise InputError(f"{path} must have at most {most} {what}, got more.")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        return  # `read_config` says what is wrong with it
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
         )
     if isinstance(error, OSError):
         return f"{who}: error: {_refusal(error)}"
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):  # of `Path.resolve`
+        return f"{who}: error: {error}: name a file or a folder."
     if isinstance(error, RuntimeError) and _has_peers() and _LOST_PEER.search(str(error)):
         return (
             f"{who}: error: Another process of this training was lost: {_one_line(error)[:200]} Its own log says why. "

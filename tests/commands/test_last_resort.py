@@ -432,3 +432,11 @@ if __name__ == "__main__":
     assert done.stdout == "written other handlers ran\n"
     assert ("KeyError" in done.stderr) == ("KeyError" in body)
     assert "leaked" not in done.stderr  # semaphores of workers are handed back
+
+
+def test_a_loop_of_links_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(RuntimeError) as found:
+        (tmp_path / "a").resolve()
+    assert "defect" not in explain(found.value, who="selfcal select")

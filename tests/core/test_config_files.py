@@ -22,6 +22,8 @@ def test_yaml_that_grows_without_bound_is_refused(
     levels = [f"a{i}: &a{i} [{', '.join(['x' if i == 0 else f'*a{i - 1}'] * 20)}]" for i in range(12)]
     (tmp_path / "bomb.yaml").write_text("\n".join(levels))
     assert "bomb.yaml must have at most 100 aliases" in refused([verb, "--config", str(tmp_path / "bomb.yaml")], capsys)
+    (tmp_path / "deep.yaml").write_text("[" * 100_000)
+    assert "deep.yaml must have at most 100 levels" in refused([verb, "--config", str(tmp_path / "deep.yaml")], capsys)
 
 
 @pytest.mark.parametrize("option", ["--path {}", "--path={}"])

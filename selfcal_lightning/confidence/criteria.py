@@ -23,6 +23,9 @@ class CriteriaSettings:
         over_steps: Combines the step scores of a response: "mean", "min", "last" or "prod".
         window: Length of the window in tokens, for lowest_group_confidence.
         lowest: Averages this share of the windows, the least certain ones; 0 takes only the least certain window.
+        entailment: Folder or hub name of a classifier with a label named entailment, such as
+            microsoft/deberta-large-mnli, by which semantic_share, semantic_entropy and cocoa compare free text; null
+            compares answers.
     """
 
     steps: Steps = "auto"
@@ -30,6 +33,7 @@ class CriteriaSettings:
     over_steps: Aggregation = "mean"
     window: int = 2048
     lowest: float = 0.0
+    entailment: str | None = None
 
     def __post_init__(self) -> None:
         check_steps("criteria.steps", self.steps)

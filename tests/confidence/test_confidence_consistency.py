@@ -63,22 +63,12 @@ def test_unreadable_samples_count_among_the_k() -> None:
     assert row[0] in {0.0, 0.25, 0.5, 0.75, 1.0}
 
 
-def test_names() -> None:
-    stated = {"verbalized", "verbalized_words", "verbalized_percent"}
-    rewards = {"prm", "prm_lower", "prm_min", "prm_prod", "orm"}
-    chances = {"p_true", "response_consistency", *stated, *rewards}
-    steps = {"step_coe_c", "step_coe_c_normalised", "step_coe_r", "step_coe_r_normalised"}
-    trajectories = {"coe_r", "coe_c", "coe_r_raw", "coe_c_raw", *steps}
-    weights = {"sasc_std", "sasc_certainty", "sasc_double"}
-    others = {*trajectories, *weights}
-    assert set(ESTIMATORS) == {
-        *chances, *others, "reward", "sequence_logprob", "mean_logprob", "min_logprob", "self_certainty",
-        "response_certainty", "token_entropy", "lowest_group_confidence", "step_certainty", "step_entropy",
-        "step_self_evaluation", "token_steadiness",
-    }  # fmt: skip
+def test_what_looks_at_other_responses_says_so() -> None:
     assert set(STORED) <= set(ESTIMATORS)
-    assert {name for name, kind in ESTIMATORS.items() if kind.is_probability} == chances
-    assert {name for name, kind in ESTIMATORS.items() if kind.needs_pool} == {"response_consistency", *weights}
+    among = {"sasc_std", "sasc_certainty", "sasc_double"}
+    meanings = {"semantic_share", "semantic_entropy", "cocoa", "two_sample_hybrid"}
+    looking = {name for name, kind in ESTIMATORS.items() if kind.needs_pool}
+    assert looking == {"response_consistency", *among, *meanings}
 
 
 def test_unknown_names_and_missing_parts() -> None:

@@ -417,6 +417,7 @@ def test_no_code_of_a_library_runs_after_the_last_exit_handler(body: str, status
     code = f"""
 import atexit, ctypes, multiprocessing, os, signal, sys, threading, time
 from selfcal_lightning import __main__, cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job of a shell
 def work(arguments, owns_process):
     ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p))
     atexit.register(print, "other handlers ran")

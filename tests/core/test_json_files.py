@@ -105,4 +105,4 @@ def test_settings_nested_too_deeply_are_refused_before_a_parser_crashes(
     assert "Expected the value of `--pools` to have at most" in capsys.readouterr().err
     (tmp_path / "deep.yaml").write_text("pools: " + "[" * 2_000 + "]" * 2_000)
     assert run(["evaluate", "--config", str(tmp_path / "deep.yaml")]) == 1
-    assert f"Expected {tmp_path / 'deep.yaml'} to be YAML" in capsys.readouterr().err
+    assert "deep.yaml must have at most 100 levels" in capsys.readouterr().err

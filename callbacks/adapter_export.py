@@ -31,6 +31,7 @@ from selfcal_lightning.training.export import check_output, write_export
 from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.training.modules import TrainedModule, check_defines
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
@@ -71,6 +72,7 @@ class AdapterExport(Callback):
         self._training: dict[str, Any] = {}
         self._store_dir: str | None = None
         self._tasks: list[str] | None = None
+        self._base_domain: Domain | None = None
 
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
         """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
@@ -158,25 +160,29 @@ class AdapterExport(Callback):
         """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
-            self._write_domain(pl_module)
             for name, folder in self._folders_beside(pl_module).items():
                 self._export_beside(pl_module, name, folder)
 
-    def _write_domain(self, module: TrainedModule) -> None:
-        """Keep what the training prompts look like to the model, so that questions unlike them are noticed."""
-        if self._store_dir is None or not isinstance(module, ConfidenceModel) or is_sharded(module):
-            return
+    def _domain(self, module: TrainedModule) -> Domain | None:
+        """Return what the training prompts look like to the model, so that questions unlike them are noticed."""
+        if self._store_dir is None or not isinstance(module, SelfCalibrationModule) or is_sharded(module):
+            return None
+        if self._base_domain is not None:
+            return self._base_domain
         groups = islice(SampleStore(self._store_dir).samples(split="train"), MOST)
         prompts = [module.chat.prompt_ids(group.question.messages) for group in groups if group.question.messages]
         if len(prompts) < FEWEST:
-            return
+            return None
         try:
             with adapter_asleep(module.model) if module.activated else nullcontext():
                 states = network_states(module.model, prompts)
         except InputError as error:  # of an architecture whose layers are not found
             say(f"AdapterExport: questions unlike the training ones will not be noticed: {error}")
-            return
-        Domain.fit(states.token_mean[:, 0]).save(self._folder)
+            return None
+        domain = Domain.fit(states.token_mean[:, 0])
+        if module.activated:  # the base model reads the prompts, which does not change
+            self._base_domain = domain
+        return domain
 
     def _export_beside(self, module: ConfidenceModel, name: str, folder: Path) -> None:
         """Export an adapter that was trained beside the first one, as if it had been trained alone."""
@@ -185,7 +191,15 @@ class AdapterExport(Callback):
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
         training = {**self._training, "rows": rows}
-        write_export(module, folder, store=self._describe_store(), run=self.run, training=training, beside=name)
+        write_export(
+            module,
+            folder,
+            store=self._describe_store(),
+            run=self.run,
+            training=training,
+            beside=name,
+            domain=self._domain(module),
+        )
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:
@@ -200,7 +214,7 @@ class AdapterExport(Callback):
             "run": self.run,
             "training": self._training,
         }
-        write_export(module, folder, state=state, **facts)
+        write_export(module, folder, state=state, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
     def _describe_store(self) -> dict[str, Any] | None:

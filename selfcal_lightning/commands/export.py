@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_apart
 from selfcal_lightning.core.progress import say
@@ -108,6 +109,8 @@ def _write_merged(
         # The generation config comes along with the model, the chat template with the tokenizer.
         model.save_pretrained(folder)
         _save_tokenizer(folder, base)
+        if not is_checkpoint and (domain := Domain.of(adapter)) is not None:
+            domain.save(folder)
         into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
         facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": now()}
         describe_folder(folder, {**manifest, **facts})

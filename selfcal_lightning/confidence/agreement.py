@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,7 +77,7 @@ def meaning_clusters(texts: Sequence[str], entails: Entails) -> list[int]:
     return clusters
 
 
-class _Agreement:
+class _Agreement(ABC):
     """Clusters of the responses to a question: by canonical answer, or by meaning where an entailment model is given.
 
     Args:
@@ -102,8 +103,9 @@ class _Agreement:
             meaning_clusters([f"{entry.question.text} {sample.text}" for sample in entry.samples], self._entails)
         )
 
+    @abstractmethod
     def score_question(self, entry: QuestionSamples, clusters: Sequence[Any]) -> list[float | None]:
-        raise NotImplementedError
+        """Return the confidence of each response, given its cluster."""
 
 
 class SemanticShare(_Agreement):

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import is_empty_folder, read_json_object
 from selfcal_lightning.core.imports import is_installed
@@ -336,10 +337,11 @@ def write_export(
     state: Mapping[str, Tensor] | None = None,
     described: Mapping[str, Any] | None = None,
     beside: str | None = None,
+    domain: Domain | None = None,
 ) -> Path:
     """Write what ``module`` has learned: a PEFT adapter, the whole model where all weights were trained, or its own.
 
-    Beside it lies ``selfcal_manifest.json``.
+    With it go ``selfcal_manifest.json`` and the domain of its training questions.
     """
     manifest = {
         "kind": module.export_kind,
@@ -361,6 +363,8 @@ def write_export(
             module.save_export(folder, state=state)
         else:
             cast("ConfidenceModel", module).save_beside(beside, folder)
+        if domain is not None:
+            domain.save(folder)
         describe_folder(folder, manifest)
     if kept is not None:
         why = "; ".join(reasons[:3])

@@ -17,6 +17,7 @@ from support.training_runs import data_module, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.confidence.domain import FILE
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, check_files, list_files, read_manifest
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -238,3 +239,18 @@ def test_a_fully_trained_model_is_written_whole(tiny_model: str, store: Path, tm
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="`mode`"):
         AdapterExport(mode="best")
+
+
+def test_the_domain_of_the_training_questions_is_part_of_the_export(
+    tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfcal_lightning.callbacks.adapter_export.FEWEST", 4)
+    folder = tmp_path / "adapter"
+    for _ in range(2):
+        trainer = trainer_with(AdapterExport(str(folder), monitor=MONITORED), max_steps=1, val_check_interval=1)
+        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+        for each in (folder, tmp_path / "adapter-best"):
+            check_files(each)
+            assert FILE in read_manifest(each)["files"]
+            assert (each / FILE).read_bytes() == (folder / FILE).read_bytes(), "the base model reads the prompts"
+    assert not list(tmp_path.glob("adapter-2*")), "the same training is replaced"

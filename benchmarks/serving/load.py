@@ -124,6 +124,19 @@ async def load(
         return found, time.perf_counter() - began, memory
 
 
+def started_server() -> subprocess.Popen[bytes]:
+    """Start the server and wait until it is ready."""
+    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
+    server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
+            return server
+        except OSError:
+            time.sleep(0.2)
+    raise RuntimeError(f"The server ended with status {server.returncode} before it was ready.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
@@ -133,15 +146,8 @@ def main() -> None:
     questions = [*task.load("train", limit=given.requests)]
     seconds, tokens = Library().run(questions)
     print(f"library: {seconds:.1f} s, {sum(tokens.values()):,} tokens")
-    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
-    server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
+    server = started_server()
     try:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
-                break
-            except OSError:
-                time.sleep(0.2)
         rng = random.Random(1)
         plain = [rng.choice(["whole", "stream"]) for _ in questions]
         answered, whole_seconds, memory = asyncio.run(load(questions, plain, server.pid))

@@ -11,13 +11,9 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
 
-from load import CLIENTS, PORT, Library, load
+from load import CLIENTS, Library, load, started_server
 
 from selfcal_lightning.data.tasks.registry import get_task
 
@@ -34,17 +30,10 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=320)
     given = parser.parse_args()
     questions = get_task("word_problems").load("train", limit=given.blocks * given.block_size)
-    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
-    server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
+    server = started_server()
     library = Library()
     rows = []
     try:
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
-                break
-            except OSError:
-                time.sleep(0.2)
         for start in range(0, len(questions), given.block_size):
             block = questions[start : start + given.block_size]
             before = cpu_seconds("self")

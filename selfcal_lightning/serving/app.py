@@ -299,6 +299,8 @@ class Service:
         ids = [chat.response_ids(text) for text in texts]
         prompts = [(*prompt, *response, *query.suffix_ids) for response in ids]
         masses = self.desk.engine.next_token_probabilities(prompts, (*query.yes_ids, *query.no_ids))
+        if None in masses:
+            raise Refused(400, "The engine refuses to read this: it may be longer than the model's context.")
         n = len(query.yes_ids)
         samples = [
             Sample("", i, 0, text, response, "stop", None, None, yes_mass=sum(row[:n]), no_mass=sum(row[n:]))

@@ -179,7 +179,7 @@ class AdapterExport(Callback):
         except InputError as error:  # of an architecture whose layers are not found
             say(f"AdapterExport: questions unlike the training ones will not be noticed: {error}")
             return None
-        domain = Domain.fit(states.token_mean[:, 0])
+        domain = Domain.fit(states)
         if module.activated:  # the base model reads the prompts, which does not change
             self._base_domain = domain
         return domain

@@ -108,7 +108,7 @@ class Answer:
             cost += f", {extra} more samples begun"
         lines = [f"Q  {' '.join(self.question.text.split())}", f"A  {answer}", f"   confidence {sure}, {used}, {cost}"]
         if self.calibrated_in_domain is False:
-            lines.append("   Unlike the questions that this confidence was trained on: do not rely on it.")
+            lines.append("   Unlike the questions that this confidence was trained on, so it may not hold here.")
         return "\n".join(lines)
 
     def _cut(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from selfcal_lightning.confidence.domain import FILE, Domain, calibrated_in_domain
+from selfcal_lightning.confidence.domain import FILE, Domain, calibrated_in_domain, prompt_states
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.prompt_states import network_states
@@ -53,9 +53,10 @@ def test_the_file_gives_the_same_and_damage_is_refused(states: np.ndarray, tmp_p
 
 def test_a_model_in_training_and_its_engine_see_the_same(shallow_model: str, tmp_path: Path) -> None:
     engine = TransformersEngine(shallow_model)
-    asked = read_questions([{"question": f"What is {n}+{n}?"} for n in range(30)], task="word_problems")
+    asked = read_questions([{"question": f"What is {10 ** (n % 9)}+{n}?"} for n in range(40)], task="word_problems")
     prompts = [engine.chat.prompt_ids(question.messages) for question in asked]
-    states = network_states(engine._require_model().network, prompts).token_mean[:, 0]
+    states = network_states(engine._require_model().network, prompts)
+    assert np.allclose(states, prompt_states(engine, asked), atol=1e-5)
     Domain.fit(states).save(tmp_path)
     assert calibrated_in_domain(engine, asked, tmp_path) == {question.id: True for question in asked}
     other = read_questions([{"question": "Who wrote Hamlet, and when was it first performed?"}], task="word_problems")

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel
 
 _FORWARD_TOKENS = 8192
+_ROWS_IN_TRAINING = 32
 
 
 def read_prompt_states(
@@ -41,24 +43,33 @@ def read_prompt_states(
 
 
 @torch.no_grad()
-def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> PromptStates:
-    """Return the default hidden states of prompts from a model in training, one prompt at a time."""
-    settings, was_training = LevelSettings(), network.training
-    levels = settings.of(len(decoder_layers(decoder_of(network))) + 1)
-    found: list[PromptStates] = []
+def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """Return the mean state of each prompt over tokens and levels, [N, D], of a model in training.
+
+    Prompts are padded on the right without a mask: no token looks at what follows it.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    levels, was_training = len(decoder_layers(decoder_of(network))) + 1, network.training
+    found: dict[int, NDArray[np.float32]] = {}
     network.eval()
     try:
-        for prompt in prompts:
-            pools = _Pools([len(prompt)], levels, average=settings.average)
+        for chunk in _chunks(order, [len(prompts[i]) for i in order], _ROWS_IN_TRAINING):
+            rows = [torch.tensor(prompts[i], device=network.device) for i in chunk]
+            ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            real = torch.stack([torch.arange(ids.shape[1]) < len(row) for row in rows]).float()
+            sums: list[Tensor] = []
+
+            def take(_: int, states: Tensor, real: Tensor = real, sums: list[Tensor] = sums) -> None:
+                sums.append(torch.einsum("btd,bt->bd", states.float(), real.to(states.device)).cpu())
+
             with ExitStack() as hooks:
-                watch_levels(hooks, network, pools.take, final_norm=settings.final_norm)
-                network(input_ids=torch.tensor([prompt], device=network.device), use_cache=False, logits_to_keep=1)
-            found.append(pools.states())
+                watch_levels(hooks, network, take)
+                network(input_ids=ids, use_cache=False, logits_to_keep=1)
+            means = torch.stack(sums).sum(dim=0) / real.sum(dim=1, keepdim=True) / levels
+            found |= dict(zip(chunk, means.numpy(), strict=True))
     finally:
         network.train(was_training)
-    return PromptStates(
-        *(np.concatenate([getattr(one, name) for one in found]) for name in ("last_token", "token_mean"))
-    )
+    return np.stack([found[i] for i in range(len(prompts))])
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

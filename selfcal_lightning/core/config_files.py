@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from selfcal_lightning.core.errors import InputError
 
@@ -64,26 +67,23 @@ def check_files(arguments: Sequence[str]) -> None:
 
 def _check_bounds(path: Path) -> None:
     """Refuse a YAML file of too many aliases or levels, as soon as the parser meets them."""
-    import yaml
-
     aliases = level = 0
-    try:
-        for event in yaml.parse(path.read_bytes()):
-            aliases += isinstance(event, yaml.AliasEvent)
-            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            for number, most, what in ((aliases, MOST_ALIASES, "aliases (`*name`)"), (level, MOST_LEVELS, "levels")):
-                if number > most:
-                    raise InputError(f"{path} must have at most {most} {what}, got more.")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        return  # `read_config` says what is wrong with it
+    for event in _events(path):
+        aliases += isinstance(event, yaml.AliasEvent)
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if aliases > MOST_ALIASES:
+            raise InputError(f"{path} must have at most {MOST_ALIASES} aliases (`*name`), got more.")
+        if level > MOST_LEVELS:
+            raise InputError(f"{path} must have at most {MOST_LEVELS} levels, got more.")
+
+
+def _events(path: Path) -> Iterator[yaml.Event]:
+    with suppress(yaml.YAMLError, ValueError, RecursionError):  # `read_config` says what is wrong with it
+        yield from yaml.parse(path.read_bytes())
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read the settings in a YAML file."""
-    import yaml
-
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         listed = f" Beside it lie {', '.join(near[:5])}." if near else ""
@@ -123,8 +123,6 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_yaml(text: str) -> dict[str, Any]:
-    import yaml
-
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

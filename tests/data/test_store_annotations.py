@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,9 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
         read(store)
     file.unlink()
     with pytest.raises(StoreCorruptError, match="no such file"):
+        read(store)
+    os.mkfifo(file)  # reading one would never end
+    with pytest.raises(StoreCorruptError, match="not a regular file"):
         read(store)
     for name in ("../escape", "", "a/b"):
         with pytest.raises(ValueError, match="Expected `name` to be letters"):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +70,15 @@ def test_samples_answer_and_costs_are_those_of_the_library(server: Server) -> No
     assert reply.headers["x-selfcal-samples"] == "5"
     assert reply.headers["x-selfcal-request-id"] == reply.json["id"]
     assert float(reply.headers["x-selfcal-confidence"]) == pytest.approx(reply.selfcal["confidence"], abs=1e-6)
+
+
+def test_the_python_of_the_guide_runs(server: Server) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "serve.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+    block = block.replace(":8000", f":{server.port}")
+    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0 <= float(done.stdout.split()[-1]) <= 1
 
 
 def run_plain_votes(samples: list) -> dict[str, int]:

@@ -202,10 +202,12 @@ class Annotation:
 
     def _read(self, entry: AnnotationPart) -> pa.Table:
         path = self.folder / entry.file
-        data = path.read_bytes() if path.exists() else b""
+        data = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(data).hexdigest()
         if digest != entry.sha256:
-            found = f"{len(data):,} bytes with sha256 {digest}" if path.exists() else "no such file"
+            found = f"{len(data):,} bytes with sha256 {digest}" if path.is_file() else "no such file"
+            if path.exists() and not path.is_file():
+                found = "something that is not a regular file"
             raise StoreCorruptError(
                 f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
                 f"Delete {self.folder} and run the `selfcal score` or `selfcal predict` that wrote it again."

@@ -46,7 +46,10 @@ def plan_data(data: StoredDataModule, verb: str, trainer: Trainer) -> Plan:
     if verb != "fit" or not (data.fill or data.sources["train"]):
         return Plan(questions=counts)
     mixture = data.mixture(task_shares(data.sources["train"]))
-    return Plan(questions=counts, training=(plan_training(mixture, batch_size=data.batch_size, trainer=trainer),))
+    return Plan(
+        questions=counts,
+        training=(plan_training(mixture, batch_size=data.batch_size, most_tokens=data.max_length, trainer=trainer),),
+    )
 
 
 def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
@@ -104,7 +107,7 @@ def count_sources(
     return tuple(counts)
 
 
-def plan_training(mixture: Mixture, *, batch_size: int, trainer: Trainer) -> Training:
+def plan_training(mixture: Mixture, *, batch_size: int, most_tokens: int, trainer: Trainer) -> Training:
     """Return the optimiser steps of a training."""
     rows = rows_per_step(batch_size, trainer)
     micro_steps = steps_per_epoch(mixture.rows_per_epoch, rows) * trainer.accumulate_grad_batches
@@ -113,7 +116,7 @@ def plan_training(mixture: Mixture, *, batch_size: int, trainer: Trainer) -> Tra
     epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
     planned = [each * epochs] if epochs is not None else []
     planned += [trainer.max_steps] if trainer.max_steps != -1 else []
-    return Training(min(planned, default=each), rows, epochs)
+    return Training(min(planned, default=each), rows, epochs, most_tokens)
 
 
 def _add(rows: Sequence[QuestionCount]) -> QuestionCount:

@@ -322,6 +322,8 @@ def silence_lightning() -> None:
     """Keep advertisements for other packages, and Lightning's words about itself and at Ctrl-C, off the terminal."""
     logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    # Metrics are summed over processes before they are logged; `sync_dist` would weigh uneven processes wrongly.
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

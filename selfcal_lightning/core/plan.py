@@ -14,6 +14,7 @@ from selfcal_lightning.core.errors import InputError
 
 WIDTH = 80
 GIB, MIB = 2**30, 2**20
+LONG_SECONDS = 3600  # of sampling on a CPU, from which on a note says so
 # Of the bundled model's store of 7,600 responses: 654 bytes each, of 43 tokens. Longer ones take less a token.
 BYTES_PER_RESPONSE, BYTES_PER_TOKEN = 300, 8
 
@@ -55,21 +56,40 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Optimiser steps: ``steps`` of ``rows_per_step`` rows over ``epochs``."""
+    """Optimiser steps: ``steps`` of ``rows_per_step`` rows over ``epochs``; a row has at most ``most_tokens``."""
 
     steps: int
     rows_per_step: int
     epochs: int | None
+    most_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds that a token takes, sampled or trained on; a guess."""
+
+    sampled: float
+    trained: float
+    device: str
+
+    def over(self, processes: int) -> Speed:
+        """Return the speed of so many processes together."""
+        return replace(self, sampled=self.sampled / processes, trained=self.trained / processes)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of what must lie in memory at least; None where the model is not on this disk to be looked at."""
+    """Bytes in each process; None where the model is not on this disk to be looked at.
+
+    ``activations`` are those kept for the backward pass of one micro-batch, if its rows are as long as they may be.
+    """
 
     weights: int | None
     trained: int | None
     available: int | None
     device: str
+    activations: int | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +109,7 @@ class Plan:
     questions: tuple[QuestionCount, ...] = ()
     sampling: tuple[Sampling, ...] = ()
     training: tuple[Training, ...] = ()
+    speed: tuple[Speed, ...] = ()
     memory: tuple[Memory, ...] = ()
     places: tuple[Place, ...] = ()
     stopped: tuple[str, ...] = ()
@@ -101,11 +122,12 @@ class Plan:
             ("responses", "; ".join(map(_sampling_text, self.sampling))),
             ("tokens", "; ".join(map(_tokens_text, self.sampling))),
             ("training", "; ".join(map(_training_text, self.training))),
+            ("time", _time_text(self)),
             ("memory", "; ".join(map(_memory_text, self.memory))),
             ("disk", _disk_text(self)),
             ("writes", ", ".join(f"{place.path} ({place.what})" for place in self.places)),
             ("if stopped", " ".join(self.stopped)),
-            *(("note", note) for note in self.notes),
+            *(("note", note) for note in (*self.notes, *_long_notes(self))),
         ]
         return "\n".join(_row(name, text) for name, text in rows if text)
 
@@ -240,7 +262,56 @@ def _memory_text(memory: Memory) -> str:
     parts = [f"weights {show_bytes(memory.weights)}"]
     if memory.trained:
         parts.append(f"what is trained, with gradients and moments, {show_bytes(memory.trained)}")
-    return f"{', '.join(parts)}; activations and caches come on top{free}"
+    if memory.activations:
+        parts.append(f"activations of a micro-batch at most {show_bytes(memory.activations)}")
+    each = f" in each of {memory.processes} processes" if memory.processes > 1 else ""
+    return f"{', '.join(parts)}{each}; caches{'' if memory.activations else ' and activations'} come on top{free}"
+
+
+def _sampling_seconds(plan: Plan) -> tuple[float, bool]:
+    """Return how long sampling takes, and whether that is a bound because no stored response tells their length."""
+    speed = max((speed.sampled for speed in plan.speed), default=0.0)
+    drawn = [row for row in plan.sampling if row.missing]
+    tokens = sum((row.missing or 0) * (row.mean_tokens or row.most_tokens) for row in drawn)
+    return tokens * speed, any(row.mean_tokens is None for row in drawn)
+
+
+def _time_text(plan: Plan) -> str:
+    parts = []
+    seconds, is_bound = _sampling_seconds(plan)
+    if seconds:
+        parts.append(f"sampling {'at most' if is_bound else 'about'} {show_seconds(seconds)}")
+    speed = max((speed.trained for speed in plan.speed), default=0.0)
+    rows = [row for row in plan.training if row.most_tokens]
+    if speed and rows:
+        tokens = sum(row.steps * row.rows_per_step * (row.most_tokens or 0) for row in rows)
+        parts.append(f"training at most {show_seconds(tokens * speed)}")
+    if not parts:
+        return ""
+    return f"{', '.join(parts)} on this {plan.speed[0].device}: a guess, right within a factor of three or so"
+
+
+def _long_notes(plan: Plan) -> list[str]:
+    seconds, _ = _sampling_seconds(plan)
+    if seconds < LONG_SECONDS or plan.speed[0].device != "CPU":
+        return []
+    return [
+        f"Sampling may take {show_seconds(seconds)} on this CPU: lower `num_samples` or `sampling.max_new_tokens`, or "
+        "use a GPU."
+    ]
+
+
+def show_seconds(number: float) -> str:
+    """Return a duration for people, in its largest unit.
+
+    Example:
+        >>> show_seconds(20), show_seconds(3000), show_seconds(2e5), show_seconds(1e6)
+        ('20 s', '50 min', '56 h', '12 days')
+    """
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 3 * 86400)):
+        if number < most:
+            return f"{number / size:.0f} {unit}"
+    return f"{number / 86400:,.0f} days"
 
 
 def _disk_text(plan: Plan) -> str:

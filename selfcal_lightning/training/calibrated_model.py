@@ -47,9 +47,10 @@ from selfcal_lightning.models.quantization import (
     load_nf4_causal_lm,
 )
 from selfcal_lightning.models.sharded_loading import check_architecture
+from selfcal_lightning.models.speed import guess_speed
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
-from selfcal_lightning.training.memory_plan import name_model, plan_memory
+from selfcal_lightning.training.memory_plan import RowSizes, name_model, plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
 from selfcal_lightning.training.modules import ExportKind, ScoringModule
@@ -67,6 +68,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
     from transformers import PreTrainedModel
+
+QUERY_TOKENS = 16  # of the turns around a query
 
 PREFIX = "model."  # of the model's parameters in the module
 BESIDE_PREFIX = "beside_"  # of an adapter's name in PEFT, so that it is no part of the name of a layer
@@ -146,9 +149,33 @@ class CalibratedModel(ScoringModule, ABC):
         """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
-        device, adapters = trainer.strategy.root_device, 1 + len(self.beside)
-        memory = plan_memory(self.adapter, self.memory, trains=verb == "fit", device=device, adapters=adapters)
-        return Plan(model=(name_model(self.base_model, self.lora, tuple(self.beside)),), memory=(memory,))
+        trains, strategy = verb == "fit", trainer.strategy
+        device = strategy.root_device
+        memory = plan_memory(
+            self.adapter,
+            self.memory,
+            trains=trains,
+            device=device,
+            adapters=1 + len(self.beside),
+            shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
+            rows=self._row_sizes(data),
+        )
+        # Activated, the base model reads a row once, and the query is a small part of it.
+        passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
+        speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
+        return Plan(
+            model=(name_model(self.base_model, self.lora, tuple(self.beside)),),
+            memory=(memory,),
+            speed=() if speed is None else (speed.over(trainer.world_size),),
+        )
+
+    def _row_sizes(self, data: object) -> RowSizes | None:
+        """Return the tokens of a micro-batch at most, as far as the data module says how long rows may be."""
+        rows, most = getattr(data, "batch_size", None), getattr(data, "max_length", None)
+        if not isinstance(rows, int) or not isinstance(most, int):
+            return None
+        query = min(most, len(self.query) // 3 + QUERY_TOKENS) if self.activated else most
+        return RowSizes(rows * most, rows * query)
 
     def configure_model(self) -> None:
         """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""

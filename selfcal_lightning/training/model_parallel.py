@@ -139,10 +139,14 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         """Let Lightning hand over the optimiser states once the optimisers exist."""
         return True
 
+    @property
+    def shards(self) -> int:
+        """Processes over which the weights are divided."""
+        return self._group_size or self.num_nodes * self.num_processes
+
     def setup_environment(self) -> None:
         """Start the process group and the meshes: of all processes, and of those that share the weights."""
-        world_size = self.num_nodes * self.num_processes
-        size = world_size if self._group_size is None else self._group_size
+        world_size, size = self.num_nodes * self.num_processes, self.shards
         if world_size % size:
             raise InputError(
                 f"Expected `data_parallel_size` to divide the number of processes, {world_size}, but got {size}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import namedtuple
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from support.options import nested
 from support.ssc_pools import Pool
 from support.strategy_pools import make_entry
@@ -17,10 +19,24 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.plan import Place, Plan, Sampling, check_places, existing_folder, merge_plans
+from selfcal_lightning.core.plan import (
+    Place,
+    Plan,
+    Sampling,
+    Speed,
+    Training,
+    check_places,
+    existing_folder,
+    merge_plans,
+    show_seconds,
+)
 from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.models.folders import config_path
+from selfcal_lightning.models.folders import config_path, resolve_model
+from selfcal_lightning.models.sharded_loading import all_numbers, files_on_this_disk
+from selfcal_lightning.models.speed import SHARE_SAMPLING
+from selfcal_lightning.training.memory_plan import RowSizes, activation_bytes, plan_memory
+from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
 
 FAILED = 1
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
@@ -102,6 +118,42 @@ def test_other_verbs_that_sample_show_theirs(
     assert "responses 6 to sample, 0 are in" in plan
     assert engines == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_time_is_that_of_the_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("selfcal_lightning.models.speed.multiply_rate", lambda _: 1e9)
+    numbers = all_numbers(files_on_this_disk(resolve_model("bundled")) or pytest.fail("no bundled model"))
+    sampled = 2 * numbers / 1e9 / SHARE_SAMPLING * 64_000 * 1_024  # seconds, at most
+    run_generate(**nested(model="bundled", task="word_problems", store_dir="nowhere", check=True))
+    plan = words(capsys.readouterr().out)
+    assert f"sampling at most {show_seconds(sampled)} on this CPU" in plan
+    assert f"note Sampling may take {show_seconds(sampled)}" in plan
+    speed = Speed(sampled=1.0, trained=0.5, device="CPU")
+    stored = Plan(sampling=(Sampling("a", 100, stored=90, mean_tokens=2.0),), training=(Training(4, 10, 1, 2),))
+    text = str(merge_plans([stored, Plan(speed=(speed,))]))
+    assert "sampling about 20 s, training at most 40 s" in words(text)  # 10 of 2 tokens; 4 steps of 10 rows of 2
+    assert "note" not in text
+
+
+@pytest.mark.parametrize(("recomputes", "megabytes"), [(False, 5.8), (True, 0.44)])
+def test_activations_of_an_8b_model(tmp_path: Path, recomputes: bool, megabytes: float) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    config = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kept = activation_bytes(str(tmp_path), None, RowSizes(1000, 1000), width=2, recomputes=recomputes)
+    assert kept is not None
+    assert kept / 1000 / 1e6 == pytest.approx(megabytes, rel=0.02)  # counted: 5.8 MB a token without recomputation
+
+
+def test_sharding_divides_what_a_process_holds(tiny_model: str) -> None:
+    adapter, memory = AdapterSettings(tiny_model), MemorySettings()
+    whole, part = (
+        plan_memory(adapter, memory, trains=True, device=torch.device("cpu"), shards=shards) for shards in (1, 4)
+    )
+    assert whole.weights
+    assert whole.trained
+    assert (part.weights, part.trained) == (whole.weights // 4, whole.trained // 4)
+    assert "in each of 4 processes" in str(Plan(memory=(part,)))
 
 
 def test_a_run_draws_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -362,8 +362,18 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
     )
     name = BUNDLED_NAME if settings.model == resolve_model(BUNDLED_NAME) else settings.model
     model = name if settings.engine.adapter is None else f"{name} with the adapter {settings.engine.adapter}"
-    places = (Place("samples", settings.store_dir),)
-    return Plan((f"{model}, engine {settings.engine.name}",), tuple(counts), (sampling,), places=places)
+    speed = None
+    if not settings.engine.is_remote and sampling.missing:
+        from selfcal_lightning.models.speed import guess_speed  # loads PyTorch
+
+        speed = guess_speed(settings.model, revision=settings.engine.revision)
+    return Plan(
+        (f"{model}, engine {settings.engine.name}",),
+        tuple(counts),
+        (sampling,),
+        speed=() if speed is None else (speed,),
+        places=(Place("samples", settings.store_dir),),
+    )
 
 
 def _what_is_kept(store_dir: Path) -> str:

@@ -250,13 +250,13 @@ def _run_strategies(
         curves.append(run_strategies(test, sides, settings))
         with Stage(f"Summing up {name}"):
             report = report_on(test, curves[-1], settings)
-        if is_short:
-            show_briefly(report, console)
-        else:
+        if not is_short:
             show_strategies(report, console, num_reshuffles=settings.num_reshuffles)
         with Stage(f"Judging fitted thresholds on {name}"):
             judged += evaluate_given(test, thresholds, settings, console)
         reports.append(report)
+    if is_short:
+        show_briefly(reports, console)
     fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
     fitted += save_thresholds(curves[0], calibrated, folder / "fitted")
     with Stage("Drawing and writing"):

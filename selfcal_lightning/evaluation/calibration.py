@@ -112,8 +112,7 @@ def _compare(
     ]
     save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
-    for file, text in {"results.csv": comparison_csv(rows), "results.md": comparison_markdown(rows) + "\n"}.items():
-        write_atomically(folder / file, text.encode())
+    write_atomically(folder / "results.csv", comparison_csv(rows).encode())
     console = Console()
     on = (
         "The same responses, scored by both"
@@ -122,12 +121,17 @@ def _compare(
     )
     console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     keys: dict[str, Any] = {}
+    lines: list[str] = []
     for test, (pools, name) in pairs.items():
         found = result_keys(test, changes[test], pools, name=name)
-        console.print(_sample_line(test, *(summarise(pool, name=name) for pool in pools)))
         errors = " -> ".join(f"{found[f'own.{test}.ece_debiased.{side}']:.3f}" for side in SIDES)
-        console.print(f"{test}: ECE less what chance adds to it: {errors}")
+        summaries = [summarise(pool, name=name) for pool in pools]
+        lines += [_sample_line(test, *summaries), f"{test}: ECE less what chance adds to it: {errors}"]
+        if any(one.unreadable or one.without_confidence for one in summaries):
+            console.print(lines[-2], highlight=False)
         keys |= found
+    text = "\n".join([comparison_markdown(rows), "", *(f"- {line}" for line in lines), ""])
+    write_atomically(folder / "results.md", text.encode())
     return keys
 
 

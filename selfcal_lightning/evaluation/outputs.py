@@ -48,14 +48,17 @@ def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles:
         console.print(f"{report.test}: {note}", highlight=False)
 
 
-def show_briefly(report: StrategyReport, console: Console) -> None:
-    """Print one small table of a test set, and what a reader must know of it."""
-    size = f"{report.num_questions} questions, {report.width} samples each"
-    _print(console, f"Strategies on {report.test}: accuracy (samples used); {size}", short_table(report.budgets))
-    unreadable = [f"{side} {rate:.1%}" for side, rate in report.unreadable.items() if rate]
-    counted = [f"unreadable responses, counted as wrong: {', '.join(unreadable)}."] if unreadable else []
-    for note in [*counted, *report.notes]:
-        console.print(f"{report.test}: {note}", highlight=False)
+def show_briefly(reports: Sequence[StrategyReport], console: Console) -> None:
+    """Print one small table of all test sets, and what a reader must know of them."""
+    console.print(short_table({report.test: report.budgets for report in reports}))
+    notes: dict[str, list[str]] = {}
+    for report in reports:
+        unreadable = [f"{side} {rate:.1%}" for side, rate in report.unreadable.items() if rate]
+        counted = [f"unreadable responses, counted as wrong: {', '.join(unreadable)}."] if unreadable else []
+        for note in [*counted, *report.notes]:
+            notes.setdefault(note, []).append(report.test)
+    for note, tests in notes.items():
+        console.print(f"{', '.join(tests)}: {note}", highlight=False)
 
 
 def write_strategies(reports: Sequence[StrategyReport], folder: Path) -> list[str]:

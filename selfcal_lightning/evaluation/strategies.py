@@ -243,8 +243,11 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         savings=savings,
         consensus=[row for side, pool in test.pools.items() for row in consensus_rows(side, pool)],
         break_even=[] if settings.cost_tokens is None else break_even_rows(savings, settings.cost_tokens),
-        findings=[text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)],
-        notes=[*_bias_notes(scores), *_notes(test, settings, has_calibration=has_calibration)],
+        findings=[
+            *(text for side, rows in scores.items() for text in confidence_findings(side, rows, budgets)),
+            *_bias_notes(scores),
+        ],
+        notes=_notes(test, settings, has_calibration=has_calibration),
     )
 
 

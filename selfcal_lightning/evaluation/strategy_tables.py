@@ -129,22 +129,21 @@ def budget_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
         return [*accuracies, f"{at[shown].samples.value:.1f}", _coloured(text, change)]
 
     heads = ["strategy", *(f"≤{budget}" for budget in budgets), f"used at ≤{shown}", f"change at ≤{shown}"]
-    return _grouped(title, heads, rows, lambda row: row.budget, cells)
+    return _grouped(title, heads, [(row.budget, row) for row in rows], cells)
 
 
-def short_table(rows: Sequence[BudgetRow], *, title: str = "") -> Table:
-    """Return one budget only, all sides beside each other: accuracy and, in brackets, the samples really used."""
-    shown = headline(sorted({row.budget for row in rows}))
-    rows = [row for row in rows if row.budget == shown]
-    sides = list(dict.fromkeys(row.contender.side for row in rows))
+def short_table(tests: Mapping[str, Sequence[BudgetRow]]) -> Table:
+    """Return one budget only, a column for each test set and side: accuracy and, in brackets, the samples used."""
+    shown = headline(sorted({row.budget for rows in tests.values() for row in rows}))
+    placed = [((test, row.contender.side), row) for test, rows in tests.items() for row in rows if row.budget == shown]
+    places = list(dict(placed))
 
     def cell(row: BudgetRow) -> Text:
         return _coloured(f"{_number(row.accuracy.value)} ({row.samples.value:.1f})", row.change)
 
-    heads = ["strategy", *(f"{side}, ≤{shown} samples" for side in sides)]
-    return _grouped(
-        title, heads, rows, lambda row: row.contender.side, lambda at: [cell(at[s]) if s in at else DASH for s in sides]
-    )
+    heads = ["strategy", *(f"{test}, {side}" for test, side in places)]
+    title = f"Accuracy at no more than {shown} samples on average (samples used)"
+    return _grouped(title, heads, placed, lambda at: [cell(at[p]) if p in at else DASH for p in places])
 
 
 def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
@@ -160,7 +159,7 @@ def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
         end = _chosen(at[largest]) if has_chosen else _percent(at[largest].saving)
         return [*(_needed(at[target]) for target in targets), end]
 
-    return _grouped(title, heads, rows, lambda row: row.target, cells)
+    return _grouped(title, heads, [(row.target, row) for row in rows], cells)
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]], *, title: str = "") -> Table:
@@ -259,19 +258,16 @@ def contender_name(contender: Contender) -> str:
 def _grouped(
     title: str,
     heads: Sequence[str],
-    rows: Sequence[BudgetRow] | Sequence[SavingRow],
-    key: Callable[[Any], Any],
+    rows: Sequence[tuple[Any, BudgetRow | SavingRow]],
     cells: Callable[[Mapping[Any, Any]], Cells],
 ) -> Table:
-    """Return a line for each strategy, grouped by confidence; ``cells`` are made of its rows by ``key``."""
+    """Return a line for each strategy, grouped by confidence; ``cells`` are made of its rows by their keys."""
     groups: dict[str | None, dict[str, dict[Any, Any]]] = {}
-    for row in rows:
+    for key, row in rows:
         strategies = groups.setdefault(row.contender.confidence, {})
-        strategies.setdefault(row.contender.strategy, {})[key(row)] = row
+        strategies.setdefault(row.contender.strategy, {})[key] = row
     table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
     for name, strategies in groups.items():
-        if table.row_count:
-            table.add_section()
         table.add_row(Text("by votes alone" if name is None else f"by {name}", style="bold"))
         for strategy, at in strategies.items():
             table.add_row(f"  {strategy}", *cells(at))

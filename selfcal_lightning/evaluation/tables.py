@@ -88,11 +88,9 @@ def comparison_rows(changes: Mapping[str, Mapping[str, MetricChange]]) -> list[t
 def comparison_table(rows: Sequence[tuple[str, MetricChange]], *, title: str = "") -> Table:
     """Return the rows for the terminal, each on one line: green where better beyond its interval, red where worse."""
     table = rich_table(_HEADER, title=title, left=_HEADER[:2])
-    last_metric, has_splits = None, len({split for split, _ in rows}) > 1
+    last_metric = None
     for split, row in rows:
         is_first = row.metric != last_metric
-        if is_first and has_splits and last_metric is not None:
-            table.add_section()
         last_metric = row.metric
         before, after = (DASH if end.value is None else f"{end.value:.3f}" for end in (row.before, row.after))
         change = Text(format_estimate(row.change, signed=True), style=STYLES[is_better(row)])

@@ -140,7 +140,7 @@ def test_savings_without_calibration_show_their_interval() -> None:
 
 def test_short_table_has_a_column_a_side() -> None:
     other = budget_row(Contender("after", "early_stopping", "sequence_logprob_platt"), 4, 0.7, -0.5)
-    text = printed(short_table([*BUDGETS, other]))
+    text = printed(short_table({"id": [*BUDGETS, other]}))
     assert line_with(text, "early_stopping")[1:] == ["0.540", "(3.5)", "0.700", "(3.5)"]
     assert line_with(text, "self_consistency")[1:] == ["0.540", "(3.5)", "–"]
 

@@ -37,6 +37,7 @@ from selfcal_lightning.inference.choices import (
     load_fitted_files,
     promise_note,
     uncalibrated_note,
+    unreached_note,
 )
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource
@@ -240,6 +241,8 @@ def answer_questions(
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     if len(asked) > 1 or source.failed:
         say(summarise(answers.answers, failed=source.failed))
+    if (note := unreached_note(chosen, [one.verdict for one in answers.answers])) is not None:
+        say(note)
     if source.failed and all(one.answer is None for one in answers.answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
     return answers.answers

@@ -109,7 +109,7 @@ def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 @contextmanager
 def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
-    """Remove, when the block ends by an error or a signal, the log folders that this run made and never trained into.
+    """Remove, when the block ends by an error or a signal, the log folders that this run made and logged nothing into.
 
     A folder that was there before stays, and so does one of a run that goes on from a checkpoint.
     """
@@ -118,7 +118,8 @@ def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if trainer.is_global_zero and trainer.state.fn == TrainerFn.FITTING and trainer.global_step == 0:
+        is_empty = trainer.state.fn != TrainerFn.FITTING or trainer.global_step == 0  # other verbs log at their end
+        if trainer.is_global_zero and is_empty:
             for logger in trainer.loggers:
                 logger.finalize("failed")
             for folder in set(folders) - before:

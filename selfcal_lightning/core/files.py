@@ -202,6 +202,18 @@ class UnreadableJSONError(InputError):
         self.reason, self.line = reason, line
 
 
+class _RepeatedKeyError(Exception):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):  # Python would keep the last value without a word
+        names = [name for name, _ in pairs]
+        raise _RepeatedKeyError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
 def parse_json(content: bytes | str, *, origin: str) -> Any:
     """Parse JSON text.
 
@@ -211,7 +223,10 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
     """
     line = None
     try:
-        return json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        return json.loads(text, object_pairs_hook=_object)
+    except _RepeatedKeyError as error:
+        reason = f"the key {error.args[0]!r} twice in one object"
     except json.JSONDecodeError as error:
         where = "" if error.lineno == 1 else f"line {error.lineno}, "
         reason, line = f"{error.msg.removesuffix(' at')} at {where}column {error.colno}", error.lineno

@@ -20,12 +20,13 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.metrics.arrays import STOPPING_THRESHOLD
 from selfcal_lightning.models.chat_format import Prompt, same_prompt, stated_prompt
 from selfcal_lightning.models.folders import MANIFEST, read_manifest, resolve_model
-from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.records import SamplingSettings, Verdict
 
 DEFAULT_STRATEGY = "early_stopping"
 # Of the answers of the bundled model with the demo's adapter that stop there, 78 % are right (100 calibration questions
 # x 8 samples, in 50 orders), and the accuracy of eight samples weighted by it is kept by five.
 DEFAULT_THRESHOLD = 0.7
+FEW_QUESTIONS = 4  # of fewer, nobody wonders that none reached a threshold
 
 
 def choose_strategy(
@@ -142,6 +143,19 @@ def promise_note(fitted: FittedThreshold) -> str:
     """Say what a threshold guarantees, and which of its conditions cannot be checked here."""
     unknown = " How its calibration responses were sampled is not known, so see that answers are sampled likewise."
     return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
+
+
+def unreached_note(strategy: Strategy, verdicts: Sequence[Verdict]) -> str | None:
+    """Return what to do where no confidence is high enough to stop, so that a threshold saves nothing."""
+    threshold = getattr(strategy, "threshold", None)
+    if threshold is None or len(verdicts) < FEW_QUESTIONS or any(verdict.stopped_early for verdict in verdicts):
+        return None
+    highest = max((verdict.confidence for verdict in verdicts if verdict.confidence is not None), default=None)
+    seen = "no answer had a confidence" if highest is None else f"the highest confidence was {highest:.2f}"
+    return (
+        f"No question reached the threshold {threshold:g} at which sampling stops ({seen}), so each took all its "
+        "samples. Lower --threshold, or let `selfcal fit-threshold` choose one."
+    )
 
 
 def uncalibrated_note(model: str, adapter: str | None, strategy: Strategy) -> str | None:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import pytest
 
 from selfcal_lightning.cli import VERBS, run
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.last_resort import explain
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import config_path
@@ -273,6 +274,20 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     assert last.startswith("selfcal fit: stopped by Ctrl-C. Complete samples are kept")
     assert "training begins anew, since no ModelCheckpoint" in last
     assert "Traceback" not in shown
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_failed_test_leaves_no_empty_logs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise InputError("Expected something else.")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", fail)
+    small = ["--data.test", "[{task: word_problems, split: test_id, limit: 2}]", "--data.num_samples", "2"]
+    assert status_of(["test", "--config", config_path("demo.yaml"), *small]) != 0
+    assert "Expected something else" in capsys.readouterr().err
     assert not list(tmp_path.rglob("version_*"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.line_format import read_pool
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import take_part
@@ -148,3 +149,16 @@ def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
     assert {question.text for question in shuffled} == texts["validation"]
     with pytest.raises(ValueError, match=r"at least 10 different questions .*but got 3"):
         take_part(parts["train"][:3], "train")
+
+
+@pytest.mark.parametrize("line", ["a\0b", "[1, 2]", "7", "null", '{"a": 1}'])
+def test_what_is_no_text_is_no_question(tmp_path: Path, line: str) -> None:
+    (tmp_path / "q.txt").write_text(f"One?\n{line}\n")
+    with pytest.raises(InputError, match=r"q\.txt:2: .*plain text"):
+        asked(tmp_path / "q.txt")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text('{"question": "One?", "id": "a", "id": "b"}\n')
+    with pytest.raises(InputError, match="'id' twice"):
+        asked(tmp_path / "q.jsonl")

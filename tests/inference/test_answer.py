@@ -25,7 +25,7 @@ from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
-from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note
+from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note, unreached_note
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.threshold_fitting import fit_budget_threshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
@@ -403,3 +403,15 @@ def test_vllm_answers_as_transformers_does(tmp_path: Path) -> None:
         assert verdict.stopped_early == (verdict.confidence is not None and verdict.confidence >= 0.8)
         assert verdict.samples_used <= verdict.samples_generated <= 4
         assert verdict.tokens_used <= verdict.tokens_generated
+
+
+def test_a_threshold_that_no_answer_reaches_is_told() -> None:
+    def verdicts(*stopped: bool) -> list[Verdict]:
+        return [Verdict("q", "4", 0.2, None, 16, stopped_early=early) for early in stopped]
+
+    strategy = EarlyStopping(threshold=0.7)
+    note = str(unreached_note(strategy, verdicts(False, False, False, False)))
+    assert "threshold 0.7" in note
+    assert "the highest confidence was 0.20" in note
+    assert unreached_note(strategy, verdicts(False, False, True, False)) is None
+    assert unreached_note(strategy, verdicts(False)) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError, did_you_mean
-from selfcal_lightning.core.files import line_error, parse_json, read_json_lines
+from selfcal_lightning.core.files import UnreadableJSONError, line_error, parse_json, read_json_lines
 
 Row = Mapping[str, Any]
 
@@ -357,8 +357,18 @@ def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
             endings = " or ".join(JSON_ENDINGS)
             expected = f"a question in plain text (JSON lines belong into a file ending in {endings})"
             raise line_error(file, number, expected, line)
+        if "\0" in line or _is_json(line):
+            raise line_error(file, number, "a question in plain text", repr(line))
         if line.strip():
             yield number, {"question": line.strip()}
+
+
+def _is_json(line: str) -> bool:
+    """Return whether a line is a number, a list, null or the like, and hence of a damaged or misnamed file."""
+    try:
+        return not isinstance(parse_json(line, origin="the line"), str)
+    except UnreadableJSONError:
+        return False
 
 
 def _listed() -> str:

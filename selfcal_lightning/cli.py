@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import os
 import select
 import sys
@@ -33,6 +34,7 @@ class Verb(NamedTuple):
     text: str
     function: str | None
     kept: str = NOTHING_WRITTEN
+    places: tuple[str, ...] = ()  # options whose names may be left out, at the beginning
 
     def load(self) -> Callable[..., Any]:
         """Import the function."""
@@ -53,6 +55,7 @@ GROUPS = {
             "answer.run_answer",
             "The answers above stand; the same command asks all questions again.",
         ),
+        "view": Verb("look at every question and response in one HTML file", "view.run_view", places=("path", "other")),
         "evaluate": Verb(
             "measure calibration, votes and strategies of models or recorded pools",
             "evaluate.run_evaluate",
@@ -194,7 +197,15 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
     )
 
 
+def with_names(verb: str, arguments: list[str]) -> list[str]:
+    """Return the arguments with the names of those that stand first without one."""
+    plain = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[: len(VERBS[verb].places)]))
+    pairs = zip(VERBS[verb].places, plain, strict=False)
+    return [word for name, value in pairs for word in (f"--{name}", value)] + arguments[len(plain) :]
+
+
 def _run_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
+    arguments = with_names(verb, arguments)
     check_nesting(arguments)
     check_files(arguments)
     for path in config_files(arguments):
@@ -225,6 +236,10 @@ def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> No
     importlib.import_module("selfcal_lightning.commands.lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
         sys.stdout.write(what_next(prepared.case))
+        folder = prepared.case.folder
+        from selfcal_lightning.commands.view import run_view
+
+        run_view(str(folder / "samples"), output=str(folder / "report.html"))
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:

@@ -17,7 +17,7 @@ from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
-from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, reads_texts, settings_json
+from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, settings_json
 from selfcal_lightning.evaluation.inputs import (
     Inputs,
     PoolSource,
@@ -32,7 +32,9 @@ from selfcal_lightning.evaluation.inputs import (
     trained_on,
     unlike_training,
 )
+from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
+from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
 from selfcal_lightning.evaluation.plan import (
     RESULTS,
@@ -189,13 +191,12 @@ def run_evaluate(
         return {}
     open_evaluation_folder(folder, _plain(arguments))
     if pools is not None:
-        inputs = read_pools(*sources, texts=reads_texts(settings.strategies))
+        inputs = read_pools(*sources, texts=True)
         if (sentence := sides_apart(inputs)) is not None:
             say(sentence)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        texts = reads_texts(settings.strategies)
-        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=texts)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=True)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     for key, shared in ({} if pools is not None else trained_on(inputs, sampled.sides)).items():
         test, _, side = key.rpartition(".")
@@ -222,6 +223,11 @@ def run_evaluate(
                 inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
             )
     write_atomically(folder / RESULTS, to_json(results))
+    systems = list(dict.fromkeys(name for pools in inputs.tests.values() for name in pools))
+    if len(systems) <= len(SIDES):
+        title = f"Evaluation of {' and '.join(systems)}"
+        with Stage("Writing the report"):
+            write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
     _say_where(folder, results)
     return results
 
@@ -301,5 +307,5 @@ def _say_where(folder: Path, results: Mapping[str, Any]) -> None:
     console = Console()
     for sentence in verdict(results):
         console.print(sentence, highlight=False, style="bold")
-    first = [name for name in ("results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
+    first = [name for name in (REPORT, "results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
     console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)

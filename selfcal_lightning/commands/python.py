@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.rows import JSON_ENDINGS, PARQUET_ENDING, QuestionRow, check_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
+from selfcal_lightning.evaluation.page import REPORT
+from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
 from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import Prompt
@@ -55,6 +58,14 @@ class Calibration:
         """The sampled responses, opened for reading."""
         return SampleStore(self.store_dir)
 
+    def __repr__(self) -> str:
+        shown = {"ECE": "val/calibration/ECE", "AUROC": "val/calibration/AUROC"}
+        numbers = [f"{name} {self.metrics[key]:.3f}" for name, key in shown.items() if key in self.metrics]
+        return f"Calibration({', '.join([self.model, f'adapter={self.adapter}', *numbers])})"
+
+    def _repr_html_(self) -> str:
+        return _html_rows({"model": self.model, "adapter": self.adapter, "samples": self.store_dir, **self.metrics})
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -67,6 +78,20 @@ class Evaluation:
 
     output_dir: Path
     results: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self.output_dir}: {' '.join(verdict(self.results)) or f'{len(self.results)} results'})"
+
+    def _repr_html_(self) -> str:
+        rows = {f"{number}.": sentence for number, sentence in enumerate(verdict(self.results), start=1)}
+        return _html_rows({**rows, "look at": self.output_dir / REPORT})
+
+
+def _html_rows(rows: Mapping[str, object]) -> str:
+    """Return names and values as a table for a notebook."""
+    shown = {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in rows.items()}
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in shown.items())
+    return f"<table>{''.join(cells)}</table>"
 
 
 def calibrate(

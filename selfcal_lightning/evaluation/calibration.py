@@ -66,13 +66,23 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
         if len(sides) == len(SIDES) and name is not None and num_resamples:
             pairs[test] = [pool.entries for pool in sides.values()], name
             continue
-        for side, pool in sides.items():
-            keys |= summary_keys(test, side, pool.entries, name=name)
-            if name is None or not num_resamples:
-                keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
-            else:
-                keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
+        keys |= pool_keys(test, sides, name, num_resamples=num_resamples)
     return keys | (_compare(pairs, inputs.same_texts, folder, num_resamples=num_resamples) if pairs else {})
+
+
+def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *, num_resamples: int) -> dict[str, Any]:
+    """Return the keys of one test set: the comparison of two sides by the confidence ``name``, or each by itself."""
+    if len(pools) == len(SIDES) and name is not None and num_resamples:
+        pair = [pool.entries for pool in pools.values()]
+        return result_keys(test, compare_pools(*pair, name=name, num_resamples=num_resamples), pair, name=name)
+    keys: dict[str, Any] = {}
+    for side, pool in pools.items():
+        keys |= summary_keys(test, side, pool.entries, name=name)
+        if name is None or not num_resamples:
+            keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
+        else:
+            keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
+    return keys
 
 
 def own_confidence(pools: Sequence[RecordedPool]) -> str | None:

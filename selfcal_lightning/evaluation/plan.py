@@ -27,6 +27,7 @@ from selfcal_lightning.evaluation.inputs import (
     check_pools,
     sampling_run,
 )
+from selfcal_lightning.evaluation.page import REPORT
 from selfcal_lightning.evaluation.test_set import check_budgets
 from selfcal_lightning.inference.thresholds import FittedThreshold
 
@@ -109,8 +110,8 @@ FORMAT = "selfcal_lightning.evaluation"
 RESULTS = "results.json"
 # Everything that an evaluation writes beside the samples, whose stores look after themselves.
 WRITTEN = (
-    ARGUMENTS, RESULTS, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png", "strategies.md",
-    "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",
+    ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
+    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -65,6 +66,13 @@ class Answer:
     def stopped(self) -> Literal["early", "budget"]:
         """What ended sampling: the strategy's rule, or the budget."""
         return "early" if self.verdict.stopped_early else "budget"
+
+    def __repr__(self) -> str:
+        sure = "none" if self.confidence is None else f"{self.confidence:.3f}"
+        return f"Answer({self.question.id!r}: {self.answer!r}, confidence {sure}, {self.samples_used} samples)"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.as_text())}</pre>"
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON types; a withheld one is null."""

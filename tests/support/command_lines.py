@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.cli import parse_function
+from selfcal_lightning.cli import parse_function, with_names
 
 ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
 
 
 def given_to(verb: str, arguments: list[str]) -> dict[str, Any]:
     """Return what a verb's function would be called with."""
-    return parse_function(verb, arguments)[1]
+    return parse_function(verb, with_names(verb, arguments))[1]
 
 
 def instantiated(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,0 +1,262 @@
+// The report: draws the index, filters questions and shows one of them. Texts are set as text, never as markup.
+const unpack = async (id) => {
+  const bytes = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+};
+const el = (name, attributes = {}, ...children) => {
+  const node = name.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
+    : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes))
+    key.startsWith("on") ? node.addEventListener(key.slice(2), value) : node.setAttribute(key, value);
+  node.append(...children.map((child) => (typeof child === "number" ? String(child) : child)));
+  return node;
+};
+const $ = (id) => document.getElementById(id);
+const show = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
+
+const index = await unpack("index");
+const { systems, tests, confidences, questions } = index;
+const state = { test: -1, confidence: 0, search: "", verdict: "", low: 0, high: 1, agreement: 1, order: "wrong", bin: null, at: -1 };
+const PAGE = 100;
+let found = [], shown = PAGE;
+
+// ---- votes. A run is {a: answer of each sample (-1: unreadable), c: 1, 0 or -1, p: confidences by name, n, f}.
+function vote(run, count, weights) {
+  const sums = new Map();
+  for (let i = 0; i < Math.min(count, run.a.length); i++) {
+    if (run.a[i] < 0) continue;
+    const weight = weights ? weights[i] ?? 0 : 1;
+    const group = sums.get(run.a[i]) ?? { answer: run.a[i], votes: 0, weight: 0, correct: run.c[i], samples: [] };
+    group.votes += 1; group.weight += weight; group.samples.push(i);
+    sums.set(run.a[i], group);
+  }
+  return [...sums.values()].sort((x, y) => y.weight - x.weight || y.votes - x.votes);
+}
+const weightsOf = (run) => run.p[state.confidence];
+function summarise(question) {
+  question.now = question.s.map((run) => {
+    if (!run) return null;
+    const groups = vote(run, run.a.length, weightsOf(run)), best = groups[0];
+    const total = groups.reduce((sum, group) => sum + group.weight, 0);
+    const values = best ? best.samples.map((i) => weightsOf(run)?.[i]).filter((v) => v !== null && v !== undefined) : [];
+    return {
+      best: best ?? null, correct: best ? best.correct : run.c.includes(-1) ? -1 : 0,
+      sure: values.length ? values.reduce((a, b) => a + b, 0) / values.length : null,
+      share: best && total ? best.weight / total : 0, agreement: best ? best.votes / run.a.length : 0,
+    };
+  });
+}
+
+// ---- filters
+const last = (question) => question.now.findLast((one) => one !== null);
+const flipped = (question) => question.now.length > 1 && question.now[0] && question.now[1] &&
+  question.now[0].correct !== question.now[1].correct;
+function passes(question) {
+  const end = last(question);
+  if (!end || (state.test >= 0 && question.t !== state.test)) return false;
+  if (state.verdict === "flipped" ? !flipped(question) : state.verdict !== "" && end.correct !== Number(state.verdict)) return false;
+  if (end.sure !== null && (end.sure < state.low || end.sure > state.high)) return false;
+  if (end.agreement > state.agreement) return false;
+  if (state.bin && !inBin(question)) return false;
+  return state.search === "" || question.q.toLowerCase().includes(state.search) || question.id.toLowerCase().includes(state.search);
+}
+function inBin(question) {
+  const run = question.s[state.bin.system];
+  return run && (weightsOf(run) ?? []).some((value) => value !== null && binOf(value) === state.bin.bin);
+}
+const ORDERS = {
+  wrong: (q) => { const end = last(q); return (end.correct === 0 ? 2 : end.correct === 1 ? 0 : 1) + (end.sure ?? 0) * (end.correct === 0 ? 1 : -1); },
+  unsure: (q) => -Math.abs((last(q).sure ?? 0.5) - 0.5), split: (q) => -last(q).agreement, order: () => 0,
+};
+function refresh() {
+  const key = ORDERS[state.order];
+  found = questions.filter(passes).map((question) => [key(question), question]).sort((x, y) => y[0] - x[0]).map((pair) => pair[1]);
+  shown = PAGE;
+  drawList();
+}
+function drawList() {
+  $("count").textContent = `${found.length.toLocaleString("en")} of ${questions.length.toLocaleString("en")} questions` +
+    (state.bin ? `, with a response in [${(state.bin.bin / 10).toFixed(1)}, ${((state.bin.bin + 1) / 10).toFixed(1)}]` : "");
+  $("list").replaceChildren(...found.slice(0, shown).map((question, place) => {
+    const marks = question.now.map((one, system) => one === null ? "" : el("span", { class: mark(one.correct) },
+      ` ${sign(one.correct)} ${show(one.sure, 2)}${systems.length > 1 && system === 0 ? " →" : ""}`));
+    return el("li", { role: "option", tabindex: 0, "aria-selected": place === state.at, onclick: () => open(place) },
+      el("span", { class: "q" }, question.q), ...marks, el("span", { class: "soft" }, ` ${tests[question.t]}`));
+  }));
+  $("more").hidden = found.length <= shown;
+}
+const sign = (correct) => (correct === 1 ? "✓" : correct === 0 ? "✗" : "?");
+const mark = (correct) => (correct === 1 ? "right" : correct === 0 ? "wrong" : "soft");
+
+// ---- one question
+const chunks = new Map();
+async function textsOf(question) {
+  if (index.redacted) return null;
+  const number = Math.floor(question.i / index.chunk);
+  if (!chunks.has(number)) chunks.set(number, unpack(`c${number}`));
+  return (await chunks.get(number))[question.i % index.chunk];
+}
+async function open(place) {
+  if (place < 0 || place >= found.length) return;
+  if (place >= shown) shown = place + PAGE;
+  state.at = place;
+  drawList();
+  $("list").children[place].scrollIntoView({ block: "nearest" });
+  const question = found[place], texts = await textsOf(question);
+  const most = Math.max(...question.s.map((run) => (run ? run.a.length : 0)));
+  const slider = el("input", { type: "range", min: 1, max: most, value: most, id: "slider", oninput: draw });
+  const threshold = el("input", { type: "number", min: 0, max: 1, step: 0.01, value: index.threshold, id: "threshold", oninput: draw });
+  const body = el("div", { class: "columns" });
+  function draw() {
+    $("seen").textContent = slider.value;
+    body.replaceChildren(...question.s.map((run, system) => run
+      ? drawRun(question, run, system, Number(slider.value), Number(threshold.value), texts?.s[system]) : el("section")));
+  }
+  $("detail").replaceChildren(
+    el("h2", {}, question.id), el("div", { class: "text" }, texts ? texts.q : question.q),
+    el("p", {}, "Reference: ", el("b", {}, question.r ?? "unknown")), why(question),
+    el("div", { class: "filters" }, el("label", {}, el("span", {}, "samples seen: ", el("b", { id: "seen" })), slider),
+      el("label", {}, "stop at a confidence of", threshold)), body);
+  draw();
+}
+function why(question) {
+  if (!flipped(question)) return "";
+  const [before, after] = question.now;
+  const name = (one) => (one.best ? question.a[one.best.answer] : "nothing");
+  const same = before.best && after.best && before.best.votes === after.best.votes;
+  return el("p", { id: "why" }, `${systems[0]} answers ${name(before)} ${sign(before.correct)}, ${systems[1]} answers ${name(after)} ` +
+    `${sign(after.correct)}: ${same ? "the votes are as many, " : ""}their weights changed from ${show(before.share, 2)} to ${show(after.share, 2)} of all.`);
+}
+function drawRun(question, run, system, seen, threshold, texts) {
+  const weights = weightsOf(run), groups = vote(run, seen, weights);
+  const total = groups.reduce((sum, group) => sum + group.weight, 0) || 1;
+  const stop = (weights ?? []).findIndex((value, i) => i < seen && run.a[i] >= 0 && value !== null && value >= threshold);
+  const rule = stop >= 0
+    ? `Stops after sample ${stop + 1} with ${question.a[run.a[stop]]} ${sign(run.c[stop])}`
+    : `Does not stop within ${seen}; the vote is ${groups[0] ? `${question.a[groups[0].answer]} ${sign(groups[0].correct)}` : "empty"}`;
+  return el("section", {},
+    el("h2", { class: `s${system}` }, systems[system]), el("p", { class: "rule" }, rule),
+    el("table", {}, el("tr", {}, ...["answer", "votes", "weight"].map((name) => el("th", {}, name))),
+      ...groups.map((group) => el("tr", {},
+        el("td", { class: mark(group.correct) }, `${sign(group.correct)} ${question.a[group.answer]}`), el("td", {}, group.votes),
+        el("td", { class: `s${system}` }, el("span", { class: "bar", style: `width:${(group.weight / total) * 4}rem` }), ` ${show(group.weight / total, 2)}`)))),
+    ...run.a.map((answer, i) => el("details", { class: i < seen ? "" : "unseen" },
+      el("summary", {}, `${i + 1}. `, el("span", { class: mark(run.c[i]) }, `${sign(run.c[i])} ${answer < 0 ? "unreadable" : question.a[answer]}`),
+        el("span", { class: "soft" }, ` ${confidences.map((name, k) => `${name} ${show(run.p[k]?.[i])}`).join(", ")}` +
+          `${run.n[i] === null ? "" : `, ${run.n[i]} tokens`}${run.f[i] ? ", cut" : ""}`)),
+      el("div", { class: "text" }, texts ? texts[i] : "texts were left out (--redact)"))));
+}
+
+// ---- plots
+const SIZE = { w: 300, h: 240, l: 36, b: 30, t: 8, r: 16 };
+const px = (x) => SIZE.l + x * (SIZE.w - SIZE.l - SIZE.r), py = (y) => SIZE.h - SIZE.b - y * (SIZE.h - SIZE.b - SIZE.t);
+function frame(xlabel, ylabel, xticks, yticks, ...marks) {
+  return el("svg:svg", { viewBox: `0 0 ${SIZE.w} ${SIZE.h}`, role: "img", "aria-label": `${ylabel} over ${xlabel}` },
+    ...yticks.map(([y, text]) => el("svg:g", {}, el("svg:line", { class: "grid", x1: px(0), x2: px(1), y1: py(y), y2: py(y) }),
+      el("svg:text", { x: SIZE.l - 4, y: py(y) + 4, "text-anchor": "end" }, text))),
+    ...xticks.map(([x, text]) => el("svg:text", { x: px(x), y: SIZE.h - 14, "text-anchor": "middle" }, text)),
+    el("svg:text", { x: px(0.5), y: SIZE.h - 1, "text-anchor": "middle" }, xlabel), ...marks);
+}
+const TICKS = [0, 0.25, 0.5, 0.75, 1].map((x) => [x, x.toFixed(2)]);
+const EDGES = Array.from({ length: 10 }, (_, bin) => bin * 0.1);
+const binOf = (value) => { let bin = 9; while (bin > 0 && value < EDGES[bin]) bin -= 1; return bin; };
+function responses(system) {
+  const rows = [];
+  for (const question of questions) {
+    const run = question.s[system];
+    if (!run || (state.test >= 0 && question.t !== state.test)) continue;
+    run.a.forEach((_, i) => { const value = weightsOf(run)?.[i]; if (value !== null && value !== undefined && run.c[i] >= 0) rows.push([value, run.c[i]]); });
+  }
+  return rows;
+}
+function drawPlots() {
+  const all = systems.map((_, system) => responses(system));
+  const bins = all.map((rows) => {
+    const sums = Array.from({ length: 10 }, () => ({ count: 0, correct: 0, sure: 0 }));
+    for (const [value, correct] of rows) { const bin = sums[binOf(value)]; bin.count += 1; bin.correct += correct; bin.sure += value; }
+    return sums;
+  });
+  const width = (px(0.1) - px(0)) / systems.length;
+  const reliability = frame("confidence", "share right", TICKS, TICKS, el("svg:line", { class: "axis", x1: px(0), y1: py(0), x2: px(1), y2: py(1) }),
+    ...bins.flatMap((sums, system) => sums.map((bin, number) => bin.count === 0 ? "" : el("svg:rect", {
+      class: `bin s${system}`, tabindex: 0, x: px(number / 10) + system * width, width: width - 1, y: py(bin.correct / bin.count),
+      height: py(0) - py(bin.correct / bin.count) + 1, "data-bin": number, "data-system": system,
+      onclick: () => choose(system, number), onkeydown: (event) => { if (event.key === "Enter") choose(system, number); },
+    }, el("svg:title", {}, `${systems[system]}: ${bin.count} responses, confidence ${show(bin.sure / bin.count)}, right ${show(bin.correct / bin.count)}`)))));
+  const risk = all.map((rows, system) => {
+    const order = [...rows].sort((x, y) => y[0] - x[0]), points = [], step = Math.max(1, Math.floor(order.length / 200));
+    let wrong = 0;
+    order.forEach(([, correct], i) => { wrong += 1 - correct; if (i % step === 0 || i === order.length - 1) points.push([(i + 1) / order.length, wrong / (i + 1)]); });
+    return line(points, `s${system}`);
+  });
+  const most = Math.max(1, ...questions.flatMap((question) => question.s.map((run) => (run ? run.a.length : 0))));
+  const votes = systems.flatMap((_, system) => [true, false].map((weighted) => {
+    const points = [];
+    for (let count = 1; count <= most; count *= 2) {
+      let right = 0, number = 0;
+      for (const question of questions) {
+        const run = question.s[system];
+        if (!run || (state.test >= 0 && question.t !== state.test) || run.c.includes(-1)) continue;
+        number += 1; right += vote(run, count, weighted ? weightsOf(run) : null)[0]?.correct === 1;
+      }
+      if (number) points.push([most === 1 ? 0 : Math.log2(count) / Math.log2(most), right / number]);
+    }
+    return line(points, `s${system}${weighted ? "" : " dashed"}`);
+  }));
+  const counts = []; for (let count = 1; count <= most; count *= 2) counts.push([most === 1 ? 0 : Math.log2(count) / Math.log2(most), String(count)]);
+  const caption = (text) => el("figcaption", {}, text);
+  $("plots").replaceChildren(
+    el("figure", {}, caption("Reliability (click a bar for its responses)"), reliability),
+    el("figure", {}, caption("Risk of the most confident responses"), frame("share answered", "share wrong", TICKS, TICKS, ...risk)),
+    el("figure", {}, caption("Accuracy of votes, in recorded order: weighted, plain (dashed)"), frame("samples", "accuracy", counts, TICKS, ...votes)));
+}
+const line = (points, kind) => el("svg:polyline", { class: `line ${kind}`, points: points.map(([x, y]) => `${px(x)},${py(y)}`).join(" ") });
+function choose(system, bin) {
+  state.bin = state.bin && state.bin.system === system && state.bin.bin === bin ? null : { system, bin };
+  refresh();
+}
+
+// ---- the page
+function numbers() {
+  const head = ["test", "system", "questions", "responses", "right", "ECE", "AUROC", "Brier"];
+  return el("table", { id: "numbers" }, el("tr", {}, ...head.map((name) => el("th", {}, name))), ...index.numbers.map((row) =>
+    el("tr", {}, ...[row.test, row.system, row.questions, row.responses].map((value) => el("td", {}, value)),
+      ...["pass_at_1", "ece", "auroc", "brier"].map((name) => {
+        const [value, low, high] = row[name] ?? [null, null, null];
+        return el("td", { "data-key": `own.${row.test}.${name}.${row.system}` }, show(value),
+          el("span", { class: "soft" }, low === null || low === undefined ? "" : ` [${show(low)}, ${show(high)}]`));
+      }))));
+}
+function choice(name, id, options, change) {
+  return el("label", {}, name, el("select", { id, onchange: (event) => change(event.target.value) },
+    ...options.map(([value, text]) => el("option", { value }, text))));
+}
+function number(name, id, key, value) {
+  return el("label", {}, name, el("input", { type: "number", min: 0, max: 1, step: 0.05, value, id,
+    oninput: (event) => { state[key] = Number(event.target.value); refresh(); } }));
+}
+document.getElementById("app").replaceChildren(
+  el("h1", {}, index.title), ...index.sentences.map((text) => el("p", { class: "verdict" }, text)),
+  el("p", { class: "soft" }, ...systems.map((name, system) => el("span", { class: `s${system}` }, `■ ${name}  `)), index.made),
+  numbers(), el("div", { id: "plots", class: "plots" }),
+  el("div", { class: "filters" },
+    el("label", {}, "search ( / )", el("input", { type: "search", id: "search", oninput: (event) => { state.search = event.target.value.toLowerCase(); refresh(); } })),
+    choice("test", "test", [[-1, "all"], ...tests.map((name, i) => [i, name])], (value) => { state.test = Number(value); drawPlots(); refresh(); }),
+    choice("verdict", "verdict", [["", "all"], ["0", "wrong"], ["1", "right"], ...(systems.length > 1 ? [["flipped", "flipped"]] : [])], (value) => { state.verdict = value; refresh(); }),
+    number("confidence from", "low", "low", 0), number("to", "high", "high", 1), number("agreement up to", "agreement", "agreement", 1),
+    choice("order", "order", [["wrong", "confidently wrong first"], ["unsure", "least sure first"], ["split", "most split first"], ["order", "as recorded"]], (value) => { state.order = value; refresh(); }),
+    ...(confidences.length > 1 ? [choice("confidence", "confidence", confidences.map((name, i) => [i, name]), (value) => { state.confidence = Number(value); questions.forEach(summarise); drawPlots(); refresh(); })] : []),
+    el("span", { id: "count", class: "soft", "aria-live": "polite" })),
+  el("main", {}, el("div", {}, el("ul", { id: "list", role: "listbox" }), el("button", { id: "more", onclick: () => { shown += PAGE; drawList(); } }, "more")),
+    el("div", { id: "detail" }, el("p", { class: "soft" }, "Choose a question (j and k go down and up)."))));
+document.addEventListener("keydown", (event) => {
+  if (event.target instanceof HTMLInputElement && event.key !== "Escape") return;
+  if (event.key === "/") { event.preventDefault(); $("search").focus(); }
+  else if (event.key === "Escape") event.target.blur();
+  else if (event.key === "j" || event.key === "k") open(Math.max(0, state.at + (event.key === "j" ? 1 : -1)));
+  else if (event.key === "Enter" && event.target.matches("#list li")) event.target.click();
+});
+questions.forEach((question, i) => { question.i = i; summarise(question); });
+drawPlots();
+refresh();

@@ -1,0 +1,161 @@
+"""The report page: what it holds, what it must not let through, and how it behaves in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.options import nested
+
+from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.view import run_view
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.page import write_page
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+CHROMIUM = Path("/usr/bin/chromium")
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+
+
+def samples(question: str, *rows: tuple[str, bool, float], text: str = HOSTILE) -> QuestionSamples:
+    asked = Question(
+        question, "local_number", (Message("user", f"{question} {HOSTILE}"),), "4", f"{question} {HOSTILE}"
+    )
+    return QuestionSamples(
+        asked,
+        tuple(
+            Sample(question, index, 0, text, None, "stop", answer, right, yes_mass=p, no_mass=1 - p, num_tokens=5)
+            for index, (answer, right, p) in enumerate(rows)
+        ),
+        "test",
+    )
+
+
+def systems() -> dict[str, dict[str, RecordedPool]]:
+    before = [
+        samples("sure and wrong", ("5", False, 0.95), ("5", False, 0.9), ("4", True, 0.2)),
+        samples("mended", ("5", False, 0.8), ("5", False, 0.7), ("4", True, 0.6)),
+        samples("long", ("4", True, 0.9), ("4", True, 0.8), ("4", True, 0.7), text="x" * 1_000_000),
+    ]
+    after = [
+        samples("sure and wrong", ("5", False, 0.9), ("5", False, 0.9), ("4", True, 0.3)),
+        samples("mended", ("5", False, 0.2), ("5", False, 0.2), ("4", True, 0.9)),
+        samples("long", ("4", True, 0.9), ("4", True, 0.8), ("4", True, 0.7), text="x" * 1_000_000),
+    ]
+    return {"id": {"before": RecordedPool(tuple(before)), "after": RecordedPool(tuple(after))}}
+
+
+def packed(page: str, name: str) -> Any:
+    (found,) = re.findall(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)
+    return json.loads(gzip.decompress(base64.b64decode(found)))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(file, systems(), {"own.id.ece.before": 0.25}, title=HOSTILE, sentences=[HOSTILE])
+    return file
+
+
+def test_texts_are_never_markup_and_one_script_may_run(page: Path) -> None:
+    text = page.read_text()
+    assert "taken" not in text.replace(HOSTILE.translate({60: "&lt;", 62: "&gt;", 34: "&quot;", 39: "&#x27;"}), "")
+    (script,) = re.findall(r'<script type="module">(.*?)</script>', text, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    assert packed(text, "c0")[0]["s"][0][0] == HOSTILE
+    assert packed(text, "index")["numbers"][0]["ece"][0] == 0.25
+
+
+def test_redaction_leaves_no_text(tmp_path: Path) -> None:
+    write_page(tmp_path / "report.html", systems(), {}, title="t", redact=True)
+    text = (tmp_path / "report.html").read_text()
+    index = packed(text, "index")
+    assert 'id="c0"' not in text
+    assert "taken" not in json.dumps(index)
+    assert index["questions"][0]["a"] == ["answer 1", "answer 2"]
+
+
+def test_other_files_are_not_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json exists and is not a report"):
+        write_page(file, systems(), {}, title="t")
+    assert file.read_text() == "{}"
+
+
+def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.jsonl"
+    lines = [
+        {"id": f"q{i}", "task": "local_number", "question": "Two and two?", "answer": 4,
+         "responses": [{"text": "45"[n % 3 == 0], "confidence": {"p_true": n % 5 / 5}} for n in range(i, i + 4)]}
+        for i in range(12)
+    ]  # fmt: skip
+    pool.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results = run_evaluate(
+        **nested(pools={"samples": str(pool)}, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=1000)
+    )
+    numbers = packed(Path(run_view(str(pool), output=str(tmp_path / "view.html"))).read_text(), "index")["numbers"]
+    shown = packed(Path(run_view(str(tmp_path / "out"))).read_text(), "index")["numbers"]
+    assert numbers == shown
+    assert numbers[0]["ece"][0] == results["own.test.ece.samples"]
+    assert numbers[0]["questions"] == 12
+
+
+@pytest.fixture
+def browser(page: Path) -> Iterator[tuple[Any, list[str]]]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
+    if not CHROMIUM.is_file():
+        pytest.skip(f"needs a browser at {CHROMIUM}")
+    with sync_api.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        tab, problems = chromium.new_page(), []
+        tab.set_default_timeout(15_000)
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("request", lambda request: None if request.url == page.as_uri() else problems.append(request.url))
+        tab.goto(page.as_uri())
+        tab.wait_for_selector("#list li")
+        yield tab, problems
+        chromium.close()
+
+
+@pytest.mark.slow
+def test_a_browser_shows_filters_and_replays(browser: tuple[Any, list[str]]) -> None:
+    tab, problems = browser
+    assert tab.inner_text('[data-key="own.id.ece.before"]').startswith("0.250")
+    first = tab.locator("#list li").first
+    assert first.inner_text().startswith("sure and wrong")  # confidently wrong first
+    tab.select_option("#verdict", "flipped")
+    assert tab.inner_text("#count") == "1 of 3 questions"
+    tab.locator("#list li").first.click()
+    tab.wait_for_selector("#why")
+    assert "before answers 5 ✗, after answers 4 ✓" in tab.inner_text("#why")
+    rules = tab.locator(".rule")
+    assert rules.nth(0).inner_text() == "Stops after sample 1 with 5 ✗"  # .8 is above .7
+    assert rules.nth(1).inner_text() == "Stops after sample 3 with 4 ✓"
+    tab.fill("#threshold", "0.95")
+    assert rules.nth(1).inner_text() == "Does not stop within 3; the vote is 4 ✓"
+    tab.locator("#slider").fill("2")
+    assert rules.nth(1).inner_text() == "Does not stop within 2; the vote is 5 ✗"
+    tab.select_option("#verdict", "")
+    tab.fill("#low", "0.85")
+    assert tab.inner_text("#count") == "2 of 3 questions"
+    tab.fill("#low", "0")
+    tab.locator('.bin[data-bin="2"][data-system="0"]').click()
+    assert "1 of 3 questions, with a response in [0.2, 0.3]" in tab.inner_text("#count")
+    tab.locator('.bin[data-bin="2"][data-system="0"]').click()
+    tab.fill("#search", "LONG")
+    tab.locator("#list li").first.click()
+    tab.locator("#detail details summary").first.click()
+    assert "[900,000 more characters]" in tab.locator("#detail details .text").first.inner_text()
+    assert tab.title() == HOSTILE
+    assert problems == []

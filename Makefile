@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-clients setup-trl setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
+.PHONY: help setup setup-clients setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -36,16 +36,6 @@ setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve`
 .venv-clients/.ready:
 	$(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check "openai==3.54.0" "litellm==1.83.0" "inspect_ai==0.3.285" "lm_eval==0.4.13"
-	touch $@
-
-# Our own packages are shared by a path file, so that torch is not installed twice.
-setup-trl: .venv-trl/.ready  ## add TRL, W&B and MLflow for the tests of rewards and loggers
-.venv-trl/.ready: $(VENV)/.ready
-	$(PYTHON) -m venv .venv-trl
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
-	  "$$(.venv-trl/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/ours.pth"
-	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "trl==1.16.0"
-	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check "wandb==0.31.0" "mlflow-skinny==3.17.2" sqlalchemy alembic
 	touch $@
 
 demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three to four minutes on two idle cores)

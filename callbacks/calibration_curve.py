@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from matplotlib.figure import Figure
 from torchmetrics import Metric
@@ -41,7 +41,7 @@ class PoolCurve(Callback, ABC):
         save_images: Also writes the figures into ``figures/`` of the log folder, as ``<stage>-<task>-<figure>.png``.
 
     Attributes:
-        tag: First part of the figures' tags in TensorBoard.
+        tag: First part of the figures' names in the loggers.
         metrics_class: Class of its ``val_metrics``.
     """
 
@@ -139,6 +139,11 @@ class PoolCurve(Callback, ABC):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(f"{self.tag}/{name}", figure, trainer.global_step)
+            elif isinstance(logger, WandbLogger):
+                logger.log_image(f"{self.tag}/{name}", [figure], step=trainer.global_step)
+            elif isinstance(logger, MLFlowLogger):
+                place = f"{self.tag}/{name}-{trainer.global_step}.png"
+                logger.experiment.log_figure(logger.run_id, figure, place)
 
 
 def score_pool(trainer: Trainer, module: Any) -> bool:

@@ -147,14 +147,14 @@ def run_batch(
         input: File of requests: JSON lines with custom_id, method, url and body.
         output: File of answers.
         name: Name of the model in the requests; null is the last part of `model`.
-        task: As in `selfcal serve`, and so are the others.
-        strategy: Strategy of requests that name none.
-        strategy_args: Fields of that strategy.
-        scorers: Files of fitted confidences.
-        threshold_file: File of a fitted threshold.
-        limits: What is spent at most.
+        task: How answers are read, such as local_number; null is free chat, where equal texts agree.
+        strategy: Decides when to stop sampling where a request names no strategy.
+        strategy_args: Sets fields of that strategy.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`).
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`).
+        limits: Bounds what one request and the whole run may spend.
         sampling: How responses are drawn where a request does not say.
-        seed: Seed of the run.
+        seed: Seeds sampling.
         query: The confidence query.
         engine: Which engine runs the model, and how.
         revision: Revision of the model on the hub.

@@ -31,7 +31,8 @@ def run_view(
 ) -> str:
     """Write one HTML file to look at: numbers, curves, every question with its responses and votes.
 
-    It needs no server and no network. `selfcal evaluate` writes the same as report.html into its folder.
+    It needs no server and no network. `selfcal view PATH OTHER` works without the names of these options. `selfcal
+    evaluate` writes the same as report.html into its folder.
 
     Args:
         path: Folder of a store, a JSON-lines pool, or the folder of an evaluation.

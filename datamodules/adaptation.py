@@ -278,7 +278,7 @@ class RolloutDataModule(StoredDataModule):
         return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
+        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read."""
         chosen = None if self.selection is None else read_selection(self.selection).sha256
         return {**super().training_settings(), "target": self.target, "selection": chosen}
 

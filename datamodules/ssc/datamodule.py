@@ -124,7 +124,7 @@ class SSCDataModule(StoredDataModule):
         super().check_fit()
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read."""
+        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read."""
         teacher = None if self.teacher is None else files_sha256([Path(self.teacher)])[0]
         return {**super().training_settings(), "teacher": teacher}
 

@@ -259,7 +259,7 @@ class StoredDataModule(LightningDataModule, ABC):
         return steps_per_epoch(self.mixture(self._shares()).rows_per_epoch, self.rows_per_step)
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read.
 
         Equal for one process and for several that take the same optimiser steps.
         """

@@ -75,9 +75,9 @@ class RewardBatch(FrozenBatch):
         question_index: Rows of one question share this number, the same on every process, int64, [B].
         task: Name of each row's task, B strings.
         row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
-        trees: Where prompts and branches lie in a packed sequence.
-        position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
-            sequences stand apart.
+        trees: Positions of prompts and branches in a packed sequence.
+        position_ids: Position of each token of a packed sequence in its own text, int64, [1, T]; None if sequences are
+            separate.
     """
 
     input_ids: Tensor

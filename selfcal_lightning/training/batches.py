@@ -1,4 +1,4 @@
-"""The training and validation batch: responses with their confidence queries, each behind its prompt or sharing one."""
+"""The training and validation batch: responses followed by the confidence query, with prompts repeated or shared."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_posit
 
 
 class FrozenBatch:
-    """Base of batches: immutable fields, which the constructor takes by name and puts into ``__dict__``.
+    """Base class of batches: immutable fields, set by name in the constructor and kept in ``__dict__``.
 
-    It is written out rather than being a frozen dataclass: under ``precision="bf16-true"`` and FSDP Lightning walks
-    into dataclasses to cast their tensors, which fails on a frozen one and would round the targets and totals.
+    Not a frozen dataclass: under ``precision="bf16-true"`` and FSDP, Lightning walks into dataclasses to cast their
+    tensors, which fails on a frozen one and would round the targets and totals.
     """
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -44,15 +44,15 @@ class FrozenBatch:
 
 
 class SSCBatch(FrozenBatch):
-    """A batch of responses with everything that both losses and the metrics need. Immutable.
+    """An immutable batch of responses with everything that both losses and the metrics need.
 
     Attributes:
         input_ids: Token ids, int64, [S, T].
         attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
         query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
-        label_position: Position of the logits that are asked for each token of the responses whose generation weight
-            is above 0, int64, [N]. The end-of-turn is among them where the model stopped by itself. The first token of
-            a response is asked of its prompt's last.
+        label_position: Position of the logits that predict each token of the responses with a positive generation
+            weight, int64, [N]. Includes the end-of-turn token where the model stopped by itself. A response's first
+            token is predicted from the last prompt token.
         label_id: Those tokens, int64, [N].
         label_row: The row of each, int64, [N].
         target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
@@ -61,14 +61,14 @@ class SSCBatch(FrozenBatch):
         generation_weight: Weight of the row in the generation loss, float32, [B].
         calibration_total: Sum of ``calibration_weight`` over the whole optimiser step (all processes and
             micro-batches), float32 scalar; 0 where the step holds no such row.
-        generation_total: Likewise for ``generation_weight``.
+        generation_total: The same for ``generation_weight``.
         question_index: Rows of one question share this number, the same on every process, int64, [B].
         task: Name of each row's task, B strings.
         row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
-        trees: Where prompts and branches lie in a packed sequence.
-        position_ids: Positions of the tokens of a packed sequence in their own texts, int64, [1, T]; None where
-            sequences stand apart.
-        beside_target: Targets of the adapters that are trained beside the first one, float32, [B, K]; None without any.
+        trees: Positions of prompts and branches in a packed sequence.
+        position_ids: Position of each token of a packed sequence in its own text, int64, [1, T]; None if sequences are
+            separate.
+        beside_target: Targets of the auxiliary adapters, float32, [B, K]; None without any.
     """
 
     input_ids: Tensor
@@ -149,12 +149,12 @@ class SSCBatch(FrozenBatch):
 
     @property
     def separate_tokens(self) -> int | Tensor:
-        """Tokens that the rows would take if none shared its prompt."""
+        """Number of tokens that the rows would need without shared prompts."""
         return sum(tree.separate_tokens for tree in self.trees) if self.trees else self.attention_mask.sum()
 
 
 class ScoredRows(NamedTuple):
-    """Confidences of a batch and where they belong: ``row`` in the pool's table and ``question_index``, int64 [B]."""
+    """Confidences of a batch with their ``row`` in the pool's table and ``question_index``, int64 [B]."""
 
     row: Tensor
     question_index: Tensor

@@ -76,7 +76,7 @@ BESIDE_PREFIX = "beside_"  # of an adapter's name in PEFT, so that it is no part
 
 
 def adapter_name(name: str | None) -> str:
-    """Return what an adapter beside the first one is called in PEFT; None is the first one."""
+    """Return the PEFT name of an auxiliary adapter; None is the main one."""
     return FIRST if name is None else f"{BESIDE_PREFIX}{name}"
 
 
@@ -97,7 +97,7 @@ def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict
 
 
 class CalibratedModel(ScoringModule, ABC):
-    """A causal language model and its adapter, trained to say how probable it is that a response is right.
+    """A causal language model and its adapter, trained to state the probability that a response is right.
 
     Args:
         adapter: The base model, its adapter, and how it is asked.
@@ -107,7 +107,7 @@ class CalibratedModel(ScoringModule, ABC):
     Attributes:
         model: The network; None until it is loaded.
         chat: Its chat format and query; None until it is loaded.
-        chats: Those of the adapters beside the first one.
+        chats: Chat formats of the auxiliary adapters.
     """
 
     beside: dict[str, BesideSettings]
@@ -132,9 +132,9 @@ class CalibratedModel(ScoringModule, ABC):
     # ---- the model
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Raise InputError where the Trainer runs in a way that does not work, or the model is not one to train.
+        """Raise InputError if the Trainer's settings do not work or the model cannot be trained.
 
-        To be asked before long work too: nothing but configurations and the headers of files is read.
+        Cheap enough to call before long work: it reads only configurations and file headers.
         """
         trainer, memory = trainer or trainer_of(self), self.memory
         check_support(trainer, memory, lora=self.lora is not None, beside=bool(self.beside))
@@ -146,7 +146,7 @@ class CalibratedModel(ScoringModule, ABC):
             check_architecture(self.base_model, self.lora, **found)
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
-        """Check the names of model, attention and adapted layers, and return what the model takes in memory."""
+        """Check the names of model, attention and adapted layers, and return the memory that the model needs."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         trains, strategy = verb == "fit", trainer.strategy
@@ -170,7 +170,7 @@ class CalibratedModel(ScoringModule, ABC):
         )
 
     def _row_sizes(self, data: object) -> RowSizes | None:
-        """Return the tokens of a micro-batch at most, as far as the data module says how long rows may be."""
+        """Return the largest number of tokens of a micro-batch; None if the data module sets no limit."""
         rows, most = getattr(data, "batch_size", None), getattr(data, "max_length", None)
         if not isinstance(rows, int) or not isinstance(most, int):
             return None
@@ -178,7 +178,7 @@ class CalibratedModel(ScoringModule, ABC):
         return RowSizes(rows * most, rows * query)
 
     def configure_model(self) -> None:
-        """Load the base model and put the adapter on it. Called again by every verb of the Trainer; loads once."""
+        """Load the base model and attach the adapter. Every Trainer verb calls this; only the first call loads."""
         if self.model is not None:
             return
         self.check_support()
@@ -220,7 +220,7 @@ class CalibratedModel(ScoringModule, ABC):
         self.model.train()
 
     def _read_tokenizer(self) -> None:
-        """Read the chat format and the query, and those of the adapters beside the first one."""
+        """Read the chat format and the query, and those of the auxiliary adapters."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
         self.chats = read_queries(self.beside, self.chat)
@@ -232,23 +232,23 @@ class CalibratedModel(ScoringModule, ABC):
     # ---- packed rows
 
     def on_fit_start(self) -> None:
-        """Refuse a model that packed rows would train on wrong logits."""
+        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_validation_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
+        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_test_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
+        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_predict_start(self) -> None:
-        """Refuse a model that packed rows would score wrongly."""
+        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def _check_packing(self) -> None:
-        """Hold how rows are run against whole sequences, once; where the weights are and all processes come along."""
+        """Compare packed rows with separate sequences, once, on all processes and with the weights in place."""
         data = self.data_module  # rows of loaders that were given without one are taken to be unpacked
         packed = data is not None and data.packing != "off" and runs_packed_rows(self.model)
         if self._packing_is_checked or not (packed or self.activated):
@@ -263,7 +263,7 @@ class CalibratedModel(ScoringModule, ABC):
     # ---- training, validation and test
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW over what is trained, and a cosine over *optimiser* steps."""
+        """Return AdamW over the trained parameters and a cosine schedule over *optimiser* steps."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         own = self.optimization
         optimizer = build_optimizer(self.memory.optimizer, parameters, lr=own.lr, weight_decay=own.weight_decay)
@@ -283,7 +283,7 @@ class CalibratedModel(ScoringModule, ABC):
 
 
 class ConfidenceModel(CalibratedModel):
-    """A calibrated model whose confidence is P(True) after a query, and whose adapter is exported and merged.
+    """A calibrated model whose confidence is P(True) after a query; its adapter can be exported and merged.
 
     Args:
         adapter: The base model, its adapter, and how it is asked.
@@ -304,7 +304,7 @@ class ConfidenceModel(CalibratedModel):
         self.val_metrics, self.test_metrics = (CalibrationMetrics(beta=losses.beta) for _ in range(2))
 
     def configure_model(self) -> None:
-        """Load the base model, put the adapter on it and overwrite it with the exported one; once."""
+        """Load the base model and its exported adapter, once."""
         if self.model is not None:
             return
         super().configure_model()
@@ -322,7 +322,7 @@ class ConfidenceModel(CalibratedModel):
         return self._query_outputs(batch).confidence(self.chat.query, normalised=self._is_normalised)
 
     def _query_outputs(self, batch: SSCBatch) -> ModelOutputs:
-        """Return what the model says after every row's query, in two passes where the adapter is activated."""
+        """Return the model's outputs after every row's query, in two passes if the adapter is activated."""
         if not self.activated:
             return self._outputs(batch, batch.label_position[:0])
         return ask(self.model, self._contexts(batch), self.chat.query)
@@ -381,25 +381,25 @@ class ConfidenceModel(CalibratedModel):
         self.chat.tokenizer.save_pretrained(folder)
 
     def save_beside(self, name: str, folder: Path) -> None:
-        """Write an adapter that was trained beside the first one, and the tokenizer, as if trained alone."""
+        """Write an auxiliary adapter and the tokenizer, as if it had been trained alone."""
         query_ids = self.chats[name].query.suffix_ids
         save_adapter(self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name))
         self.chat.tokenizer.save_pretrained(folder)
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint over its base model as it is stored, also where that was quantised."""
+        """Return the module of a checkpoint on its base model as stored, even if training quantised it."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
         return cls.load_from_checkpoint(
             path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
         )
 
     def merged(self) -> PreTrainedModel:
-        """Return the model with its adapter merged into it; it is of no further use here."""
+        """Return the model with its adapter merged. The module cannot be used afterwards."""
         return self.model if self.lora is None else merge_adapter(self.model)
 
     def confidence_origin(self) -> dict[str, Any]:
-        """Return what confidences depend on beside the trained weights."""
+        """Return what confidences depend on apart from the trained weights."""
         lora, quantization = self.hparams["lora"], self.memory.quantization
         # That an adapter acts on all tokens, and that nothing is quantised, is left out of what stores hold.
         silent = {"dropout"} if self.activated else {"dropout", "activated"}
@@ -412,17 +412,17 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def losses_of(self, name: str) -> LossSettings:
-        """Return the loss of an adapter beside the first one."""
+        """Return the loss of an auxiliary adapter."""
         own, common = self.beside[name], self.losses
         ranking = common.ranking if own.ranking is None else own.ranking
         return replace(common, loss=own.loss or common.loss, ranking=ranking)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the calibrated model, JSON-able: the manifest of an export."""
+        """Return the manifest of an export, as plain JSON types."""
         return self._described(self.chat, self.query, self.losses)
 
     def describe_beside(self, name: str) -> dict[str, Any]:
-        """Return the same of an adapter beside the first one, as if it had been trained alone."""
+        """Return the manifest of an auxiliary adapter, as if it had been trained alone."""
         return self._described(self.chats[name], self.beside[name].query or self.query, self.losses_of(name))
 
     def _described(self, chat: ChatFormat, query: str, losses: LossSettings) -> dict[str, Any]:
@@ -437,13 +437,13 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def load_export(self, folder: Path) -> None:
-        """Start from the adapter in ``folder``, as soon as the model is loaded."""
+        """Start from the adapter in ``folder`` when the model is loaded."""
         read_manifest(folder)  # refused here rather than after the model was loaded
         super().load_export(folder)
 
 
 def load_exported(module: ConfidenceModel, folder: Path) -> None:
-    """Overwrite the adapter of ``module``, whose model is configured, by an exported one; each process its own part."""
+    """Load an exported adapter into ``module``, whose model is configured; each process loads its own shard."""
     manifest = read_manifest(folder)
     if manifest is not None:
         check_base_model(manifest["base_model"], module.identity, module.base_model)

@@ -1,4 +1,4 @@
-"""Checkpoints: written in one step, read without running code, refused where they are of something else."""
+"""Checkpoints: written atomically, read without running code, refused if they belong to another model or run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_base_model(
     *,
     kind: str = "SelfCalibrationModule",
 ) -> None:
-    """Raise InputError where a checkpoint is not of this base model."""
+    """Raise InputError if a checkpoint belongs to another base model."""
     if stored is None:
         raise InputError(f"Expected a checkpoint of {kind}, but got one that names no base model.")
     if not same_base_model(stored, identity):
@@ -40,7 +40,7 @@ def check_base_model(
 
 
 def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *, settings: Mapping[str, Any]) -> None:
-    """Raise InputError unless a checkpoint holds just the parameters that are trained here."""
+    """Raise InputError unless a checkpoint holds exactly the trained parameters."""
     found = {name: tuple(value.shape) for name, value in state.items()}
     wanted = {name: tuple(value.shape) for name, value in trained.items()}
     differing = [
@@ -60,7 +60,7 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
 
 
 def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any], *, resuming: bool) -> None:
-    """Raise InputError where a checkpoint was trained with settings that make it another model, or another run."""
+    """Raise InputError if a checkpoint's settings make it another model or another run."""
     before, now = _flat(stored), _flat(current)
     names = [
         name
@@ -79,7 +79,7 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with those of the adapter beside the others, as ``lora.r``."""
+    """Return flattened settings; those of the adapter are named like ``lora.r``."""
     lora = settings.get("lora") or {}
     adapter = {f"lora.{name}": sorted(value) if name == "target_modules" else value for name, value in lora.items()}
     return {**{name: value for name, value in settings.items() if name != "lora"}, **adapter}
@@ -91,10 +91,10 @@ ZIP_START = b"PK\x03\x04"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name in its own folder, flushes it to the disk and renames it.
+    """Writes a checkpoint to a temporary file in the target folder, flushes it and renames it.
 
-    Lightning's default writes through the temporary folder of the machine and does not flush: after a power cut, or
-    where that folder is another disk, the file can be cut short. ``selfcal fit`` uses this class by default; in Python
+    Lightning's default writes through the system's temporary folder and does not flush, so a power cut can leave a
+    truncated file. ``selfcal fit`` uses this class by default; in Python
     it is ``Trainer(plugins=[AtomicCheckpointIO()])``. Addresses such as "s3://..." are left to Lightning.
     """
 
@@ -102,8 +102,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before.
 
         Raises:
-            ValueError: The path was an address before it became a ``Path``, which takes one slash of "://" away.
-            OSError: The disk is full or refuses; the temporary file is gone and an older file of that name untouched.
+            ValueError: The path was an address before it became a ``Path``, which drops one slash of "://".
+            OSError: The disk is full or refuses. The temporary file is removed and an older file stays untouched.
         """
         if storage_options is not None or is_address(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -160,9 +160,9 @@ def read_checkpoint(
 
 
 def check_checkpoint_file(path: Path) -> None:
-    """Refuse a file that is not a whole archive of torch, before anything in it is unpickled.
+    """Refuse a file that is not a complete torch archive, before anything is unpickled.
 
-    Every byte is held against the checksums in the archive, which torch's own reader passes over.
+    Checks every byte against the checksums in the archive, which torch's own reader ignores.
     """
     if path.is_dir():
         raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
@@ -203,7 +203,7 @@ def _refusal(path: Path, found: str) -> str:
 
 
 def _way(path: Path) -> str:
-    """Name the newest other checkpoint of the folder that is whole, as far as its last bytes tell."""
+    """Name the newest other complete checkpoint in the folder, judged by its last bytes."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
     if not others:
         return " There is no other checkpoint in its folder: train anew, without `ckpt_path`."
@@ -225,7 +225,7 @@ def is_address(path: str | Path) -> bool:
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
-    """Write a checkpoint. Raises OSError when the disk refuses, which torch turns into an error about positions."""
+    """Write a checkpoint. Raise OSError if the disk refuses, which torch reports as an error about positions."""
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:

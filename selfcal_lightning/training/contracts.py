@@ -1,4 +1,4 @@
-"""What callbacks read of a data module over sampled responses; classes by their path."""
+"""What callbacks read of a data module over sampled responses; importing classes by path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def import_class(path: str, *, option: str) -> type:
 
 
 class SampledData(Protocol):
-    """What an export says of the data that a module was trained on."""
+    """What an export records about the training data."""
 
     sources: Mapping[Any, Sequence[Any]]  # of questions, by split; an empty list where the store alone knows them
 
@@ -38,7 +38,7 @@ class SampledData(Protocol):
         """Folder of the sample store; None where there is none."""
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the rows of training and their targets depend on, JSON-able; nothing of the store is read.
+        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read.
 
         ``questions`` holds what identifies the questions, which an export hashes.
         """
@@ -62,21 +62,21 @@ class QuestionData(Protocol):
         """Return the questions of a split."""
 
     def known_questions(self, verb: str) -> Mapping[Any, Sequence[Question]] | None:
-        """Return the questions that a verb reads, by split; None where the hub would have to be asked."""
+        """Return the questions that a verb reads, by split; None if only the hub could tell."""
 
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
 
 
 def needed_data(data: Any, *, who: str, remedy: str) -> Any:
-    """Return a data module; InputError where loaders were given without one."""
+    """Return the data module; raise InputError if loaders were given without one."""
     if data is None:
         raise InputError(f"Expected a data module for {who}, but got none: {remedy}.")
     return data
 
 
 def check_stated(settings: Mapping[str, tuple[str | None, str | None]]) -> None:
-    """Raise InputError where a data module has another setting than the module states, naming the first."""
+    """Raise InputError for the first setting in which data module and module differ."""
     for name, (value, found) in settings.items():
         if value != found:
             raise InputError(f"Expected `{name}` of the data module to be the module's, {value!r}, but got {found!r}.")

@@ -1,4 +1,4 @@
-"""Where an export goes: which folders may be replaced, and how one takes the place of another in one step."""
+"""Exports: which folders may be replaced, and how one replaces another atomically."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
 
 
 def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return why the export in ``folder`` must not be lost when another one takes its place; nothing where it may be.
+    """Return the reasons why the export in ``folder`` must be kept when another one replaces it.
 
-    It may where it is of the same training: of the same run, or with the same settings, so that it can be had again.
+    Empty if it comes from the same run or the same settings, so that it can be made again.
     """
     earlier = read_manifest(folder)
     if earlier is None:
@@ -111,7 +111,7 @@ def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list
 
 
 def place_aside(folder: Path) -> Path:
-    """Return a free name beside ``folder`` with the time at which the export in it was made."""
+    """Return an unused sibling name of ``folder`` with the time at which its export was made."""
     manifest = read_manifest(folder) or {}
     made = manifest.get("created") or datetime.now(UTC).isoformat(timespec="seconds")
     name = f"{folder.name}-{datetime.fromisoformat(made):%Y%m%dT%H%M%S}"
@@ -121,10 +121,10 @@ def place_aside(folder: Path) -> Path:
 
 @contextmanager
 def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
-    """Give a new folder to write to, and put it in the place of ``directory`` when the block ends without an error.
+    """Yield a new folder to write to, which replaces ``directory`` when the block ends without an error.
 
-    What lay there before is renamed to ``keep``, or removed without one; then it is called ``.<name>.old`` for the
-    moment between the two renames, and after a crash in that moment until the next export is in its place.
+    The previous folder is renamed to ``keep``, or removed if that is None. Between the two renames, or after a crash
+    there, it is called ``.<name>.old`` until the next export.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     # One name for every attempt, so that what a kill leaves behind is cleared away by the next one.
@@ -146,7 +146,7 @@ def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _space_for(directory: Path) -> Iterator[None]:
-    """Name the folder, and the way out, where writing fails; safetensors has an error of its own for it."""
+    """Name the folder and the way out if writing fails; safetensors raises its own error for that."""
     from safetensors import SafetensorError
 
     try:
@@ -243,7 +243,7 @@ ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
 
 
 def public_name(model: str | None) -> str | None:
-    """Return what others know a model by: its name on the hub, or None for a folder of this machine.
+    """Return a model's name on the hub; None for a local folder.
 
     Example:
         >>> public_name("Qwen/Qwen2.5-7B"), public_name("/disk/my-model"), public_name("../models/mine")
@@ -262,7 +262,7 @@ def public_name(model: str | None) -> str | None:
 
 
 def public_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest without places on this machine; a base model that nobody else can name has the name None."""
+    """Return a manifest without local paths; a base model without a public name becomes None."""
     public: dict[str, Any] = _without_places(manifest)
     base = public_name(manifest["base_model"]["model"])
     public["base_model"] = {**manifest["base_model"], "model": base}
@@ -275,7 +275,7 @@ def public_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def public_configurations(folder: Path) -> dict[str, str]:
-    """Return what becomes of the configurations in ``folder`` that name a place on this machine, by file name."""
+    """Return the configurations in ``folder`` that name local paths, without these, by file name."""
     texts = {}
     for file in (folder / name for name in CONFIGURATIONS):
         content = read_json_object(file) if file.is_file() else {}
@@ -308,7 +308,7 @@ def _lay_out(folder: Path, place: Path, texts: Mapping[str, str]) -> None:
 
 
 def _without_places(value: Any) -> Any:
-    """Return JSON without the texts that are places on this machine."""
+    """Return JSON without local paths."""
     if isinstance(value, Mapping):
         kept = {key: item if key in WRITTEN else _without_places(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None or value[key] is None}
@@ -339,7 +339,7 @@ def write_export(
     beside: str | None = None,
     domain: Domain | None = None,
 ) -> Path:
-    """Write what ``module`` has learned: a PEFT adapter, the whole model where all weights were trained, or its own.
+    """Write what ``module`` has learned: a PEFT adapter, all weights if they were trained, or its own format.
 
     With it go ``selfcal_manifest.json`` and the domain of its training questions.
     """
@@ -379,7 +379,7 @@ def versions() -> dict[str, str]:
 
 
 def describe_folder(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a model card in the place of PEFT's empty form, and the manifest with hashes of what was written."""
+    """Write a model card instead of PEFT's empty template, and the manifest with hashes of all files."""
     (folder / "README.md").write_text(model_card(public_manifest(manifest)))
     (folder / MANIFEST).write_text(manifest_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
 
@@ -390,7 +390,7 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
-    """Return a short model card: what the folder holds, and how its confidence is read."""
+    """Return a short model card: what the folder holds and how to read its confidence."""
     kind, base = manifest["kind"], manifest["base_model"]["model"]
     library = "peft" if kind == "adapter" else "transformers"
     what = {

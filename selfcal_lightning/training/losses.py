@@ -20,7 +20,7 @@ def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) 
     Args:
         confidence: P(True) of each response [B], in [0, 1].
         target: Soft self-consistency of each response [B], in [0, 1].
-        beta: Where the square turns into a line, above 0.
+        beta: Difference at which the square turns into a line, above 0.
 
     Returns:
         One loss per example [B].
@@ -87,7 +87,7 @@ def soft_cross_entropy(logit: Tensor, rate: Tensor) -> Tensor:
 
 
 def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[float]) -> Tensor:
-    """Compute the pinball loss of predicted quantiles: least, on average, where a score is that quantile of the target.
+    """Compute the pinball loss of predicted quantiles; its expectation is minimal at that quantile of the target.
 
     ``max((q - 1) u, q u)`` with ``u = target - score``.
 
@@ -123,19 +123,19 @@ def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[fl
 
 
 def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, tie_weight: float = 0.0) -> Tensor:
-    """Compute the logistic loss of the order of pairs: a mean over pairs, plus that over ties where it is wanted.
+    """Compute RankNet's logistic loss over pairs, with an optional term for ties.
 
     With ``d = (s_i - s_j) / tau`` it is the mean of ``softplus(-sign(t_i - t_j) d)`` over pairs whose targets differ,
     plus ``tie_weight`` times the mean of ``(softplus(d) + softplus(-d)) / 2 - log 2`` over pairs whose targets agree.
 
     Args:
         scores: s, any real numbers [B].
-        target: t, what they are to be ordered by [B].
+        target: t, the values that define the order [B].
         temperature: tau, above 0.
         tie_weight: Weight of the second mean, at least 0.
 
     Returns:
-        A scalar. It is 0, with a gradient of 0, where there is no pair to order.
+        A scalar; 0, with a gradient of 0, if there is no pair to order.
 
     Raises:
         ValueError: If the shapes differ or are not [B], or a setting is out of its range.
@@ -165,17 +165,17 @@ def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, ti
 
 
 def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
-    """Compute how badly each example is ordered among those of its group, by the logistic loss of pairs.
+    """Compute each example's mean logistic pair loss within its group.
 
-    ``mean over j of softplus(-sign(t_i - t_j) (s_i - s_j))``, j being the examples of its group whose target differs.
+    ``mean over j of softplus(-sign(t_i - t_j) (s_i - s_j))`` over the group's examples j with another target.
 
     Args:
         scores: s, any real numbers [B].
-        target: t, what they are to be ordered by [B].
+        target: t, the values that define the order [B].
         group: The group of each example, such as its question [B].
 
     Returns:
-        One loss per example [B]; 0 where its group holds no other target.
+        One loss per example [B]; 0 if its group has no other target.
 
     Raises:
         ValueError: If the shapes differ or are not [B].
@@ -199,12 +199,12 @@ def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
 
 
 def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """Return what some examples add to the weighted mean over a whole optimiser step.
+    """Return the contribution of some examples to the weighted mean over an optimiser step.
 
     Args:
         values: One loss per example [B].
         weight: Their weights [B].
-        total: Sum of the weights over the step, a scalar; where it is 0, so is the share.
+        total: Sum of the weights over the step, a scalar; if it is 0, so is the share.
 
     Returns:
         ``sum(weight * values) / total``, a scalar.
@@ -241,7 +241,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 def _same_shape(
     first: Tensor, second: Tensor, name: str = "confidence", other: str = "target"
 ) -> tuple[Tensor, Tensor]:
-    """Return both tensors in their wider dtype, at least float32; ``name`` and ``other`` stand in the message."""
+    """Return both tensors in their wider dtype, at least float32; ``name`` and ``other`` are for the message."""
     if first.shape != second.shape:
         raise InputError(
             f"Expected `{name}` and `{other}` to have the same shape, "

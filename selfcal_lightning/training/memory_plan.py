@@ -1,4 +1,4 @@
-"""What a module's model takes, told before it is loaded, and what its libraries would refuse once it is."""
+"""The memory that a module's model needs, computed before it is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KIB = 1024
 
 
 def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
-    """Return what is trained, in a line.
+    """Describe in one line what is trained.
 
     Example:
         >>> name_model("org/m", LoraSettings(r=4, target_modules=("q_proj",)), ["votes"])
@@ -103,7 +103,7 @@ def activation_bytes(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that are free on a device now; None where nothing tells."""
+    """Return the free bytes of a device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     if not MEMORY_FILE.is_file():

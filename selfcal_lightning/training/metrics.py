@@ -92,7 +92,7 @@ class CalibrationMetrics(ExactMetric):
       ``count/WithoutTarget``.
 
     The first three families are absent where no label is known, ``target`` where no target is known. A value that is
-    not defined (AUROC of one class) is NaN. A response without confidence leaves all but the counts and ``accuracy``.
+    not defined (AUROC of one class) is NaN. A response without confidence enters only the counts and ``accuracy``.
 
     As input to ``update``:
         confidence: P(True) of each response [B], in [0, 1]; NaN where unknown.
@@ -103,7 +103,7 @@ class CalibrationMetrics(ExactMetric):
         yes_no_mass: P(Yes) + P(No) [B].
 
     Args:
-        num_bins: Bins of equal width of the calibration errors.
+        num_bins: Number of equal-width bins of the calibration errors.
         beta: Of the SmoothL1 loss.
         kwargs: Of ``torchmetrics.Metric``.
 

@@ -137,7 +137,7 @@ def _is_clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> 
 
 
 class PolicyStepLog:
-    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+    """Accumulates the micro-batches of an optimiser step into logged values."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -199,7 +199,7 @@ class TestTimeTrainingModule(ConfidenceModel):
     those of an engine differ from these by more than a small step does.
 
     Args:
-        base_model: Folder or hub name of the model to adapt; "bundled" is the small one that comes along.
+        base_model: Folder or hub name of the model to adapt; "bundled" is the small one in the package.
         revision: Branch, tag or commit of a hub model.
         lora: The adapter, with ``activated: false``: it changes what is generated.
         reward: Reward of the policy gradient, passed on to the data module: "majority" (TTRL), "vote_share" (EMPO),
@@ -338,7 +338,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         self._epoch_taken_up = self.current_epoch
 
     def training_step(self, batch: PolicyBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's part of the loss of its optimiser step.
+        """Return this micro-batch's share of the loss of its optimiser step.
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """

@@ -191,7 +191,7 @@ class LinearProbeModule(TrainedModule):
     in seconds; the heads and losses here are for what that cannot do.
 
     Args:
-        base_model: Folder or hub name of the model whose states are read; "bundled" is the small one that comes along.
+        base_model: Folder or hub name of the model whose states are read; "bundled" is the small one in the package.
         revision: Branch, tag or commit of a hub model.
         head: "linear", "mlp" with hidden layers, or "classifier", whose classes stand for shares.
         hidden_size: Width of the hidden layers of "mlp".

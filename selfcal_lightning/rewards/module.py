@@ -175,7 +175,7 @@ def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> R
 
 
 class RewardStepLog:
-    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+    """Accumulates the micro-batches of an optimiser step into logged values."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
@@ -529,7 +529,7 @@ class QuantileRewardModule(ScoredRewardModel):
     # ---- training
 
     def training_step(self, batch: RewardBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's part of the loss of its optimiser step.
+        """Return this micro-batch's share of the loss of its optimiser step.
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """

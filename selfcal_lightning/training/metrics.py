@@ -169,7 +169,7 @@ class CalibrationMetrics(ExactMetric):
             return self._local_points()
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw accuracy over confidence, of all tasks; where no label is known, the target in its place."""
+        """Draw accuracy over confidence for all tasks, or the target over confidence if no label is known."""
         points = self.points()
         labelled = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
         aimed = points.select(~np.isnan(points.target) & ~np.isnan(points.confidence))

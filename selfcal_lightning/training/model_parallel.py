@@ -31,31 +31,31 @@ TRIED_VERSIONS = ("2.6.6",)
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """Return the trainer of a module; None where there is none yet, for which the public attribute raises."""
+    """Return the trainer of a module; None if it has none yet (the public attribute would raise)."""
     trainer: Trainer | None = module._trainer
     return trainer
 
 
 def forget_sigterm(trainer: Trainer) -> None:
-    """Let Lightning forget a SIGTERM that its own handler noted: it would end the run without a checkpoint."""
+    """Clear the SIGTERM flag of Lightning's own handler, which would end the run without a checkpoint."""
     trainer._signal_connector.received_sigterm = False
 
 
 def deals_rows_anew(trainer: Trainer) -> bool:
-    """Return whether Lightning would put a distributed sampler into every loader."""
+    """Return whether Lightning would insert a distributed sampler into every loader."""
     connector = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler and (connector.is_distributed or trainer.world_size > 1))
 
 
 def build_validation_loaders(trainer: Trainer) -> None:
-    """Build the loaders of validation in the middle of a training, before Lightning itself does."""
+    """Build the validation loaders during training, before Lightning does."""
     trainer.validating = True
     trainer.fit_loop.epoch_loop.val_loop.setup_data()
     trainer.training = True
 
 
 def decides_at_epoch_end(trainer: Trainer, callback: EarlyStopping | Timer) -> bool:
-    """Return whether a callback decides to stop when an epoch ends, and not before."""
+    """Return whether a callback decides at the end of an epoch whether to stop."""
     if isinstance(callback, Timer):
         return bool(callback._interval == "epoch")
     late = callback._check_on_train_epoch_end
@@ -73,31 +73,30 @@ def begin_epoch_after_whole_one(trainer: Trainer) -> None:
 
 
 def never_infer(trainer: Trainer) -> None:
-    """Let evaluation run under ``no_grad`` and not under ``inference_mode``."""
+    """Run evaluation under ``no_grad`` instead of ``inference_mode``."""
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
     for loop in loops:
         loop.inference_mode = False
 
 
 class AdapterModelParallelStrategy(ModelParallelStrategy):
-    """FSDP2: every process holds a part of all weights, gradients and optimiser states, and reads no more than that.
+    """FSDP2: every process holds and reads only its shard of the weights, gradients and optimiser states.
 
-    Checkpoints are single files of the format that one process and DDP write: what is trained and its optimiser
-    states, in full. So a run goes on with another number of processes, or with another strategy. The frozen base
-    weights are in none.
+    Checkpoints are single files in the format of one process and DDP: the trained weights and their optimiser states,
+    unsharded, without the frozen base weights. A run can resume with another number of processes or another strategy.
 
-    Lightning's own strategy stores the frozen weights too, or fails to resume without them (2.6.6); reads a sharded
-    checkpoint only where every weight is in it; and takes "auto" to mean one process a node.
+    Lightning's own strategy (2.6.6) stores the frozen weights or fails to resume without them, reads a sharded
+    checkpoint only if it holds every weight, and takes "auto" to mean one process per node.
 
     Args:
-        data_parallel_size: Processes that share the weights, by groups of neighbouring ranks; None is all of them. With
-            the number of a node's GPUs each node holds the weights in full, every micro-batch gathers them within the
-            node, and only gradients of what is trained cross the network. Whether that fits is for you to see.
-        tensor_parallel_size: Processes that share one matrix product; 1, nothing else is possible yet.
+        data_parallel_size: Number of neighbouring ranks that share one copy of the weights; None is all. With the
+            number of a node's GPUs, each node holds the whole weights, gathers them within the node, and only gradients
+            of trained weights cross the network. Check with `--check` that this fits.
+        tensor_parallel_size: Only 1 is supported.
         process_group_backend: "nccl" or "gloo"; None is NCCL on GPUs and gloo on CPUs.
         gather_bfloat16: Gather float32 weights in bfloat16: half the traffic for weights that are stored in float32.
             Gradients are summed in float32 all the same. Needs the Trainer's precision "bf16-mixed".
-        timeout_minutes: After how long a process stops waiting for the others in a collective.
+        timeout_minutes: Timeout of collectives.
     """
 
     def __init__(
@@ -131,12 +130,12 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Restore when DDP does: the weights are in place after ``configure_model``."""
+        """Restore at the same time as DDP: the weights are in place after ``configure_model``."""
         return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Let Lightning hand over the optimiser states once the optimisers exist."""
+        """Let Lightning restore the optimiser states once the optimisers exist."""
         return True
 
     @property
@@ -145,7 +144,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return self._group_size or self.num_nodes * self.num_processes
 
     def setup_environment(self) -> None:
-        """Start the process group and the meshes: of all processes, and of those that share the weights."""
+        """Start the process group and two meshes: all processes, and those that share one copy of the weights."""
         world_size, size = self.num_nodes * self.num_processes, self.shards
         if world_size % size:
             raise InputError(
@@ -163,14 +162,14 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up as Lightning does, with evaluation under ``no_grad``.
 
-        After a first forward under ``inference_mode`` the weights get no gradients ever after (torch 2.13). Lightning
-        avoids it for FSDP1 and on gloo only (2.6.6, ``loops/utilities.py``).
+        After a forward pass under ``inference_mode`` the weights never get gradients again (torch 2.13). Lightning
+        avoids this only for FSDP1 and gloo (2.6.6, ``loops/utilities.py``).
         """
         never_infer(trainer)
         super().setup(trainer)
 
     def load_model(self, base_model: str, *, lora: LoraSettings | None, **settings: Any) -> nn.Module:
-        """Return the model with its adapter, this process's part of it; see ``load_sharded_causal_lm``."""
+        """Return this process's shard of the model and its adapter; see ``load_sharded_causal_lm``."""
         policy = None
         if self.gather_bfloat16:
             if self.precision_plugin.precision != "bf16-mixed":
@@ -195,18 +194,18 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return loaded.model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what is trained, in full, on the first process; every process has to call it."""
+        """Return the unsharded trained parameters on the first process. A collective."""
         return gather_trained(cast("LightningModule", self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this process's rows of what a checkpoint holds in full; the module has checked that it is all."""
+        """Take this process's shard of an unsharded checkpoint, which the module has checked for completeness."""
         with torch.no_grad():
             for name, parameter in cast("LightningModule", self.lightning_module).named_parameters():
                 if name in checkpoint["state_dict"]:
                     parameter.copy_(shard_like(checkpoint["state_dict"][name], parameter))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the states of ``optimizer``, in full, on the first process; every process has to call it."""
+        """Return the unsharded states of ``optimizer`` on the first process. A collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         state = optimizer.state_dict()
@@ -219,7 +218,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return {**state, "state": full} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this process's rows of the states that a checkpoint holds in full."""
+        """Take this process's shard of the unsharded optimiser states of a checkpoint."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             cut = {
@@ -236,12 +235,12 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint from the first process; every process has to call it."""
+        """Write a checkpoint from the first process. A collective."""
         _check_is_on_disk(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; all processes read the first one's choice, and nothing in the file is run."""
+        """Read the checkpoint that the first process chose, without running code from it."""
         _check_is_on_disk(checkpoint_path)
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_dir():
@@ -260,15 +259,14 @@ def _check_is_on_disk(path: str | Path) -> None:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether the weights of ``module`` are cut over processes, so that every forward is a collective."""
+    """Return whether the weights of ``module`` are sharded, so that every forward pass is a collective."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def gather_trained(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trained parameters in full, on the CPU of the first process; the others get nothing.
+    """Return the unsharded trained parameters on the CPU of the first process; the others get an empty dict.
 
-    Every process has to call it: each parameter is gathered where it is cut over processes. It works the same on a
-    module that is not cut.
+    A collective if the module is sharded; it works on other modules too.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = not distributed or torch.distributed.get_rank() == 0
@@ -281,9 +279,9 @@ def gather_trained(module: nn.Module) -> dict[str, Tensor]:
 
 
 def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> None:
-    """Take part in forward passes for which this process has no row: one token goes through, and is forgotten.
+    """Join forward passes for which this process has no row, with a single dummy token.
 
-    Under FSDP2 every layer is gathered from all processes; one that stayed out would leave the others waiting.
+    Under FSDP2 every layer is gathered from all processes, so a process that stays out would block the others.
     """
     if not is_sharded(model):
         return
@@ -294,13 +292,13 @@ def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> 
 
 
 def _gather(value: Tensor, *, keep: bool) -> Tensor | None:
-    """Return a copy of ``value`` in full on the CPU; one tensor after the other, and nothing where it is not kept."""
+    """Return an unsharded copy of ``value`` on the CPU, one tensor at a time, or None without ``keep``."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value.clone()
     return whole.cpu() if keep else None
 
 
 def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's part of ``whole``, which every process has; nothing is sent."""
+    """Return this process's shard of ``whole``, which every process has; no communication."""
     if not isinstance(parameter, DTensor):
         return whole.to(parameter)
     moved = whole.to(device=parameter.device, dtype=parameter.dtype)

@@ -1,4 +1,4 @@
-"""Base classes of modules that are trained over a base model: their checkpoints, exports, and scores."""
+"""Base classes of modules that are trained on top of a base model: checkpoints, exports and scores."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ def trained_parameters(module: LightningModule) -> dict[str, Tensor]:
 
 
 def plain_settings(*records: Any) -> dict[str, Any]:
-    """Return the fields of settings records as JSON has them: a checkpoint with other types is not read.
+    """Return the fields of settings records as plain JSON types, the only ones that checkpoints may hold.
 
-    A prompt stands there only where there is one.
+    A prompt is included only if there is one.
     """
     fields = {name: value for record in records for name, value in json.loads(json.dumps(asdict(record))).items()}
     return {name: value for name, value in fields.items() if (name, value) != ("prompt", None)}
 
 
 class TrainedModule(LightningModule):
-    """A module whose trained part is kept in checkpoints and exported; the frozen base model is in neither.
+    """A module whose checkpoints and exports hold only what is trained, not the frozen base model.
 
-    A checkpoint is refused where it is of another base model, other parameters or, to resume, other settings;
-    ``save_hyperparameters`` must be given plain types, since a checkpoint is read without running code. Training
-    resumes with the random states of all processes. Validation and test reset and log ``val_metrics`` and
-    ``test_metrics``; they stay filled after a pass, so that callbacks can still read their points.
+    A checkpoint with another base model, other parameters or (to resume) other settings is refused.
+    ``save_hyperparameters`` must get plain types, since checkpoints are read without running code. Training resumes
+    with the random states of all processes. Validation and test reset and log ``val_metrics`` and ``test_metrics``,
+    which stay filled after a pass for callbacks to read.
 
     Args:
         base_model: Folder or hub name of the base model.
         revision: Branch, tag or commit of a hub model.
 
     Attributes:
-        identity: What identifies the base model (``base_model_identity``); ``configure_model`` sets it.
-        exported_from: Folder of the export that the weights are taken from; None where training starts anew.
-        beside: Settings of adapters that are trained beside the first one, by name.
-        activated: Whether the generator stays as it is, so that its own tokens train nothing.
+        identity: Identity of the base model (``base_model_identity``), set by ``configure_model``.
+        exported_from: Folder of the export that training starts from; None without one.
+        beside: Settings of the auxiliary adapters by name.
+        activated: Whether the adapter leaves the generator unchanged, so that response tokens train nothing.
         attn_implementation: Attention of the base model; None is the best for packed rows.
     """
 
@@ -78,11 +78,11 @@ class TrainedModule(LightningModule):
         self._resume = ResumeState()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Raise InputError where the Trainer runs in a way that does not work; asked before long work, too."""
+        """Raise InputError if the Trainer's settings do not work. Cheap enough to call before long work."""
 
     @property
     def data_module(self) -> Any:
-        """The data module; None where loaders were given without one."""
+        """The data module; None if loaders were given without one."""
         trainer: Any = trainer_of(self)
         return None if trainer is None else trainer.datamodule
 
@@ -117,16 +117,16 @@ class TrainedModule(LightningModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the trained parameters only, and note the base model and the class. A collective."""
+        """Keep only the trained parameters, and record the base model and the class. A collective."""
         trained = trained_parameters(self)
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         checkpoint[IDENTITY_KEY], checkpoint[CLASS_KEY] = dict(self.identity), class_path(type(self))
         self._resume.save(checkpoint, trainer_of(self))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model or of other parameters, and to go on under other settings.
+        """Refuse a checkpoint of another base model or other parameters, or to resume with other settings.
 
-        The class is not compared: its name may have changed, and what it trains tells more.
+        The class is not compared, since its name may have changed.
         """
         trainer = trainer_of(self)
         check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model, kind=type(self).__name__)
@@ -137,11 +137,11 @@ class TrainedModule(LightningModule):
         self._resume.load(checkpoint, trainer)
 
     def on_train_start(self) -> None:
-        """Go on exactly where a checkpoint left off."""
+        """Resume exactly where the checkpoint was written."""
         self._resume.start(self.trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load, and do not report the frozen base weights as missing: they come from ``base_model``."""
+        """Load without reporting the frozen base weights as missing; they come from ``base_model``."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
@@ -150,35 +150,35 @@ class TrainedModule(LightningModule):
 
     @property
     def export_kind(self) -> ExportKind:
-        """What is exported: a LoRA "adapter", the whole "model", or files of the "module"'s own."""
+        """What is exported: a LoRA "adapter", the whole "model", or the "module"'s own files."""
         return "module"
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the trained module, JSON-able: the manifest of an export."""
+        """Return the manifest of an export, as plain JSON types."""
         return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the trained weights, and what they need to be used, into an empty folder.
+        """Write the trained weights, and everything needed to use them, into an empty folder.
 
         Args:
             folder: The folder.
-            state: All trained weights, where they are cut over processes (FSDP2).
+            state: The unsharded trained weights under FSDP2.
         """
         raise NotImplementedError
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights from a folder that ``save_export`` filled, as soon as the model is configured."""
+        """Take the weights from a folder written by ``save_export`` when the model is configured."""
         self.exported_from = folder
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint, to be exported: its model loaded, on the CPU."""
+        """Return the module of a checkpoint on the CPU with its model loaded, ready to export."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
         return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
 
 def check_defines(module: object, base: type[TrainedModule], *methods: str, who: str) -> None:
-    """Raise InputError, before training, unless ``module`` is a ``base`` that defines what the base leaves open."""
+    """Raise InputError, before training, unless ``module`` is a ``base`` and implements its abstract methods."""
     kind = type(module)
     if not isinstance(module, base):
         raise InputError(f"Expected a {base.__name__} for {who}, but got {kind.__name__}.")
@@ -188,7 +188,7 @@ def check_defines(module: object, base: type[TrainedModule], *methods: str, who:
 
 
 class ScoringModule(TrainedModule):
-    """A module that says how probable it is that a response is right: ``predict_step`` returns ``ScoredRows``.
+    """A module that predicts the probability that a response is right: ``predict_step`` returns ``ScoredRows``.
 
     Args:
         base_model: Folder or hub name of the base model.
@@ -204,5 +204,5 @@ class ScoringModule(TrainedModule):
         self.query, self.prompt = query, prompt
 
     def confidence_origin(self) -> dict[str, Any]:
-        """Return what its confidences depend on beside the trained weights, JSON-able."""
+        """Return what its confidences depend on apart from the trained weights, as plain JSON types."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""The global random states of all processes, in a checkpoint and back; and a stream of its own for dropout.
+"""Saving and restoring the global random states of all processes; a separate stream for dropout.
 
-The project's own draws are keyed by what they are for (rows by seed and epoch, dropout by seed, epoch, batch and rank,
-samples by seed, round and question) and need none of this. It is for what a user adds, such as a callback with noise.
+The project's own draws are keyed (rows by seed and epoch, dropout by seed, epoch, batch and rank, samples by seed,
+round and question) and do not need this. It is for user code, such as a callback with noise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put the global generators back into ``states``."""
+    """Restore the global generators to ``states``."""
     version, numbers, normal = states["python"]
     random.setstate((version, tuple(numbers), normal))
     name, key, position, has_normal, cached = states["numpy"]
@@ -59,14 +59,14 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
 
 
 def restore_of_rank(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, device: torch.device) -> None:
-    """Restore this process's states, unless they are those of another number of processes."""
+    """Restore this process's states, unless the number of processes has changed."""
     if len(states) == world_size:
         restore_random_states(states[rank], device)
 
 
 @contextmanager
 def dropout_stream(seed: int, epoch: int, batch_idx: int, rank: int, *, device: torch.device) -> Iterator[None]:
-    """Draw dropout from (seed, epoch, batch, rank), so that a resumed run drops what the unbroken one does."""
+    """Draw dropout from (seed, epoch, batch, rank), so that a resumed run equals an uninterrupted one."""
     key = f"dropout/{seed}/{epoch}/{batch_idx}/{rank}"
     derived = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -78,7 +78,7 @@ RANDOM_KEY = "random_states"
 
 
 class ResumeState:
-    """Carries random states through checkpoints, and mends an epoch counter of Lightning."""
+    """Carries random states through checkpoints and corrects an epoch counter of Lightning."""
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] | None = None
@@ -90,14 +90,14 @@ class ResumeState:
         checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
 
     def load(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
-        """Take the random states for the start of training; refuse weights alone where training is to go on."""
+        """Keep the random states until training starts; refuse to resume from weights alone."""
         if trainer is None or trainer.state.fn != "fit":
             return
         check_training_state(checkpoint)
         self._states = checkpoint.get(RANDOM_KEY)
 
     def start(self, trainer: Trainer) -> None:
-        """Begin where the checkpoint left off. To be called when everything before the first batch is done."""
+        """Restore the states of the checkpoint. Call it after everything that comes before the first batch."""
         if self._states is not None:
             restore_of_rank(self._states, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
             self._states = None

@@ -1,4 +1,4 @@
-"""Does an engine serve the adapter that was trained? Log-probabilities of recorded tokens, compared."""
+"""Checks that an engine serves the trained adapter, by comparing log-probabilities of recorded tokens."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def adapter_folder(store_dir: str | Path, round: int) -> Path:
 
 
 def checkpoint_file(store_dir: str | Path, round: int) -> Path:
-    """Return the trainer's checkpoint from right before ``round`` was sampled."""
+    """Return the trainer's checkpoint written just before ``round`` was sampled."""
     return Path(store_dir) / "adapters" / f"round-{round:03d}.ckpt"
 
 
 def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, training: str) -> Path:
-    """Write the module's adapter as that of ``round``, unless it lies there; to be called by one process.
+    """Write the module's adapter as that of ``round`` unless it exists. Call it on one process.
 
-    What lies there is kept. It must be of this training: of the same weights, or (where arithmetic is not exact to the
-    last bit, as on GPUs) of a run with the same settings, whose samples are then completed with *its* adapter.
+    An existing adapter is kept. It must come from this training: the same weights or, where arithmetic is not bit-exact
+    (GPUs), a run with the same settings, whose samples are then completed with *its* adapter.
     """
     folder = adapter_folder(store_dir, round)
     if not folder.exists():
@@ -72,7 +72,7 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
 
 
 def check_same_training(folder: Path, round: int, training: str) -> None:
-    """Raise ValueError where the adapter of ``round`` in ``folder`` is of another training than ``training``."""
+    """Raise ValueError if the adapter of ``round`` in ``folder`` comes from another training."""
     manifest = read_manifest(folder)
     if manifest is None or manifest["store"]["training"] != training:
         raise InputError(
@@ -85,9 +85,9 @@ def check_same_training(folder: Path, round: int, training: str) -> None:
 
 @contextmanager
 def serving(module: ConfidenceModel, folder: Path) -> Iterator[None]:
-    """In the block the module's model is in evaluation mode, with the adapter of ``folder`` and plain attention.
+    """Run the block with the module's model in evaluation mode, the adapter of ``folder`` and plain attention.
 
-    Afterwards it is as it was: its own adapter, the modes of all its parts, its attention implementation.
+    Afterwards its own adapter, the modes of all submodules and its attention implementation are restored.
     """
     model = module.model
     own = None
@@ -114,12 +114,12 @@ SMALLEST = 1e-30
 
 
 class AdapterMismatchError(RunError):
-    """The engine does not serve what the trainer holds."""
+    """The engine does not serve the trainer's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A sequence of tokens, of which some are compared."""
+    """A token sequence and the positions to compare."""
 
     ids: tuple[int, ...]
     places: tuple[int, ...]
@@ -130,8 +130,8 @@ def make_probes(
 ) -> list[Probe]:
     """Return one probe for every row that has token ids.
 
-    Compared are up to ``max_tokens - 1`` tokens spread evenly over the response, and the Yes after the confidence
-    query, which training moves most.
+    Compares up to ``max_tokens - 1`` tokens spread evenly over the response, and the Yes after the confidence query,
+    which training changes most.
     """
     probes = []
     for row in rows:
@@ -205,7 +205,7 @@ def _distance(theirs: Sequence[float], ours: Sequence[float]) -> float:
 
 
 def _difference_without_adapter(engine: Engine, network: PreTrainedModel, probes: Sequence[Probe]) -> float | None:
-    """Return how much the two differ with the adapter put aside on both sides; None where that cannot be."""
+    """Return how much the two differ without the adapter; None if it cannot be disabled."""
     from peft import PeftModel
 
     if not isinstance(network, PeftModel):
@@ -225,10 +225,10 @@ def _is_nearer(
     probes: Sequence[Probe],
     earlier: AbstractContextManager[Any] | None,
 ) -> bool:
-    """Return whether an engine has gone more than half of the way from the earlier model to the trained one.
+    """Return whether the engine is nearer to the trained model than to the earlier one.
 
-    Noise of rounding stands at right angles to that way, nearly: an engine of the trained adapter is at 1, one of the
-    earlier at 0. True where the two models agree to within the tolerance, since either will do.
+    Projects on the line from the earlier (0) to the trained model (1); rounding noise is nearly orthogonal to it. True
+    if the two models agree within the tolerance, since either will do.
     """
     with earlier or cast(Any, network).disable_adapter():
         before = _network_logprobs(network, probes)
@@ -258,7 +258,7 @@ def _engine_logprobs(engine: Engine, probes: Sequence[Probe], *, with_adapter: b
 
 @torch.no_grad()
 def _network_logprobs(network: PreTrainedModel, probes: Sequence[Probe]) -> list[float]:
-    """Teacher-force the sequences through the trainer's model. Logits are made at the compared places only."""
+    """Teacher-force the sequences through the trainer's model, with logits at the compared positions only."""
     device = network.device
     found: list[float] = []
     for probe in probes:
@@ -302,7 +302,7 @@ def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool =
 
 
 def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, float]:
-    """Return what a round's own samples are like, by keys without their stage; what is not defined is left out."""
+    """Return statistics of a round's samples, by keys without their stage; undefined ones are left out."""
     unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
     confidence = index.yes_mass if raw else index.p_true
     targets = question_targets(index, raw=raw, drop_none=drop_none)
@@ -322,7 +322,7 @@ def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = T
 
 
 def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, QuestionTargets]) -> dict[str, float]:
-    """Return how the targets moved, over the questions that have one in both rounds; nothing where there is none.
+    """Return how the targets changed between rounds, over the questions with a target in both; empty if there are none.
 
     ``shift/Mean`` and ``shift/MeanAbsolute``: later minus earlier of a question's mean target; ``shift/Spearman``: rank
     correlation of the questions' mean targets; ``shift/LeaderKept``: share of questions whose leading answer stayed.
@@ -346,7 +346,7 @@ def _same_leader(one: QuestionTargets, other: QuestionTargets) -> bool:
 
 
 def _labels(index: SampleIndex, unreadable: np.ndarray) -> Floats:
-    """Return ``correct``; an unreadable response to a question with other labels is wrong."""
+    """Return ``correct``; unreadable responses count as wrong if the question has other labels."""
     known = {name for name, value in zip(index.question_id, index.correct, strict=True) if not np.isnan(value)}
     labelled = np.array([name in known for name in index.question_id], dtype=bool)
     return np.where(np.isnan(index.correct) & unreadable & labelled, 0.0, index.correct)

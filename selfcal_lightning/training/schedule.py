@@ -1,4 +1,4 @@
-"""The learning rate of a training: a cosine over optimiser steps, whose number must be known."""
+"""Learning-rate schedules over a known number of optimiser steps."""
 
 from __future__ import annotations
 

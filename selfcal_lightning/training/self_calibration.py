@@ -1,4 +1,4 @@
-"""Self-calibration: train a model so that one forward pass gives the pooled confidence of its own samples."""
+"""Self-calibration: train a model so that one forward pass gives its soft self-consistency."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ GIB = 2**30
 
 
 class StepLog:
-    """Adds up the micro-batches of an optimiser step, and turns the sums into what is logged."""
+    """Accumulates the micro-batches of an optimiser step into logged values."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was done since the last step, and its time: a step begins."""
+        """Discard what was accumulated since the last step and restart the clock."""
         self._sums: Tensor | None = None
         self._seconds = 0.0
         self._started = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock, since a validation begins, perhaps inside a step."""
+        """Stop the clock during validation."""
         self._seconds += time.perf_counter() - self._started
 
     def go_on(self) -> None:
@@ -116,9 +116,9 @@ class StepLog:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
-        """Return what the step is logged as, by its key in the loggers, and begin the next. One small collective.
+        """Return the step's values by their logged names and start the next step. One small collective.
 
-        Empty where no micro-batch was added.
+        Empty if no micro-batch was added.
         """
         if self._sums is None:
             return {}
@@ -143,7 +143,7 @@ class StepLog:
 
 
 def _float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar in float64: above 2**24 tokens a step float32 would no longer count. Nothing is copied."""
+    """Return a scalar in float64, since float32 cannot count above 2**24 tokens."""
     if isinstance(value, Tensor):
         return value.double()
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -161,12 +161,12 @@ BAR = {
 
 
 def bar_values(logged: dict[str, float]) -> dict[str, float]:
-    """Return what the progress bar shows, under short names: its line is narrow."""
+    """Return the progress bar's values under short names."""
     return {short: logged[name] for short, name in BAR.items()}
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most memory so far, in bytes: of PyTorch's on a GPU, of this whole process on a CPU."""
+    """Return the peak memory in bytes: PyTorch's on a GPU, the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -183,13 +183,13 @@ class SelfCalibrationModule(ConfidenceModel):
     ``L = sum(w_cal * l(P(Yes | x, y, query), c)) / sum(w_cal) + omega * sum(w_gen * mean_t NLL) / sum(w_gen)``
     with l the SmoothL1 of width beta, w the weights and their sums over the step that every batch carries.
 
-    An *activated* adapter (the default) acts on the tokens of the query alone: the base model reads x and y without
-    autograd, and the query runs forward and backward over the keys and values that it left. There is no generation loss
-    then, and what the model generates stays what it was, to the last bit. Without ``lora.activated``, training is
+    An *activated* adapter (the default) acts only on the tokens of the query: the base model reads x and y without
+    autograd, and the query runs forward and backward over their keys and values. There is no generation loss, and the
+    model's responses stay bit-identical. Without ``lora.activated``, training is
     *joint*, as in the paper: one pass over x, y and query carries both losses, and tunes the generator too.
 
     Args:
-        base_model: Folder or hub name of the model to calibrate; "bundled" is the small one that comes along.
+        base_model: Folder or hub name of the model to calibrate; "bundled" is the small one in the package.
         revision: Branch, tag or commit of a hub model.
         lora: The adapter; null trains all weights, jointly.
         omega: Weight of the generation loss in joint training, 0.1 by default. An activated adapter has no generation
@@ -292,14 +292,14 @@ class SelfCalibrationModule(ConfidenceModel):
         self._step_log = StepLog()
 
     def on_validation_start(self) -> None:
-        """Leave the time of validation out of the speed."""
+        """Exclude validation from the tokens per second."""
         self._step_log.pause()
         super().on_validation_start()
 
     # ---- training
 
     def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's part of the loss of its optimiser step.
+        """Return this micro-batch's share of the loss of its optimiser step.
 
         The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
         """
@@ -323,8 +323,8 @@ class SelfCalibrationModule(ConfidenceModel):
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
 
-        Joint training has both from one forward pass; ``contexts`` are those of an activated adapter, where the first
-        pass was run before.
+        Joint training gets both from one forward pass; ``contexts`` are the results of an activated adapter's first
+        pass.
         """
         asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
         if contexts is not None:
@@ -338,7 +338,7 @@ class SelfCalibrationModule(ConfidenceModel):
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
     def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
-        """Return the part of the calibration loss of an adapter beside the first one, which is in use; a scalar."""
+        """Return the calibration loss of an auxiliary adapter, which must be the active one; a scalar."""
         query = self.chats[name].query
         confidence = ask(self.model, contexts, query).p_true(query, normalised=self._is_normalised)
         targets = batch.target if batch.beside_target is None else batch.beside_target[:, place]
@@ -347,7 +347,7 @@ class SelfCalibrationModule(ConfidenceModel):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of each adapter by themselves, as if it were trained alone."""
+        """Clip the gradients of each adapter separately, as if it were trained alone."""
         if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
@@ -358,11 +358,11 @@ class SelfCalibrationModule(ConfidenceModel):
     # ---- what is logged in training
 
     def on_train_epoch_start(self) -> None:
-        """Leave the time between epochs out of the tokens per second."""
+        """Exclude the time between epochs from the tokens per second."""
         self._step_log.restart()
 
     def on_validation_end(self) -> None:
-        """Count the time of training again."""
+        """Restart the clock after validation."""
         self._step_log.go_on()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:

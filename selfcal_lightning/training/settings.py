@@ -1,4 +1,4 @@
-"""Settings of the modules, checked once: how the model is adapted, what saves memory, the optimiser and the loss."""
+"""Settings of the modules: adapter, memory, optimiser and losses. Checked once, on construction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_not_negative(**settings: float) -> None:
 
 
 def check_literals(settings: object) -> None:
-    """Raise InputError where a field of a record holds none of the values of its ``Literal``."""
+    """Raise InputError if a field holds none of the values of its ``Literal``."""
     for name, hint in get_type_hints(type(settings)).items():
         known = [value for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for value in get_args(kind)]
         value = getattr(settings, name)
@@ -71,7 +71,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What a training spends time on to take less memory; ``SelfCalibrationModule`` documents the fields."""
+    """Options that save memory at the cost of time; ``SelfCalibrationModule`` documents the fields."""
 
     quantization: Quantization | None = None
     optimizer: OptimizerName = "adamw"
@@ -121,14 +121,14 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class BesideSettings:
-    """Settings of an auxiliary adapter; null inherits the first adapter's.
+    """Settings of an auxiliary adapter; null inherits the main adapter's.
 
     Attributes:
         target: Target of this adapter, one of the data module's targets.
-        teacher: Soft-label source: file of a fused confidence that the target is mixed with. The first adapter's is not
-            inherited.
+        teacher: Soft-label source: file of a fused confidence that the target is mixed with. Not inherited from the
+            main adapter.
         teacher_share: Weight of the soft-label source in the target.
-        query: The confidence query of this adapter, at most as long in tokens as the first adapter's.
+        query: The confidence query of this adapter, at most as many tokens as the main adapter's.
         loss: "smooth_l1" or "squared".
         ranking: Weight of the ranking term over the responses to one question.
     """
@@ -144,7 +144,7 @@ class BesideSettings:
 def read_beside(
     beside: Mapping[str, BesideSettings | Mapping[str, Any]] | None, *, activated: bool
 ) -> dict[str, BesideSettings]:
-    """Return the settings of the adapters beside the first one, by name; those of a checkpoint are plain."""
+    """Return the settings of the auxiliary adapters by name; a checkpoint holds them as plain types."""
     settings = {
         name: BesideSettings(**one) if isinstance(one, Mapping) else one for name, one in (beside or {}).items()
     }

@@ -1,4 +1,4 @@
-"""The settings of a training as one of two stages: the user's own file, with the places and the model of the stage."""
+"""Settings of the two stages of ``tune-and-calibrate``: the user's file with the stage's paths and model."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str
 
 
 def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``options`` into settings of ``selfcal fit``, in place, and return these."""
+    """Override settings of ``selfcal fit`` with ``options``, in place, and return them."""
     for key, value in _leaves(options):
         _put(settings, key.split("."), value)
     return settings
 
 
 def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None) -> dict[str, Any]:
-    """Return the settings with all that the stage writes in ``folder``, and with what a resumed run needs."""
+    """Return the settings with all outputs of the stage in ``folder`` and everything needed to resume."""
     laid = deepcopy(dict(settings))
     trainer = laid.setdefault("trainer", {})
     trainer["default_root_dir"] = str(folder)
@@ -63,7 +63,7 @@ def model_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
-    """Raise InputError unless the first stage tunes the generator and the second one leaves it as it is."""
+    """Raise InputError unless the first stage tunes the generator and the second one does not."""
     if _is_activated(tune):
         raise InputError(
             "Expected `tune` to train the generator (`lora.activated: false`, or `lora: null` for all weights), but "
@@ -116,7 +116,7 @@ def _put(settings: dict[str, Any], names: list[str], value: Any) -> None:
 def _settle(
     trainer: dict[str, Any], class_path: str, own: Mapping[str, Any], *, otherwise: Mapping[str, Any] | None = None
 ) -> None:
-    """Give every callback of a class its settings; where there is none, add one with ``otherwise`` too."""
+    """Update the settings of every callback of a class, or add one with ``otherwise`` too."""
     callbacks = trainer.get("callbacks") or []
     trainer["callbacks"] = callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     mine = [one for one in callbacks if one["class_path"].rpartition(".")[2] == class_path.rpartition(".")[2]]

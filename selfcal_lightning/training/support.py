@@ -1,4 +1,4 @@
-"""Which way of running supports what: one table, and the check that holds a run against it."""
+"""Which strategy, device and precision supports which feature: one table and its check."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.s
 
 
 def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, beside: bool = False) -> None:
-    """Raise InputError for a combination that does not work, naming what does."""
+    """Raise InputError for an unsupported combination, naming supported ones."""
     if trainer is None:
         return
     asked = ["LoRA" if lora else "full fine-tuning"]
@@ -82,9 +82,9 @@ def check_features(
     rows: Mapping[str, Mapping[Way, Support]] | None = None,
     reasons: Mapping[tuple[str, Way], str] | None = None,
 ) -> None:
-    """Raise InputError where the way in which a trainer runs does not support what a module does.
+    """Raise InputError if the trainer's strategy does not support a feature of the module.
 
-    Device and precision of the trainer are held against the table, too.
+    Device and precision are checked too.
     """
     table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
     if unknown := [name for name in features if name not in table]:
@@ -100,7 +100,7 @@ def check_features(
 
 
 def way_of(strategy: Strategy) -> Way:
-    """Return which column of the table a strategy of Lightning is."""
+    """Return the table's column for a Lightning strategy."""
     if isinstance(strategy, AdapterModelParallelStrategy):
         return "FSDP2"
     # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.

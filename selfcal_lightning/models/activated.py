@@ -1,8 +1,8 @@
-"""An adapter that is awake at the confidence query alone: contexts are read without it, queries are asked with it.
+"""Activated adapters: contexts are read without the adapter, the confidence query with it.
 
-Two passes. The first reads prompts and responses with the adapter asleep, in evaluation mode and without autograd, and
-leaves keys and values; so the context is the base model's to the last bit, and nothing of it is kept for a backward
-pass. The second runs the tokens of the queries over what the first one left, with the adapter awake.
+Two passes. The first reads prompts and responses with the adapter disabled, in evaluation mode and without autograd,
+and keeps keys and values, so the context is bit-identical to the base model's and needs no backward pass. The second
+runs the query tokens over these keys and values with the adapter enabled.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
-    """Let the adapter of ``model`` do nothing in the block, as if it were the base model; or wake it in there.
+    """Disable (or enable) the adapter of ``model`` in the block.
 
-    Which parameters are trained stays as it is: PEFT's own switch freezes what sleeps, which FSDP2 would take over for
-    good from a first forward pass in that state.
+    ``requires_grad`` stays unchanged: PEFT's own switch freezes a disabled adapter, which FSDP2 would make permanent in
+    a first forward pass.
     """
     changed = [layer for layer in _adapted_layers(model) if layer.disable_adapters != asleep]
     _switch(changed, asleep=asleep)
@@ -57,9 +57,9 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
 
 @contextmanager
 def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
-    """Let one of several adapters act in the block, in the place of the one that did before.
+    """Make one of several adapters the active one in the block.
 
-    As in ``adapter_asleep``, which parameters are trained stays as it is.
+    ``requires_grad`` stays unchanged, as in ``adapter_asleep``.
     """
     layers = _adapted_layers(model)
     before = layers[0].active_adapters
@@ -71,7 +71,7 @@ def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
-    """Put an activated adapter beside the weights of ``model``, frozen and asleep; ``adapter_asleep`` wakes it."""
+    """Attach an activated adapter to ``model``, frozen and disabled; ``adapter_asleep`` can enable it."""
     keep_bitsandbytes_quiet()
     from peft import PeftConfig, PeftModel
 
@@ -117,7 +117,7 @@ def _use(layers: Sequence[BaseTunerLayer], names: list[str]) -> None:
 
 @contextmanager
 def _as_trained(layer: BaseTunerLayer) -> Iterator[None]:
-    """Keep which parameters are trained as it is, whatever PEFT's own switches make of it."""
+    """Preserve ``requires_grad`` against PEFT's own switches."""
     trained = [(parameter, parameter.requires_grad) for parameter in cast(nn.Module, layer).parameters()]
     yield
     for parameter, is_trained in trained:
@@ -134,20 +134,20 @@ States = tuple[Tensor, Tensor]
 
 
 class ContextTrees(TreeMasks):
-    """The trees of a packed row whose keys and values are kept, for queries that come later."""
+    """The trees of a packed row whose keys and values are kept for later queries."""
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         super().__init__(trees)
         self.states: list[States] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
-        """Attend as ever, and keep what was attended to."""
+        """Attend as usual, and keep the keys and values."""
         self.states.append((_on_its_own(key), _on_its_own(value)))
         return super().attend(query, key, value, scaling=scaling, dropout=dropout)
 
 
 class QueryMasks(TreeMasks):
-    """Queries of all branches side by side; each attends to its prompt, its response and, causally, to itself."""
+    """The queries of all branches in one row; each attends to its prompt, its response and, causally, to itself."""
 
     def __init__(self, trees: Sequence[PrefixTree], states: Sequence[States], num_tokens: int) -> None:
         super().__init__(trees)
@@ -189,7 +189,7 @@ class QueryMasks(TreeMasks):
 
 
 def _on_its_own(states: Tensor) -> Tensor:
-    """Return ``states``, copied where they are a part of something larger that would stay in memory with them."""
+    """Return ``states``, copied if they are a view that would keep a larger tensor alive."""
     return states.clone() if states.untyped_storage().nbytes() > states.nbytes else states
 
 
@@ -198,10 +198,10 @@ _WAY_OUT = "an activated adapter cannot be trained on it. Set `lora.activated: f
 
 @dataclass(frozen=True)
 class PackedContexts:
-    """Prompts and responses that were read in one packed row; any number of queries may be asked over them.
+    """Prompts and responses read in one packed row, for any number of queries.
 
     Attributes:
-        trees: Where they lie, a branch being a response.
+        trees: Their positions; a branch is a response.
         states: Keys and values of every layer, [1, H_kv, T, D] each.
         lengths: Tokens of prompt and response of every row, int64, [B].
     """
@@ -211,7 +211,7 @@ class PackedContexts:
     lengths: Tensor
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the forward pass that asks a query of S tokens after every row: one row of B * S."""
+        """Return the arguments of the forward pass for a query of S tokens after every row: one row of B * S."""
         rows, tokens = len(self.lengths), len(query_ids)
         following = self.lengths[:, None] + torch.arange(tokens, device=query_ids.device)
         return {
@@ -225,7 +225,7 @@ class PackedContexts:
 
 @dataclass(frozen=True)
 class PaddedContexts:
-    """Prompts and responses that were read in sequences of their own, padded on the left.
+    """Prompts and responses read as separate sequences, padded on the left.
 
     Attributes:
         cache: Keys and values of every layer.
@@ -238,7 +238,7 @@ class PaddedContexts:
     lengths: Tensor
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the forward pass that asks a query of S tokens after every row: B rows of S."""
+        """Return the arguments of the forward pass for a query of S tokens after every row: B rows of S."""
         rows, tokens = len(self.lengths), len(query_ids)
         return {
             "input_ids": query_ids.repeat(rows, 1),
@@ -260,7 +260,7 @@ def read_contexts(
     tail: int,
     trees: Sequence[PrefixTree] = (),
 ) -> Contexts:
-    """Run the first pass over a batch whose rows end with a query, which is left out.
+    """Run the first pass over a batch, without the query at the end of its rows.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
     """
@@ -271,25 +271,25 @@ def read_contexts(
 
 
 def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOutputs:
-    """Run the second pass and return what the model says after the query of every row.
+    """Run the second pass and return the model's outputs after the query of every row.
 
-    Every call adds its query to the same contexts: several may be asked, one after the other.
+    The contexts stay unchanged, so several queries may be asked in turn.
     """
     ids, ends = _queries(contexts, query.suffix_ids)
     return run_outputs(cast(Any, model), contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
 
 
 def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the ids of a query, [S], and where those of all rows end in the flattened tokens of the pass, [B]."""
+    """Return the ids of a query, [S], and the end of each row's query in the flattened tokens of the pass, [B]."""
     ids = torch.tensor(query_ids, device=contexts.lengths.device)
     return ids, torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
 
 
 @torch.no_grad()
 def check_two_passes(model: PeftModel, *, packed: bool) -> None:
-    """Hold queries asked over contexts against whole sequences, so that no model is trained wrongly in silence.
+    """Compare queries over contexts with whole sequences, so that no model is silently trained wrongly.
 
-    The adapter sleeps in both, since it would see other tokens in whole sequences.
+    The adapter is disabled in both, since in whole sequences it would act on more tokens.
     """
     config, name = model.config.get_text_config(), type(model.get_base_model()).__name__
     device = next(model.parameters()).device
@@ -374,7 +374,7 @@ def _context_cache() -> Cache:
 
 @functools.cache
 def _context_layer() -> type[DynamicLayer]:
-    """Return the class of a layer that keeps what it is given first, and hands it to later passes without growing."""
+    """Return a cache layer class that keeps the first keys and values and returns them later, without growing."""
     from transformers.cache_utils import DynamicLayer
 
     class ContextLayer(DynamicLayer):

@@ -1,8 +1,8 @@
-"""Which of PyTorch's attention kernels may run here: all but cuDNN's.
+"""Keeps cuDNN's attention kernels out of PyTorch's choice.
 
-PyTorch puts cuDNN's first on Hopper and Blackwell. It builds a plan for every combination of shapes *and strides*
-that it meets, at tens of milliseconds of host time, in every thread anew. Ours never repeat: packed rows differ in
-width, and responses grow by a token a step. Flash attention needs no plan. On a CPU none of this makes a difference.
+PyTorch prefers cuDNN on Hopper and Blackwell. cuDNN builds a plan for every new combination of shapes *and strides*,
+which takes tens of milliseconds of host time in every thread. Ours rarely repeat: packed rows differ in width, and
+responses grow by a token a step. Flash attention needs no plan. CPUs are not affected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """In the block PyTorch's attention leaves cuDNN out; afterwards all is as it was. For passes without gradients."""
+    """Exclude cuDNN from PyTorch's attention in the block. For passes without gradients."""
     from torch.backends import cuda
 
     allowed = cuda.cudnn_sdp_enabled()
@@ -29,10 +29,10 @@ def without_cudnn() -> Iterator[None]:
 
 
 def exclude_cudnn(device: torch.device) -> None:
-    """Leave cuDNN out of PyTorch's attention for the rest of this process, if it computes on a GPU.
+    """Exclude cuDNN from PyTorch's attention for the rest of this process if it computes on a GPU.
 
-    For training: activations are recomputed in the backward pass, in a thread of its own, outside of any block around
-    the forward pass.
+    For training, since activations are recomputed in the backward pass, in another thread and outside of any block
+    around the forward pass.
     """
     from torch.backends import cuda
 

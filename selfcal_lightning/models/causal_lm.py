@@ -1,4 +1,4 @@
-"""Load a causal language model, ask it for logits only where they are wanted, and read P(True) from them."""
+"""Load a causal language model, compute logits only at the positions needed, and read P(True) from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WeightFiles:
 
     @classmethod
     def of_model(cls, base_model: str, *, revision: str | None = None) -> WeightFiles:
-        """Find the files of a local folder or of a hub model, which is downloaded where it is not yet."""
+        """Find the files of a local folder or of a hub model, which is downloaded if needed."""
         folder = model_folder(base_model, revision=revision)
         check_model_folder(str(folder), option="base_model")
         index, whole = folder / INDEX, folder / WHOLE
@@ -72,7 +72,7 @@ class WeightFiles:
         return sum(_numel(self.shape(name)) * self.dtype(name).itemsize for name in self._files)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all tensors when floats of 16 bits and more are held in ``dtype``, others as stored."""
+        """Return the bytes of all tensors with floats of 16 bits and more held in ``dtype``, others as stored."""
         wide = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
         stored = {name: self.dtype(name) for name in self._files}
         return sum(
@@ -80,15 +80,15 @@ class WeightFiles:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor; only the header of its file is read."""
+        """Return the shape of a stored tensor, from the header of its file."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a stored tensor; only the header of its file is read."""
+        """Return the dtype of a stored tensor, from the header of its file."""
         return _DTYPES[self._slice(name).get_dtype()]
 
     def first_float_dtype(self) -> torch.dtype:
-        """Return the dtype of the first stored tensor of floats: what "auto" means where the config says nothing."""
+        """Return the dtype of the first stored float tensor: the meaning of "auto" if the config names none."""
         return next(dtype for dtype in map(self.dtype, self._files) if dtype.is_floating_point)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -158,7 +158,7 @@ def load_causal_lm(
     quantization_config: QuantizationConfigMixin | None = None,
     is_trunk: bool = False,
 ) -> PreTrainedModel:
-    """Load ``base_model`` from a local folder or the hub, without running code that came with it."""
+    """Load ``base_model`` from a local folder or the hub, without running its code."""
     from transformers import AutoModelForCausalLM
 
     check_model_folder(base_model, option="base_model")
@@ -196,7 +196,7 @@ def _lacks_output_layer(base_model: str, revision: str | None) -> bool:
 
 
 def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
-    """Return a frozen layer of a few outputs that differ, so that packed rows can still be held against whole ones."""
+    """Return a small frozen output layer, so that packed rows can still be compared with whole sequences."""
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     layer = nn.Linear(embedding.shape[1], SMALL_OUTPUTS, bias=False, device="meta", dtype=embedding.dtype)
     layer = layer.to_empty(device=embedding.device).requires_grad_(False)
@@ -206,7 +206,7 @@ def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Say whether the layers of ``model``, for which gradient checkpointing was turned on, use it from now on."""
+    """Turn gradient checkpointing of the layers of ``model`` on or off."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():
@@ -266,7 +266,7 @@ def forward_arguments(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a forward pass over sequences that stand apart, or over a packed one."""
+    """Return the arguments of a forward pass over separate sequences or a packed row."""
     if not trees:
         return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     implementation = model.config.get_text_config()._attn_implementation
@@ -304,7 +304,7 @@ def _no_model(base_model: str, revision: str | None, error: Exception) -> ValueE
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every part of ``model`` into evaluation mode in the block, and give each its own mode back.
+    """Put ``model`` into evaluation mode in the block, and restore the mode of each submodule.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())

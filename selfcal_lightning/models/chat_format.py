@@ -1,6 +1,6 @@
 """Chat rendering and the confidence query, for any model that ships a chat template.
 
-Everything is derived from the model's own template by rendering sentinels through it; there is no table of model names.
+Everything is derived from the model's own template by rendering sentinels through it, without a table of model names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BOXED = (
 
 @dataclass(frozen=True, slots=True)
 class PromptExample:
-    """A question with the response that the model is shown.
+    """An example question with its response (few-shot).
 
     Attributes:
         question: The question, without the task's layout.
@@ -52,13 +52,13 @@ class PromptExample:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How questions are put to the model. It is part of what a store says that its samples are.
+    """How questions are put to the model. Part of a store's fingerprint.
 
     Attributes:
         base: What the prompt starts from: "task", the task's own prompt; "none", the bare question without a system
             text; "boxed", the question and, in the same turn, the instruction to reason and to put the answer in a box.
         system: System text instead of that of ``base``; "" means none, null keeps it.
-        examples: Questions with responses that stand before the question, as turns of the chat.
+        examples: Example questions with responses, as turns before the question.
         format: "chat" uses the model's chat template; "plain" writes "Question: ..." and "Answer: ..." for
             base models that have none, and ends a response where it goes on to the next question.
     """
@@ -98,7 +98,7 @@ class Prompt:
 
 
 def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Question]:
-    """Return the questions as they are put with ``prompt``; None leaves each with its task's."""
+    """Return the questions rewritten with ``prompt``; None keeps the prompt of each task."""
     if prompt is None:
         return list(questions)
     shown = {example.question.strip() for example in prompt.examples}
@@ -114,12 +114,12 @@ def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Que
 
 
 def same_prompt(one: Prompt | None, other: Prompt | None) -> bool:
-    """Return whether two prompts put every question alike; None is the task's own."""
+    """Return whether two prompts are the same for every question; None is the task's own."""
     return (one or Prompt()) == (other or Prompt())
 
 
 def stated_prompt(identity: Mapping[str, Any]) -> Prompt | None:
-    """Return the user's prompt in the identity of a prompt (``ChatFormat.describe``), or None where it has none."""
+    """Return the user's prompt in a prompt's identity (``ChatFormat.describe``); None without one."""
     found = identity.get(USER_PROMPT)
     return None if found is None else Prompt.from_json(found)
 
@@ -178,7 +178,7 @@ FIXED_DATE = "26 Jul 2024"
 
 
 def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model``, a folder, a name on the hub or "bundled", without running code that it ships."""
+    """Load the tokenizer of ``model``, a folder, a name on the hub or "bundled", without running its code."""
     from transformers import AutoTokenizer
 
     try:
@@ -196,7 +196,7 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
 
 
 def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[int]:
-    """Return the end-of-sequence ids that a model's generation settings name, or else its configuration."""
+    """Return the end-of-sequence ids of a model's generation settings, else of its configuration."""
     from transformers import GenerationConfig
 
     place = resolve_model(model)
@@ -221,7 +221,7 @@ def _configured_ends(place: str, *, revision: str | None) -> int | list[int] | N
 
 
 def vocabulary_size(model: str, *, revision: str | None = None) -> int:
-    """Return how many token ids a model's configuration has room for; 0 where there is none, as beside a tokenizer."""
+    """Return the vocabulary size of a model's configuration; 0 without one, as for a tokenizer alone."""
     from transformers import AutoConfig
 
     try:
@@ -245,7 +245,7 @@ class ChatFormat:
     Args:
         tokenizer: The tokenizer; it must have a chat template unless the prompt's format is plain.
         query: Text of the confidence query.
-        generation_eos_ids: Further ids that end a turn, from the model's generation config.
+        generation_eos_ids: More ids that end a turn, from the model's generation config.
         prompt: The user's prompt that the messages come from (``user_prompts.put_prompt``), which tells the samples
             apart; None is the task's own.
 
@@ -298,7 +298,7 @@ class ChatFormat:
     def prompt_ids(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:
-        """Return the ids of ``messages`` with the opened assistant turn, one BOS at most.
+        """Return the ids of ``messages`` with an opened assistant turn and at most one BOS.
 
         Raises:
             ValueError: When the template refuses the sequence of roles, or has no place for ``tools`` (functions as
@@ -312,7 +312,7 @@ class ChatFormat:
         return self._encode(rendered, literals)
 
     def response_ids(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a response's content as it stands after a prompt, without end-of-turn."""
+        """Return the ids of a response's content after a prompt, without end-of-turn."""
         literals: list[str] = []
         guarded = self._guard(f" {text}" if self.is_plain and not text[:1].isspace() else text, literals)
         anchor = self._encode(self._response_anchor, ())
@@ -327,7 +327,7 @@ class ChatFormat:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the format, as plain JSON types."""
+        """Return the identity of the format, as plain JSON types."""
         own = {} if self.prompt is None else {USER_PROMPT: self.prompt.as_json()}
         return {
             "query": self.query_text,
@@ -373,7 +373,7 @@ class ChatFormat:
         return rendered[starts[-1] :] if starts else rendered
 
     def _query_suffix(self) -> tuple[int, ...]:
-        """Return the ids of all that follows an assistant's content when the query is put after it."""
+        """Return the ids that follow an assistant's content when the query comes next."""
         literals: list[str] = []
         turns = [
             Message("user", "question"),
@@ -393,7 +393,7 @@ class ChatFormat:
         return self._encode(suffix, literals)
 
     def _guard(self, content: str, literals: list[str]) -> str:
-        """Put marks in the place of control tokens in ``content`` and append what they stand for to ``literals``."""
+        """Replace control tokens in ``content`` by marks and append what they stand for to ``literals``."""
 
         def mark(match: re.Match[str]) -> str:
             literals.append(match.group())
@@ -467,7 +467,7 @@ LOOKS_BACK = 6
 
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text of a response; joined, the pieces are that text."""
+    """Return the piece of text that each token of a response adds."""
     ids = list(token_ids)
     pieces: list[str] = []
     settled = 0  # tokens whose characters are complete

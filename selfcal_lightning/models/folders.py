@@ -1,6 +1,6 @@
-"""What a folder must be so that a model or an adapter is loaded from it: whole, in safetensors, as it was exported.
+"""Checks of model and adapter folders: complete, in safetensors, unchanged since their export.
 
-transformers, PEFT and vLLM would each say it in words of their own, or not at all. Names of the hub are left to them.
+transformers, PEFT and vLLM would each report it differently, or not at all. Hub names are left to them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, token
 
 
 def resolve_model(name: str) -> str:
-    """Return what to load for a model's name: the bundled model's folder for "bundled", else the name itself."""
+    """Return the bundled model's folder for "bundled", else the name itself."""
     if not name.strip():
         raise InputError(f"Expected a model to be a folder, a name on the hub or {BUNDLED_NAME!r}, but got {name!r}.")
     return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
 
 
 def is_bundled(name: str) -> bool:
-    """Return whether a model is the one that comes with the package."""
+    """Return whether a model is the bundled one."""
     return resolve_model(name) == resolve_model(BUNDLED_NAME)
 
 
 def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
-    """Return the folder of a model; what a hub model lacks in the cache is downloaded.
+    """Return the folder of a model; missing files of a hub model are downloaded.
 
-    Of the weights only those that count: see :func:`weight_files`. Files of pickles are never downloaded.
+    Only the weights of :func:`weight_files`; pickles are never downloaded.
     """
     place = Path(resolve_model(model))
     if place.is_dir():
@@ -70,10 +70,10 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of the model or adapter in ``folder``, sorted; what is absent there included.
+    """Return the sorted weight files of the model or adapter in ``folder``, including missing ones.
 
-    Those that the index names, where there is one: the same weights may lie beside them once more, such as in the
-    ``consolidated.safetensors`` of some repositories. Only safetensors count: other formats can hold code.
+    With an index, those that it names, since some repositories hold the same weights again in
+    ``consolidated.safetensors``. Only safetensors count: other formats can hold code.
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -102,7 +102,7 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path]:
-    """Return in which file of ``folder`` its index says that each tensor lies, by the tensor's name."""
+    """Return the file of each tensor, by name, from the index of ``folder``."""
     names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise InputError(
@@ -128,7 +128,7 @@ _CHUNK = 2**24
 
 
 def weights_sha256(model: str, *, revision: str | None = None) -> str:
-    """Return the sha256 of a model's or adapter's weight files, read once in a process.
+    """Return the sha256 of a model's or adapter's weight files; read once per process.
 
     Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers the
     name, the size and the first and last MiB of every file, and the index of the shards.
@@ -178,7 +178,7 @@ def _is_small(files: Iterable[Path]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None, whole: bool) -> str:
-    """Hash files by path; size and time of change are part of the key, so that an overwritten file is read again."""
+    """Hash files by path, cached by size and modification time."""
     digest = hashlib.sha256()
     if index is not None and not whole:
         digest.update(index.read_bytes())
@@ -207,7 +207,7 @@ _WAY_OUT = (
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of an export, or None for a folder that another tool wrote."""
+    """Return the manifest of an export; None for a folder of another tool."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -226,9 +226,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def list_files(folder: Path) -> dict[str, str | None]:
-    """Return all files in ``folder`` but the manifest, with the sha256 of those that make the model what it is.
+    """Return all files in ``folder`` except the manifest, with the sha256 of weights and configurations.
 
-    These are weights and configurations. The others, such as a tokenizer or a model card, may be edited: None.
+    The others, such as a model card, may be edited and have None.
     """
     files = _files_in(folder)
     hashed = [path for path in files if _counts(path)]
@@ -237,7 +237,7 @@ def list_files(folder: Path) -> dict[str, str | None]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise InputError where weights or configuration in ``folder`` are not those of its manifest, if it has one."""
+    """Raise InputError if weights or configuration in ``folder`` differ from its manifest, if it has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         return
@@ -273,7 +273,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def check_model_folder(model: str, *, option: str = "model") -> None:
-    """Raise InputError where ``model`` is a folder that cannot be loaded, with the way out."""
+    """Raise InputError if ``model`` is a folder that cannot be loaded."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return
@@ -294,12 +294,12 @@ def check_model_folder(model: str, *, option: str = "model") -> None:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path names a GGUF file, by its ending."""
+    """Return whether a path ends like a GGUF file."""
     return str(path).lower().endswith(GGUF)
 
 
 def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
-    """Raise InputError where ``file`` is a GGUF file, with the command that makes a model of it."""
+    """Raise InputError if ``file`` is a GGUF file, naming the command that converts it."""
     if is_gguf(file):
         raise InputError(
             f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
@@ -332,7 +332,7 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
 
 
 def local_adapter(adapter: str) -> str:
-    """Return the folder of an adapter; of one on the hub, configuration and safetensors are downloaded."""
+    """Return the folder of an adapter; for one on the hub, configuration and safetensors are downloaded."""
     if Path(adapter).is_dir():
         return adapter
     from huggingface_hub import snapshot_download
@@ -347,13 +347,13 @@ def local_adapter(adapter: str) -> str:
 
 
 def check_weights(folder: Path, *, option: str) -> None:
-    """Raise InputError unless ``folder`` has weights in safetensors files, each of the length that its header says."""
+    """Raise InputError unless ``folder`` has safetensors files, each as long as its header says."""
     for file in present_weight_files(folder, option=option):
         check_safetensors(file)
 
 
 def check_safetensors(file: Path) -> None:
-    """Raise InputError where a safetensors file is cut short or its header is damaged; no tensor is read."""
+    """Raise InputError if a safetensors file is truncated or its header damaged; reads only headers."""
     from safetensors import SafetensorError, safe_open
 
     try:

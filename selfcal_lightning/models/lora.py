@@ -130,7 +130,7 @@ def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
 def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
     """Raise ValueError where a target matches no linear layer, naming the layers that there are.
 
-    PEFT itself raises only when *no* target matches, and adapts fewer layers than asked in silence otherwise.
+    PEFT itself raises only if *no* target matches, and otherwise silently adapts fewer layers.
     """
     names = [name for name, module in model.named_modules() if is_linear(module)]
     missing = [target for target in target_modules if not any(f".{name}".endswith(f".{target}") for name in names)]
@@ -143,7 +143,7 @@ def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> Non
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether ``module`` is a linear layer, a quantised one or the transposed one of GPT-2 included."""
+    """Return whether ``module`` is a linear layer, including quantised ones and GPT-2's transposed one."""
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, (nn.Linear, Conv1D))
@@ -158,7 +158,7 @@ def save_adapter(
     invocation_ids: Sequence[int] | None = None,
     name: str = FIRST,
 ) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without asking the hub about anything."""
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` without contacting the hub."""
     directory.mkdir(parents=True, exist_ok=True)
     # PEFT gives an adapter of another name than "default" a folder of that name inside the one that it is told.
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".adapter-") as written:
@@ -180,7 +180,7 @@ def save_adapter(
 
 
 def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
-    """Put the adapter that lies in ``directory`` on ``model``, in float32 and frozen."""
+    """Attach the adapter in ``directory`` to ``model``, in float32 and frozen."""
     check_adapter(directory)
     keep_bitsandbytes_quiet()
     from peft import PeftModel
@@ -189,7 +189,7 @@ def load_adapter(model: PreTrainedModel, directory: str) -> PeftModel:
 
 
 def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
-    """Return copies of the adapter's tensors, under the names that they have in ``adapter_model.safetensors``."""
+    """Return copies of the adapter's tensors by their names in ``adapter_model.safetensors``."""
     from peft import get_peft_model_state_dict
 
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -197,7 +197,7 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
 
 
 def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the adapter that lies in ``directory``."""
+    """Return the tensors of the adapter in ``directory``."""
     from safetensors.torch import load_file
 
     check_adapter(str(directory))
@@ -205,7 +205,7 @@ def read_adapter_state(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def set_adapter_state(model: PeftModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite the adapter's tensors in place; the optimiser goes on with the same parameters."""
+    """Overwrite the adapter's tensors in place, so that the optimiser keeps its parameters."""
     from peft import set_peft_model_state_dict
 
     set_peft_model_state_dict(model, dict(state))
@@ -226,7 +226,7 @@ def adapter_difference(model: PeftModel, directory: Path) -> float:
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """Return the base model with the update added to its weights; a non-finite result is an error."""
+    """Return the base model with the adapter merged into its weights; a non-finite result is an error."""
     if quantized_layers(model):
         raise InputError("Expected an unquantised base to merge into: load the base model in bfloat16 and merge there.")
     return model.merge_and_unload(safe_merge=True)

@@ -1,6 +1,6 @@
-"""Names of models and adapters, checked in a moment: a library would try for a minute before it says that one is wrong.
+"""Fast checks of model and adapter names; libraries may retry for a minute before they report a wrong one.
 
-Looked at are this disk, the hub's cache on it, and, where the name is in neither, the hub itself by one request.
+They look at the disk, the hub's cache and, if the name is in neither, at the hub with one request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def check_model(model: str, *, revision: str | None = None, option: str = "model") -> None:
-    """Refuse the name of a model that is neither a folder with one, nor in the hub's cache, nor on the hub."""
+    """Refuse a model name that is neither a model folder, nor in the hub's cache, nor on the hub."""
     place = Path(resolve_model(model))
     if not place.is_dir():
         check_name(model, revision=revision, option=option)
@@ -38,7 +38,7 @@ def check_model(model: str, *, revision: str | None = None, option: str = "model
 
 
 def check_name(model: str, *, revision: str | None = None, option: str = "model") -> None:
-    """Refuse a name that is neither a folder, nor in the hub's cache, nor on the hub, whatever it holds."""
+    """Refuse a name that is neither a folder, nor in the hub's cache, nor on the hub."""
     if Path(resolve_model(model)).is_dir():
         return
     refuse_gguf(model, model, option=option)
@@ -48,7 +48,7 @@ def check_name(model: str, *, revision: str | None = None, option: str = "model"
 
 
 def is_on_disk(model: str, *, revision: str | None = None) -> bool:
-    """Return whether the configuration of a model lies on this disk, in a folder or in the hub's cache."""
+    """Return whether a model's configuration is on this disk, in a folder or the hub's cache."""
     place = Path(resolve_model(model))
     if place.is_dir():
         return (place / CONFIG).is_file()
@@ -60,7 +60,7 @@ def is_on_disk(model: str, *, revision: str | None = None) -> bool:
 
 
 def check_adapter_name(adapter: str) -> None:
-    """Refuse what is neither the whole folder of a LoRA adapter, nor the name of one that the hub knows."""
+    """Refuse what is neither a complete folder of a LoRA adapter nor the name of one on the hub."""
     if Path(adapter).is_dir() or HUB_NAME.fullmatch(adapter) is None or adapter.count("/") != 1:
         check_adapter(adapter)
         return
@@ -105,7 +105,7 @@ def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Return why no connection to the hub can be made, or None where one can, or a proxy stands between."""
+    """Return why the hub cannot be reached; None if it can, or if a proxy is in between."""
     if any(os.environ.get(name) for name in PROXIES):
         return None
     address = urlsplit(endpoint)

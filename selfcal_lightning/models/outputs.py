@@ -1,7 +1,7 @@
-"""P(True) and token losses from one forward pass, at the positions that ask for them and nowhere else.
+"""P(True) and token losses from one forward pass, computed only at the positions needed.
 
-P(True) is read from float32 columns of the output layer, whatever the model computes in: from logits in bfloat16 it
-would come in steps of .03. Where nothing follows the output layer, logits of other positions are never kept.
+P(True) is computed from float32 columns of the output layer whatever the model's dtype, since bfloat16 logits would
+give steps of .03. If nothing follows the output layer, logits of other positions are never kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TILE_ELEMENTS = 2**25  # 128 MiB in float32
 def float32_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Return logits that are computed in float32 from hidden states and weights of any dtype."""
+    """Return float32 logits from hidden states and weights of any dtype."""
     hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
     with torch.autocast(hidden.device.type, enabled=False):
         if token_ids is not None:
@@ -43,7 +43,7 @@ def float32_logits(
 def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``log sum_v exp(logit_v)`` of each hidden state, in float32; gradients reach the hidden states only.
 
-    Made for a few rows. The gradient is computed in the forward pass, so that no logits are kept for the backward pass.
+    For a few rows. The gradient is computed in the forward pass, so that no logits are kept.
     """
     return _LogNormaliser.apply(hidden, weight, bias)
 
@@ -117,7 +117,7 @@ _ENDS: dict[str, bool] = {}  # whether nothing follows the output layer, by a mo
 
 
 class ModelOutputs(Protocol):
-    """What a model says at the ends of B confidence queries, and at the positions that are asked for N tokens."""
+    """A model's outputs at the ends of B confidence queries and at the positions that predict N tokens."""
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
         """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
@@ -129,7 +129,7 @@ class ModelOutputs(Protocol):
         """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
 
     def token_logits(self) -> Tensor:
-        """Return the logits at the other positions, at least float32, [N, V]: all of them, with their memory."""
+        """Return all logits at the other positions, at least float32, [N, V]."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class HiddenOutputs:
 
     Attributes:
         queries: At the ends of the queries, [B, d].
-        labels: At the positions that are asked for tokens, [N, d].
+        labels: At the positions that predict tokens, [N, d].
         weight: Of the output layer, [V, d].
         bias: Of it, [V], or None.
     """
@@ -185,7 +185,7 @@ class LogitOutputs:
     num_queries: int
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
-        """See ``ModelOutputs``. The normaliser cancels: it would only add noise to the gradient."""
+        """See ``ModelOutputs``. The normaliser cancels; computing it would only add noise to the gradient."""
         if not normalised:
             return self.confidence(query, normalised=False).p_true
         yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
@@ -218,7 +218,7 @@ def read_outputs(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> ModelOutputs:
-    """Run a forward pass and return what the model says at some positions of the flattened S * T tokens.
+    """Run a forward pass and return the model's outputs at some positions of the flattened S * T tokens.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
     """
@@ -235,7 +235,7 @@ def read_hidden(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Run a forward pass and return the last hidden states at some positions, [n, d]; no logits are made."""
+    """Run a forward pass without logits and return the last hidden states at some positions, [n, d]."""
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
 
@@ -248,7 +248,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 def run_outputs(
     model: PreTrainedModel, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
 ) -> ModelOutputs:
-    """Do what ``read_outputs`` does with a forward pass of these arguments, among them ``input_ids`` [S, T]."""
+    """Like ``read_outputs``, with given arguments of the forward pass, including ``input_ids`` [S, T]."""
     head = model.get_output_embeddings()
     positions = torch.cat((queries, labels))
     if head is None:
@@ -260,9 +260,9 @@ def run_outputs(
 
 
 def ends_with_head(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration returns what its output layer gives as it is.
+    """Return whether a model of this configuration returns its output layer's logits unchanged.
 
-    Some scale the logits or cap them. It is found out on a model without memory, in under a second, once in a process.
+    Some models scale or cap the logits. Tested once per process on a model without weights, in under a second.
     """
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if key not in _ENDS:
@@ -303,8 +303,8 @@ def _hidden_states(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the hidden states at ``positions`` before the output layer, [n, d], with its weight and bias.
 
-    The layer itself gets none of them. Under FSDP2 its weights are gathered when it is called, and stay so until the
-    backward pass, since they are the root module's.
+    The layer itself gets none of them. Under FSDP2 its weights are gathered when it is called and stay so until the
+    backward pass, since they belong to the root module.
     """
     found: list[tuple[Tensor, Tensor, Tensor | None]] = []
 

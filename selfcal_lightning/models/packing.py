@@ -1,8 +1,8 @@
 """Attention over packed rows, in which the responses to one question share its prompt.
 
-``SEGMENTS`` is an attention implementation for transformers, on any device: every branch of a tree attends to the
-prompt's keys and to its own, by one call of PyTorch's attention, and no mask over the whole row is ever made. With
-FlexAttention the same rule is a block mask.
+``SEGMENTS`` is an attention implementation for transformers on any device: every branch of a tree attends to the
+prompt's keys and its own in one call of PyTorch's attention, without a mask over the whole row. With FlexAttention the
+same rule is a block mask.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class PrefixTree(NamedTuple):
-    """A prompt and what follows it, once for every branch; lengths in tokens.
+    """A prompt and its branches; lengths in tokens.
 
-    In a packed row the tokens stand as prompt, branch 0, branch 1, ... A branch is a response with its confidence
-    query; it continues the prompt as if it stood alone behind it.
+    In a packed row the order is prompt, branch 0, branch 1, ... A branch is a response with its confidence query; it
+    continues the prompt as if there were no other branch.
     """
 
     start: int
@@ -40,7 +40,7 @@ class PrefixTree(NamedTuple):
 
     @property
     def separate_tokens(self) -> int:
-        """Tokens that the branches would take as sequences of their own."""
+        """Tokens that the branches would take as separate sequences."""
         return len(self.branches) * self.prompt + sum(self.branches)
 
     def branch_starts(self) -> list[int]:
@@ -52,9 +52,9 @@ class PrefixTree(NamedTuple):
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
-    """Raise ValueError unless ``trees`` stand one behind the other from the start of a row of ``width`` tokens.
+    """Raise ValueError unless ``trees`` are contiguous from the start of a row of ``width`` tokens.
 
-    A branch may be empty: a response without a token, once its query is cut off.
+    A branch may be empty: a response without tokens whose query was cut off.
     """
     stop = 0
     for tree in trees:
@@ -69,7 +69,7 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
 
 
 def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
-    """Return the trees without the last ``tail`` tokens of every branch, and which tokens of the row they keep.
+    """Return the trees without the last ``tail`` tokens of every branch, and the indices of the kept tokens.
 
     Example:
         >>> cut_branches([PrefixTree(0, 2, (3, 2)), PrefixTree(7, 1, (4,))], 2)
@@ -90,7 +90,7 @@ tensor([0, 1, 2, 7, 8, 9]))
 
 
 def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
-    """Return the position of every token in its own sequence: each branch goes on where the prompt ends."""
+    """Return the position of every token in its own sequence; each branch continues from the prompt's end."""
     positions = torch.zeros(width, dtype=torch.int64)
     for tree in trees:
         positions[tree.start : tree.start + tree.prompt] = torch.arange(tree.prompt)
@@ -102,7 +102,7 @@ def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
 def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tensor]:
     """Return (tree of every token, branch of every token), int64, [width] each.
 
-    Branches count from 1 within their tree, the prompt is 0. Padding is a tree of its own, the last one.
+    Branches are numbered from 1 within their tree, the prompt is 0. Padding is an extra last tree.
 
     Example:
         >>> [ids.tolist() for ids in tree_segments([PrefixTree(0, 2, (1, 1)), PrefixTree(4, 1, (1,))], 7)]
@@ -120,7 +120,7 @@ def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tens
 def tree_attention_mask(trees: Sequence[PrefixTree], width: int) -> Tensor:
     """Return who attends to whom, bool, [width, width]: itself and what precedes it in its prompt and in its branch.
 
-    Its size grows with the square of the row; attention by segments does without it.
+    Its size is quadratic in the row; attention by segments does not need it.
     """
     tree_ids, branch_ids = tree_segments(trees, width)
     same_tree = tree_ids[:, None] == tree_ids[None, :]
@@ -141,7 +141,7 @@ class PackingError(InputError):
 
 
 class TreeMasks:
-    """The trees of a packed row with the masks of their branches, made once for all layers of a forward pass."""
+    """The trees of a packed row with the masks of their branches, built once per forward pass."""
 
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         self.trees = tuple(trees)
@@ -149,7 +149,7 @@ class TreeMasks:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def lengths(self, width: int) -> list[int]:
-        """Return the tokens of every prompt and branch in their order, and of the padding behind them."""
+        """Return the lengths of all prompts and branches in order, and of the padding after them."""
         parts = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
         return [*parts, width - sum(parts)]
 
@@ -205,9 +205,9 @@ def segment_attention(
     prefix_trees: TreeMasks | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each prompt, and from each branch to its prompt and itself. Registered with transformers.
+    """Attend within each prompt, and from each branch to its prompt and itself; registered with transformers.
 
-    Batches that are not packed come without ``prefix_trees`` and take the usual path of PyTorch's attention.
+    Unpacked batches come without ``prefix_trees`` and use PyTorch's attention as usual.
     """
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
@@ -232,7 +232,7 @@ def segment_attention(
 
 
 def attention_kernel(query: Tensor) -> Callable[..., Tensor]:
-    """Return what attends by (query, key, value, mask, scaling, dropout) in the dtype of ``query``, on its device."""
+    """Return the attention function (query, key, value, mask, scaling, dropout) for the dtype of ``query``."""
     return _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
 
 
@@ -247,14 +247,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
 def _attend_by_matmul(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float
 ) -> Tensor:
-    """Do the same by two matrix products: in bfloat16 on a CPU up to twice as fast as the fused kernel."""
+    """The same with two matrix products: up to twice as fast as the fused kernel for bfloat16 on a CPU."""
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
     return F.dropout(weights, dropout, training=dropout > 0.0).to(query.dtype) @ value
 
 
 def register_segment_attention() -> None:
-    """Make ``attn_implementation="segments"`` known to transformers; batches that are not packed get SDPA's mask."""
+    """Register ``attn_implementation="segments"`` with transformers; unpacked batches get SDPA's mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -263,7 +263,7 @@ def register_segment_attention() -> None:
 
 
 def check_attention(implementation: str | None) -> None:
-    """Raise InputError where packed rows would meet an attention that does not know their trees."""
+    """Raise InputError if the attention implementation does not support packed rows."""
     if implementation not in (None, SEGMENTS, FLEX):
         raise InputError(
             f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
@@ -294,7 +294,7 @@ def packed_inputs(
 def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.device) -> Any:
     """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
 
-    PyTorch's own function would make the mask of the whole row first, of T * T entries.
+    PyTorch's own function would first build the mask of the whole row, with T * T entries.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -330,9 +330,9 @@ _PROBED: dict[str, str | None] = {}  # what a look at an architecture found, by 
 
 
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
-    """Say why models of this configuration cannot run packed rows; None where nothing speaks against it.
+    """Return why models of this configuration cannot run packed rows; None if they can.
 
-    It needs no weights and no memory to speak of; under a second for most architectures.
+    Needs no weights and little memory; under a second for most architectures.
     """
     from transformers import AutoModelForCausalLM
 
@@ -358,10 +358,10 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
 
 
 def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
-    """Say why a packed row does not get through two layers of the architecture; None where it does, or cannot be told.
+    """Return why a packed row fails in two layers of the architecture; None if it passes or cannot be tested.
 
-    The model is built without memory, on the device ``meta``, which has shapes and no values. What depends on values,
-    such as the routing of a mixture of experts, raises there: it is left to ``check_packed_equals_separate``.
+    The model is built on the device ``meta``, which has shapes but no values. What depends on values, such as the
+    routing of a mixture of experts, raises there and is left to ``check_packed_equals_separate``.
     """
     register_segment_attention()
     model = two_layers_on_meta(config, SEGMENTS)
@@ -385,7 +385,7 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
 
 
 def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
-    """Return a model of two layers of this architecture without memory; None where none can be made."""
+    """Return a two-layer model of this architecture on ``meta``; None if it cannot be built."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
@@ -405,7 +405,7 @@ def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> Pr
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
-    """Raise InputError, naming the model and the reason, where packed rows cannot be run."""
+    """Raise InputError with the reason if the model cannot run packed rows."""
     problem = shared_prefix_problem(config)
     if problem is not None:
         raise InputError(
@@ -415,20 +415,20 @@ def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
 
 
 def prefer_segments(model: PreTrainedModel) -> None:
-    """Give ``model`` attention by segments where it can run packed rows; else leave its own."""
+    """Switch ``model`` to attention by segments if it can run packed rows."""
     if shared_prefix_problem(model.config) is None:
         register_segment_attention()
         model.set_attn_implementation(SEGMENTS)
 
 
 def runs_packed_rows(model: PreTrainedModel) -> bool:
-    """Return whether the attention that ``model`` has now knows packed rows."""
+    """Return whether the current attention of ``model`` supports packed rows."""
     return model.config.get_text_config()._attn_implementation in (SEGMENTS, FLEX)
 
 
 @torch.no_grad()
 def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
-    """Hold a packed row of three branches against three sequences."""
+    """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
     device = next(model.parameters()).device
     # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
@@ -453,7 +453,7 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
 
 
 def packs_rightly(model: PreTrainedModel) -> bool:
-    """Return whether a packed row gives the model's own logits, with the attention that it has now."""
+    """Return whether a packed row gives the same logits as separate sequences."""
     try:
         check_packed_equals_separate(model)
     except PackingError:
@@ -462,15 +462,15 @@ def packs_rightly(model: PreTrainedModel) -> bool:
 
 
 def spread_ids(number: int, vocabulary: int, *, device: torch.device) -> Tensor:
-    """Return ids to hold two ways to compute logits against each other by, [number], spread over the vocabulary.
+    """Return test ids, [number], spread over the vocabulary.
 
-    The first ids of a vocabulary are control tokens, on which a trained model in half precision says nothing twice.
+    The first ids of a vocabulary are control tokens, on which half-precision outputs do not repeat.
     """
     return torch.arange(1, number + 1, device=device) * 7919 % vocabulary
 
 
 def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> float:
-    """Return by how much two ways to compute ``logits`` may differ in the mean."""
+    """Return the tolerated mean difference between two ways to compute ``logits``."""
     # FSDP may compute in bfloat16 what it holds in float32; the logits tell.
     exact = {logits.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
     exact &= not torch.is_autocast_enabled(logits.device.type)
@@ -480,7 +480,7 @@ def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> floa
 
 
 def _rounding(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return how far the logits of a sequence move where tokens follow it, which a causal model cannot see."""
+    """Return how much logits change from rounding alone: when tokens follow that a causal model cannot see."""
     alone = model(input_ids=ids[None], use_cache=False)[0][0].float()
     followed = model(input_ids=torch.cat((ids, ids[:7]))[None], use_cache=False)[0][0, : len(ids)].float()
     return ((followed - alone).abs().mean() / alone.std()).item()

@@ -1,4 +1,4 @@
-"""4-bit base weights and 8-bit optimiser states. All that the project knows of bitsandbytes is in this file."""
+"""4-bit base weights and 8-bit optimiser states: the only file that uses bitsandbytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_
 
 
 def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
-    """Raise ValueError for an unknown choice, and for a quantised base without an adapter: it cannot be trained."""
+    """Raise ValueError for an unknown choice, or a quantised base without an adapter, which cannot be trained."""
     if quantization not in {None, *get_args(Quantization)}:
         raise InputError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
     if optimizer not in get_args(OptimizerName):
@@ -39,7 +39,7 @@ def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -
 
 
 def check_installed(*, quantization: str | None, optimizer: str) -> None:
-    """Raise ImportError where settings need bitsandbytes and it is not installed: before the long work."""
+    """Raise ImportError early if settings need bitsandbytes and it is not installed."""
     if quantization is not None or optimizer in CLASSES:
         import_bitsandbytes()
 
@@ -54,7 +54,7 @@ def load_nf4_causal_lm(
 ) -> PreTrainedModel:
     """Load ``base_model`` with its linear layers in NF4, double quantised, straight onto ``device``.
 
-    Embeddings, norms and the output layer keep ``dtype``, which is also what the 4-bit layers compute in.
+    Embeddings, norms and the output layer keep ``dtype``, in which the 4-bit layers compute too.
     """
     import_bitsandbytes()
     from transformers import BitsAndBytesConfig
@@ -108,13 +108,13 @@ def quantized_layers(model: nn.Module) -> list[nn.Module]:
 def keep_quantized_gradients(model: nn.Module) -> None:
     """Stop 4-bit layers from repacking their weights in the first evaluation on CPUs with AVX512-BF16.
 
-    After the repacking, the training forward yields no gradients, in silence (bitsandbytes 0.50.2, `nn/modules.py`).
+    After repacking, the forward pass of training silently yields no gradients (bitsandbytes 0.50.2, `nn/modules.py`).
     """
     for module in quantized_layers(model):
         cast(Any, module).support_avx512bf16_for_cpu = False
 
 
 def import_bitsandbytes() -> ModuleType:
-    """Return the package, or say how to install it."""
+    """Import the package, or raise with how to install it."""
     keep_bitsandbytes_quiet()
     return require("bitsandbytes", extra="qlora")

@@ -1,4 +1,4 @@
-"""Build a model without memory, cut it over processes (FSDP2), and give every process just its own rows."""
+"""Build a model on ``meta``, shard it over processes (FSDP2), and load into each process only its own rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def meta_causal_lm(
     base_model: str, *, revision: str | None, dtype: torch.dtype, attn_implementation: str | None
 ) -> PreTrainedModel:
-    """Return the model with parameters that take no memory, and with its computed buffers (rotary angles) in place."""
+    """Return the model with parameters on ``meta`` and its computed buffers (rotary angles) in place."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = load_config(base_model, revision=revision)
@@ -56,10 +56,10 @@ def meta_causal_lm(
 def attach_lora_on_meta(
     model: PreTrainedModel, settings: LoraSettings, *, seed: int
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Attach an adapter to a model without memory; return it and the values that ``attach_lora`` draws, by name.
+    """Attach an adapter to a model on ``meta``; return it and the initial values that ``attach_lora`` draws, by name.
 
-    The one rule of drawing is PEFT's, applied by ``attach_lora``: it runs here on stand-ins of the base weights that
-    have their shape, dtype and device, but all share a single number.
+    Values are drawn by PEFT through ``attach_lora``, here on stand-ins with the base weights' shape, dtype and device
+    that share a single number.
     """
     _exchange(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     adapted = attach_lora(model, settings, seed=seed)
@@ -75,9 +75,9 @@ def check_architecture(
     revision: str | None = None,
     attn_implementation: str | None = None,
 ) -> None:
-    """Build the model without memory, so that what its classes or its adapter refuse is known before anything long.
+    """Build the model on ``meta``, so that errors of its classes or its adapter show before long work.
 
-    An architecture that cannot be built without values passes: ``attach_lora`` asks again.
+    An architecture that cannot be built on ``meta`` passes; ``attach_lora`` checks again.
     """
     from transformers import AutoModelForCausalLM
 
@@ -103,7 +103,7 @@ def check_architecture(
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield (full name, module, name in it, parameter) of every parameter, tied ones once for each place."""
+    """Yield (full name, module, name in it, parameter) of every parameter; tied ones once per place."""
     for prefix, module in model.named_modules():
         for part, parameter in module._parameters.items():
             if parameter is not None:
@@ -111,7 +111,7 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter
 
 
 def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> None:
-    """Compute the buffers of ``module`` that are not stored, by the rule that ``from_pretrained`` applies to them."""
+    """Compute the unstored buffers of ``module`` as ``from_pretrained`` does."""
     unstored = module._non_persistent_buffers_set
     computed = {part: b for part, b in module._buffers.items() if b is not None and b.is_meta and part in unstored}
     for part, buffer in computed.items():
@@ -132,7 +132,7 @@ def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> No
 
 
 def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Put ``make(parameter)`` in the place of every parameter; tied parameters stay tied."""
+    """Replace every parameter by ``make(parameter)``; tied parameters stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for _, module, part, parameter in list(places(model)):
         if parameter not in made:
@@ -142,7 +142,7 @@ def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which every process holds a part."""
+    """A model sharded over processes."""
 
     model: Any
     files: WeightFiles
@@ -161,7 +161,7 @@ def load_sharded_causal_lm(
     gradient_checkpointing: bool = False,
     policy: MixedPrecisionPolicy | None = None,
 ) -> ShardedModel:
-    """Load ``base_model`` with an adapter over the processes of ``mesh``; each reads only the rows that it keeps."""
+    """Load ``base_model`` with an adapter, sharded over ``mesh``; each process reads only its own rows."""
     files = WeightFiles.of_model(base_model, revision=revision)
     model = meta_causal_lm(
         base_model,
@@ -188,7 +188,7 @@ def load_sharded_causal_lm(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that transformers says must not be split: the decoder layers."""
+    """Return the decoder layers: the modules that transformers says must not be split."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -200,7 +200,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def local_rows(rows: int, part: int, num_parts: int) -> tuple[int, int]:
-    """Return which rows [start, stop) of ``rows`` part number ``part`` keeps: equal chunks, the last ones shorter."""
+    """Return the rows [start, stop) of shard ``part``: equal chunks, the last ones shorter."""
     chunk = math.ceil(rows / num_parts)
     return min(part * chunk, rows), min((part + 1) * chunk, rows)
 
@@ -212,7 +212,7 @@ def _fill_parameters(
     drawn: dict[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Put this process's rows in the place of the parameters without memory; tied ones stay one parameter."""
+    """Load this process's rows into the parameters on ``meta``; tied ones stay one parameter."""
     names: dict[nn.Parameter, list[tuple[str, str | None]]] = {}
     for name, module, part, parameter in places(model):
         names.setdefault(parameter, []).append((name, stored_names.get((module, part))))
@@ -250,7 +250,7 @@ def _fill_parameters(
 
 
 def _rows_here(parameter: DTensor) -> tuple[int, int]:
-    """Return which rows this process keeps, and make sure that FSDP2 thinks so too."""
+    """Return the rows of this process, checked against FSDP2's own."""
     mesh, (*copies, placement) = parameter.device_mesh, parameter.placements
     start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     if placement != Shard(0) or copies != [Replicate()] * len(copies) or parameter.to_local().shape[0] != stop - start:
@@ -296,7 +296,7 @@ NOT_QUANTISED = ("embed", "lm_head", "norm")
 
 
 def files_on_this_disk(model: str, *, revision: str | None = None) -> WeightFiles | None:
-    """Return the headers of a model that lies here, in a folder or in the hub's cache; None where it does not."""
+    """Return the weight headers of a model in a folder or the hub's cache; None if it is in neither."""
     try:
         folder = model_folder(model, revision=revision, download=False)
         return WeightFiles.of_model(str(folder)) if any((folder / n).is_file() for n in (WHOLE, INDEX)) else None
@@ -315,14 +315,14 @@ def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloa
 
 
 def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]) -> int:
-    """Return how many numbers a LoRA adapter of rank ``r`` trains: r (in + out) for each layer that it is put on."""
+    """Return the number of parameters of a LoRA adapter of rank ``r``: r (in + out) per target layer."""
     targets = tuple(f".{name}.weight" for name in target_modules)
     shapes = [files.shape(name) for name in files.names if f".{name}".endswith(targets)]
     return sum(r * sum(shape) for shape in shapes if len(shape) == 2)
 
 
 def all_numbers(files: WeightFiles) -> int:
-    """Return how many numbers the model has."""
+    """Return the number of parameters of the model."""
     return sum(_numel(files, name) for name in files.names)
 
 

@@ -19,10 +19,10 @@ from selfcal_lightning.data.tasks.registry import TASKS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = "\n".join(page.read_text() for page in PAGES)
-PYTHON_BLOCKS = [  # what asks a server is run by tests/serving
+PYTHON_BLOCKS = [  # tests/serving runs what asks a server, tests/adaptation what needs TRL
     block
     for block in dict.fromkeys(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
-    if "127.0.0.1:8000" not in block
+    if "127.0.0.1:8000" not in block and "import GRPOTrainer" not in block
 ]
 
 BASH = "\n".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))

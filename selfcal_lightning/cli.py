@@ -236,10 +236,7 @@ def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> No
     importlib.import_module("selfcal_lightning.commands.lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
         sys.stdout.write(what_next(prepared.case))
-        folder = prepared.case.folder
-        from selfcal_lightning.commands.view import run_view
-
-        run_view(str(folder / "samples"), output=str(folder / "report.html"))
+        importlib.import_module("selfcal_lightning.commands.view").view_training(prepared.case.folder)
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:

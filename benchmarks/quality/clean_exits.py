@@ -43,9 +43,12 @@ PREPARED = [
     "rollout --samples_dir {inputs}/store --split test_id --store_dir {inputs}/rollouts --num_rollouts 2 --limit 2"
     " --responses 1 --prefixes 1 --export {inputs}/prefixes.jsonl",
     "fit --output_dir {inputs}/fit --preset joint " + FIT,
+    "generate --model bundled --store_dir {inputs}/texts --task local_text --path {inputs}/questions.jsonl --limit 4"
+    " --num_samples 2 " + SHORT,
 ]
 
-# Verbs that finish in seconds come first. {store} is a copy of the store that the run may change.
+COPIED = ("store", "selection", "texts")  # for each run, which may change them
+# Verbs that finish in seconds come first.
 VERBS = {
     "select": "--store_dir {inputs}/store --split test_id --output {run}/selection",
     "export-pool": "--store_dir {inputs}/store --path {run}/pool.jsonl",
@@ -72,7 +75,7 @@ VERBS = {
     "generate": f"--model bundled --store_dir {{run}}/store --split test_id {SAMPLES}",
     "answer": "--model bundled --question 'Anna has 3 apples and buys 4 more. How many?' --task word_problems"
     f" --max_samples 2 {SHORT}",
-    "verify": "--store_dir {store} --model bundled --max_new_tokens 4 --task word_problems",
+    "verify": "--store_dir {texts} --model bundled --max_new_tokens 4",
     "rollout": "--samples_dir {inputs}/store --split test_id --store_dir {run}/rollouts --num_rollouts 1 --limit 1"
     " --responses 1 --prefixes 1",
     "evaluate": "--pools '[{{name: a, path: {inputs}/store, split: test_id}}]' --num_reshuffles 2 --num_resamples 20"
@@ -84,14 +87,14 @@ VERBS = {
 
 def words(command: str, inputs: Path, run: Path) -> list[str]:
     """Return the arguments of a command."""
-    places = {"inputs": inputs, "run": run, "store": run / "store", "selection": run / "selection"}
+    places = {"inputs": inputs, "run": run, **{name: run / name for name in COPIED}}
     return [word.format(**places) for word in shlex.split(command)]
 
 
 def run_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
     """Run a verb in a fresh folder; return its status and the end of what it said."""
     run.mkdir(parents=True)
-    for name in ("store", "selection"):
+    for name in COPIED:
         if f"{{{name}}}" in VERBS[verb]:
             shutil.copytree(inputs / name, run / name)
     done = subprocess.run(
@@ -113,7 +116,10 @@ def main() -> None:
     folder = given.folder.resolve()
     inputs, end = folder / "inputs", time.monotonic() + 60 * given.minutes
     inputs.mkdir(parents=True, exist_ok=True)
-    rows = [{"question": f"Anna has {a} apples and buys {a + 3} more. How many apples has she?"} for a in range(2, 42)]
+    rows = [
+        {"question": f"Anna has {a} apples and buys {a + 3} more. How many apples has she?", "answer": str(2 * a + 3)}
+        for a in range(2, 42)
+    ]
     (inputs / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for number, command in enumerate(PREPARED):
         if not (mark := inputs / f"prepared_{number}").exists():

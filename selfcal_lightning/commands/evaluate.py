@@ -17,7 +17,7 @@ from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
-from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, settings_json
+from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, reads_texts, settings_json
 from selfcal_lightning.evaluation.inputs import (
     Inputs,
     PoolSource,
@@ -190,13 +190,14 @@ def run_evaluate(
         sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
         return {}
     open_evaluation_folder(folder, _plain(arguments))
+    replayed = reads_texts(settings.strategies)
     if pools is not None:
-        inputs = read_pools(*sources, texts=True)
+        inputs = read_pools(*sources, replayed=replayed)
         if (sentence := sides_apart(inputs)) is not None:
             say(sentence)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, texts=True)
+        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, replayed=replayed)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     for key, shared in ({} if pools is not None else trained_on(inputs, sampled.sides)).items():
         test, _, side = key.rpartition(".")

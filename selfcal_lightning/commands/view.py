@@ -16,16 +16,17 @@ from selfcal_lightning.evaluation.calibration import own_confidence, pool_keys
 from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.verdict import verdict
+from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
 
 
 def run_view(
     path: str,
     other: str | None = None,
-    output: str = REPORT,
+    output: str | None = None,
     split: str | None = None,
     task: str | None = None,
     limit: int | None = None,
-    threshold: float = 0.7,
+    threshold: float | None = None,
     redact: bool = False,
     open: bool = False,
 ) -> str:
@@ -37,11 +38,11 @@ def run_view(
     Args:
         path: Folder of a store, a JSON-lines pool, or the folder of an evaluation.
         other: A second store or pool of the same questions, shown beside the first with what flipped.
-        output: File to write; an earlier report is replaced.
+        output: File to write; an earlier report is replaced. Null is report.html here; an evaluation has its own.
         split: Shows this split of a store only; null shows all.
         task: Task of a pool whose lines name none.
         limit: Shows at most this many questions of each split.
-        threshold: Confidence at which the replayed stopping rule stops, until it is changed in the page.
+        threshold: Confidence at which the replayed stopping rule stops, until it is changed in the page; null is .7.
         redact: Leaves out the texts of questions, responses and answers.
         open: Opens the file in the browser.
 
@@ -50,28 +51,50 @@ def run_view(
     """
     evaluated = Path(path) / REPORT
     if evaluated.is_file():
-        if other is not None or redact:
-            raise InputError(f"{path} has its report already, {evaluated}. Give its pools or stores to compare.")
+        given = {"other": other, "output": output, "split": split, "task": task, "limit": limit}
+        given |= {"threshold": threshold, "redact": redact or None}
+        if unused := [f"`{name}`" for name, value in given.items() if value is not None]:
+            raise InputError(f"{path} has its report already, so {', '.join(unused)} cannot apply. Give its samples.")
         file = evaluated
     else:
-        file = Path(output)
-        names = ("samples",) if other is None else SIDES
-        places = dict(zip(names, (path, other), strict=False))
-        pools = {name: _load(str(place), split, task, limit) for name, place in places.items()}
-        tests = {
-            test: {name: found[test] for name, found in pools.items() if test in found}
-            for test in dict.fromkeys(test for found in pools.values() for test in found)
-        }
-        results = {key: value for test, found in tests.items() for key, value in _results(test, found).items()}
-        title = " and ".join(str(place) for place in places.values())
-        sentences = verdict(results)
-        write_page(file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact)
-        for sentence in sentences:
-            say(sentence)
+        file = Path(output or REPORT)
+        places = dict(zip(("samples",) if other is None else SIDES, (path, str(other)), strict=False))
+        stop = DEFAULT_THRESHOLD if threshold is None else threshold
+        _write(file, places, split, task, limit, threshold=stop, redact=redact)
     say(f"Look at {file}")
     if open:
         webbrowser.open(file.resolve().as_uri())
     return str(file)
+
+
+def view_training(folder: Path) -> None:
+    """Write the report of a training's samples, without which the training is no worse."""
+    try:
+        run_view(str(folder / "samples"), output=str(folder / REPORT))
+    except (InputError, OSError) as error:
+        say(f"No report was written: {error}")
+
+
+def _write(
+    file: Path,
+    places: Mapping[str, str],
+    split: str | None,
+    task: str | None,
+    limit: int | None,
+    *,
+    threshold: float,
+    redact: bool,
+) -> None:
+    pools = {name: _load(place, split, task, limit) for name, place in places.items()}
+    tests = {}
+    for test in dict.fromkeys(test for found in pools.values() for test in found):
+        tests[test] = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
+    results = {key: value for test, found in tests.items() for key, value in _results(test, found).items()}
+    sentences = verdict(results)
+    title = " and ".join(places.values())
+    write_page(file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact)
+    for sentence in sentences:
+        say(sentence)
 
 
 def _load(path: str, split: str | None, task: str | None, limit: int | None) -> dict[str, RecordedPool]:
@@ -81,7 +104,10 @@ def _load(path: str, split: str | None, task: str | None, limit: int | None) -> 
     names = annotation_names(path)
     index = SampleStore(path).index()
     splits = sorted(set(index.split.tolist())) if split is None else [split]
-    return {one: load_recorded_pool(path, split=one, task=task, limit=limit, confidences=names) for one in splits}
+    return {
+        one: load_recorded_pool(path, split=one, task=task, limit=limit, confidences=names, token_ids=False)
+        for one in splits
+    }
 
 
 def _results(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, Any]:
@@ -89,8 +115,15 @@ def _results(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, Any]:
     samples = [sample for pool in pools.values() for entry in pool.entries for sample in entry.samples]
     if any(sample.correct is None for sample in samples):
         return {}
-    shared = set.intersection(*({entry.question.id for entry in pool.entries} for pool in pools.values()))
+    return pool_keys(test, pools, own_confidence(list(pools.values())), num_resamples=1000)
+
+
+def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:
+    """Return the pools with the questions that all of them hold; others are counted."""
+    ids = [{entry.question.id for entry in pool.entries} for pool in pools.values()]
+    shared = set.intersection(*ids)
     if not shared:
         raise InputError(f"The two hold no question of {test!r} in common.")
-    pools = {name: pool.subset(shared) for name, pool in pools.items()}
-    return pool_keys(test, pools, own_confidence(list(pools.values())), num_resamples=1000)
+    if alone := len(set.union(*ids)) - len(shared):
+        say(f"{test}: {alone:,} questions are in one of the two only and are left out.")
+    return {name: pool.subset(shared) for name, pool in pools.items()}

@@ -214,8 +214,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_json(content: bytes | str, *, origin: str) -> Any:
-    """Parse JSON text.
+def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> Any:
+    """Parse JSON text; without ``repeats`` an object with a key twice is refused.
 
     Example:
         >>> parse_json('{"a": 1}', origin="line 1")
@@ -224,7 +224,7 @@ def parse_json(content: bytes | str, *, origin: str) -> Any:
     line = None
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=None if repeats else _object)
     except _RepeatedKeyError as error:
         reason = f"the key {error.args[0]!r} twice in one object"
     except json.JSONDecodeError as error:
@@ -278,7 +278,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if blank:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
-                content = parse_json(line, origin=str(path))
+                content = parse_json(line, origin=str(path), repeats=False)
                 # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
                 if ESCAPED_SURROGATE.search(line):
                     json.dumps(content, ensure_ascii=False).encode()

@@ -288,7 +288,7 @@ def _time_text(plan: Plan) -> str:
         parts.append(f"training at most {show_seconds(tokens * speed)}")
     if not parts:
         return ""
-    return f"{', '.join(parts)} on this {plan.speed[0].device}: a guess, right within a factor of three or so"
+    return f"{', '.join(parts)} on this {plan.speed[0].device}: a guess from the model's size and this machine's speed"
 
 
 def _long_notes(plan: Plan) -> list[str]:

@@ -74,7 +74,7 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
 
 
 def score_again(
-    side: ModelSide, store: Path, split: str, options: SamplingOptions, *, texts: bool = False
+    side: ModelSide, store: Path, split: str, options: SamplingOptions, *, texts: bool = False, token_ids: bool = True
 ) -> RecordedPool:
     """Return recorded responses with the P(True) of ``side`` in the place of their own.
 
@@ -85,7 +85,7 @@ def score_again(
         side.model, options.query, options.engine.of(adapter=None if side.adapter is None else str(side.adapter))
     )
     score_store(StoreScoring(str(store), (P_TRUE,), model, name=name, split=split))
-    pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts)
+    pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts, token_ids=token_ids)
     entries = tuple(
         replace(entry, samples=tuple(_with_p_true(sample, name) for sample in entry.samples)) for entry in pool.entries
     )
@@ -166,12 +166,12 @@ class Inputs:
     same_texts: Mapping[str, bool] = field(default_factory=dict)
 
 
-def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *, texts: bool = False) -> Inputs:
-    """Read recorded samples."""
+def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *, replayed: bool = False) -> Inputs:
+    """Read recorded samples, of test sets with their texts; ``replayed`` ones with token ids, and all with texts."""
     check_pools(pools, calibration)
     tests: dict[str, dict[str, RecordedPool]] = {}
     for source in pools:
-        tests.setdefault(test_of(source), {})[source.name] = _read(source, texts=texts)
+        tests.setdefault(test_of(source), {})[source.name] = _read(source, texts=True, token_ids=replayed)
     found = {source.name: source for source in calibration}
     sides = list(dict.fromkeys(source.name for source in pools)) if calibration else []
     places = {test: [source for source in pools if test_of(source) == test] for test in tests}
@@ -179,7 +179,7 @@ def read_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], *
         test: len(sources) > 1 and _are_equal(texts_digest(one.path, split=one.split, task=one.task) for one in sources)
         for test, sources in places.items()
     }
-    return Inputs(tests, {side: _read(found[side], texts=texts) for side in sides}, same)
+    return Inputs(tests, {side: _read(found[side], texts=replayed, token_ids=replayed) for side in sides}, same)
 
 
 def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) -> None:
@@ -313,9 +313,12 @@ def sample_models(
     folder: Path,
     options: SamplingOptions,
     *,
-    texts: bool = False,
+    replayed: bool = False,
 ) -> Inputs:
-    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped."""
+    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
+
+    What is read back is as in ``read_pools``.
+    """
     check_names(tests)
     if calibration is not None:
         _check_questions(tests, calibration)
@@ -324,12 +327,13 @@ def sample_models(
         store = folder / "samples" / (model.responses_of or side)
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
+            kept = {"texts": replayed or test is not calibration, "token_ids": replayed}
             if model.responses_of is None:
                 sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
                 sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
-                pool = load_recorded_pool(store, split=name, texts=texts)
+                pool = load_recorded_pool(store, split=name, **kept)
             else:
-                pool = score_again(model, store, name, options, texts=texts)
+                pool = score_again(model, store, name, options, **kept)
             found.setdefault(name, {})[side] = pool
     places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     same = {
@@ -407,6 +411,6 @@ def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
         check_disjoint(fitted_on, load_source(test, test.task), names=names, way_out=DISJOINT)
 
 
-def _read(source: PoolSource, *, texts: bool) -> RecordedPool:
+def _read(source: PoolSource, *, texts: bool, token_ids: bool) -> RecordedPool:
     options = {name: getattr(source, name) for name in ("split", "task", "confidences", "limit")}
-    return load_recorded_pool(source.path, texts=texts, **options)
+    return load_recorded_pool(source.path, texts=texts, token_ids=token_ids, **options)

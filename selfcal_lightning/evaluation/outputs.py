@@ -25,6 +25,7 @@ from selfcal_lightning.evaluation.strategy_tables import (
 )
 
 DPI = 120
+MOST_COLUMNS = 4  # beside the strategies, on 80 columns of characters
 
 
 def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles: int) -> None:
@@ -50,7 +51,11 @@ def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles:
 
 def show_briefly(reports: Sequence[StrategyReport], console: Console) -> None:
     """Print one small table of all test sets, and what a reader must know of them."""
-    console.print(short_table({report.test: report.budgets for report in reports}))
+    columns = sum(len(report.unreadable) for report in reports)
+    for shown in [reports] if columns <= MOST_COLUMNS else [[report] for report in reports]:
+        console.print(short_table({report.test: report.budgets for report in shown}))
+    sizes = (f"{report.num_questions} questions of {report.test}" for report in reports)
+    console.print(f"{', '.join(sizes)}; {reports[0].width} samples each.", highlight=False)
     notes: dict[str, list[str]] = {}
     for report in reports:
         unreadable = [f"{side} {rate:.1%}" for side, rate in report.unreadable.items() if rate]

@@ -12,12 +12,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import open_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.evaluation.metrics import P_TRUE
+from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
 from selfcal_lightning.records import QuestionSamples
 
 REPORT = "report.html"
@@ -37,7 +37,7 @@ def write_page(
     *,
     title: str,
     sentences: Sequence[str] = (),
-    threshold: float = 0.7,
+    threshold: float = DEFAULT_THRESHOLD,
     redact: bool = False,
 ) -> None:
     """Write the report of ``tests``, {test set: {system: samples with their texts}}, to ``path``.
@@ -64,7 +64,6 @@ def write_page(
     index = {
         "title": title,
         "sentences": list(sentences),
-        "made": "" if redact else "Everything in this file is on your disk; it asks no network.",
         "systems": systems,
         "tests": list(tests),
         "confidences": confidences,

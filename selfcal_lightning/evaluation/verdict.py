@@ -36,6 +36,8 @@ def _sentence(results: Mapping[str, Any], own: str, test: str) -> str:
         change_of("calibration", *_ends(results, f"{own}.ece"), gain=_gain(results, f"{own}.ece", less=True)),
         change_of("ranking", *_ends(results, f"{own}.auroc"), gain=_gain(results, f"{own}.auroc")),
     ]
+    if (gain := _gain(results, within := f"{own}.within_question_auroc")) is not None:
+        parts.append(change_of("ranking within a question", *_ends(results, within), gain=gain))
     if most > 1:
         key = f"{own}.weighted_votes_{most}"
         parts.append(change_of(f"weighted votes of {most}", *_ends(results, key), gain=_gain(results, key)))
@@ -51,7 +53,7 @@ def change_of(what: str, before: float | None, after: float | None, *, gain: boo
     """
     if before is None or after is None:
         return None
-    name = {"calibration": "ECE ", "ranking": "AUROC "}.get(what, "")
+    name = {"calibration": "ECE ", "ranking": "AUROC ", "ranking within a question": "AUROC "}.get(what, "")
     how = f"no clear change of {what}" if gain is None else f"{'better' if gain else 'worse'} {what}"
     return f"{how} ({name}{_number(before)} -> {_number(after)})"
 

@@ -10,7 +10,8 @@ import torch
 from selfcal_lightning.core.plan import Speed
 from selfcal_lightning.models.sharded_loading import all_numbers, files_on_this_disk
 
-# Of the rate of a large matrix product. Measured on two CPU cores: .07 (1.7M parameters) to .14 (135M) in sampling.
+# Of the rate of a large matrix product. Measured on two CPU cores: sampling .07 (1.7M parameters) and .14 (135M),
+# training .11 on two threads and .37 on one (1.7M). On a GPU neither was measured.
 SHARE_SAMPLING, SHARE_TRAINING = 0.12, 0.3
 TIMED_SECONDS = 0.2
 

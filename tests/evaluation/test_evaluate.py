@@ -381,6 +381,6 @@ def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.Captu
     assert cost["sequence_logprob_platt"] == pytest.approx(cost[None])
     printed = capsys.readouterr().out
     assert "The same responses, scored by both" in printed
-    assert "Accuracy at no more than 2 samples on average (samples used)" in printed
+    assert "6 questions of id, 4 questions of ood; 3 samples each." in printed
     assert "id, before" in printed
     assert (tmp_path / "report.html").is_file()

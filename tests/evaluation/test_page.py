@@ -108,6 +108,23 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert numbers == shown
     assert numbers[0]["ece"][0] == results["own.test.ece.samples"]
     assert numbers[0]["questions"] == 12
+    with pytest.raises(InputError, match="`limit` cannot apply"):
+        run_view(str(tmp_path / "out"), limit=3)
+
+
+def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, ids in (("a", range(6)), ("b", range(2, 6))):
+        lines = [
+            {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
+             "responses": [{"text": "45"[n % 3 == 0], "confidence": {"p_true": n / 9}} for n in range(i, i + 4)]}
+            for i in ids
+        ]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = run_view(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), output=str(tmp_path / "both.html"))
+    index = packed(Path(page).read_text(), "index")
+    assert [row["questions"] for row in index["numbers"]] == [4, 4]
+    assert len(index["questions"]) == 4
+    assert "2 questions are in one of the two only" in capsys.readouterr().err
 
 
 @pytest.fixture

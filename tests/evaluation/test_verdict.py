@@ -39,6 +39,9 @@ def test_a_change_is_named_where_its_interval_leaves_out_zero(
     (sentence,) = verdict(results)
     assert all(words in sentence for words in [*expected, "(ECE .300 -> .200)", "(AUROC .600 -> .850)"])
     assert "too few" not in sentence
+    assert "within a question" not in sentence
+    (sentence,) = verdict(results | keys("within_question_auroc", 0.87, 0.83, -0.07, -0.01))
+    assert "worse ranking within a question (AUROC .870 -> .830)" in sentence
 
 
 def test_few_questions_and_unknown_numbers_are_said() -> None:

@@ -73,6 +73,7 @@ function refresh() {
   const key = ORDERS[state.order];
   found = questions.filter(passes).map((question) => [key(question), question]).sort((x, y) => y[0] - x[0]).map((pair) => pair[1]);
   shown = PAGE;
+  state.at = -1;
   drawList();
 }
 function drawList() {
@@ -190,7 +191,7 @@ function drawPlots() {
     order.forEach(([, correct], i) => { wrong += 1 - correct; if (i % step === 0 || i === order.length - 1) points.push([(i + 1) / order.length, wrong / (i + 1)]); });
     return line(points, `s${system}`);
   });
-  const most = Math.max(1, ...questions.flatMap((question) => question.s.map((run) => (run ? run.a.length : 0))));
+  const most = questions.reduce((longest, question) => Math.max(longest, ...question.s.map((run) => run?.a.length ?? 0)), 1);
   const votes = systems.flatMap((_, system) => [true, false].map((weighted) => {
     const points = [];
     for (let count = 1; count <= most; count *= 2) {
@@ -238,7 +239,8 @@ function number(name, id, key, value) {
 }
 document.getElementById("app").replaceChildren(
   el("h1", {}, index.title), ...index.sentences.map((text) => el("p", { class: "verdict" }, text)),
-  el("p", { class: "soft" }, ...systems.map((name, system) => el("span", { class: `s${system}` }, `■ ${name}  `)), index.made),
+  el("p", { class: "soft" }, ...systems.map((name, system) => el("span", { class: `s${system}` }, `■ ${name}  `)),
+    "This file is complete: it loads nothing from the network."),
   numbers(), el("div", { id: "plots", class: "plots" }),
   el("div", { class: "filters" },
     el("label", {}, "search ( / )", el("input", { type: "search", id: "search", oninput: (event) => { state.search = event.target.value.toLowerCase(); refresh(); } })),
@@ -251,7 +253,7 @@ document.getElementById("app").replaceChildren(
   el("main", {}, el("div", {}, el("ul", { id: "list", role: "listbox" }), el("button", { id: "more", onclick: () => { shown += PAGE; drawList(); } }, "more")),
     el("div", { id: "detail" }, el("p", { class: "soft" }, "Choose a question (j and k go down and up)."))));
 document.addEventListener("keydown", (event) => {
-  if (event.target instanceof HTMLInputElement && event.key !== "Escape") return;
+  if (event.target.matches("input, select") && event.key !== "Escape") return;
   if (event.key === "/") { event.preventDefault(); $("search").focus(); }
   else if (event.key === "Escape") event.target.blur();
   else if (event.key === "j" || event.key === "k") open(Math.max(0, state.at + (event.key === "j" ? 1 : -1)));

@@ -66,6 +66,7 @@ def load_recorded_pool(
     confidences: Sequence[str] = (),
     limit: int | None = None,
     texts: bool = True,
+    token_ids: bool = True,
     tasks: Callable[[str], Task] = get_task,
 ) -> RecordedPool:
     """Read a JSON-lines pool, or a split of a sample store, into memory.
@@ -77,7 +78,9 @@ def load_recorded_pool(
         raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
     path = check_place(path)
     if path.is_dir():
-        pool = _from_store(path, split=split, task=task, confidences=confidences, limit=limit, texts=texts)
+        pool = _from_store(
+            path, split=split, task=task, confidences=confidences, limit=limit, texts=texts, token_ids=token_ids
+        )
     else:
         if confidences:
             raise InputError(
@@ -117,7 +120,14 @@ def _what_is_there(path: Path) -> str:
 
 
 def _from_store(
-    path: Path, *, split: str | None, task: str | None, confidences: Sequence[str], limit: int | None, texts: bool
+    path: Path,
+    *,
+    split: str | None,
+    task: str | None,
+    confidences: Sequence[str],
+    limit: int | None,
+    texts: bool,
+    token_ids: bool,
 ) -> RecordedPool:
     store = SampleStore(path)
     fingerprint = store.round_manifest().fingerprint
@@ -125,7 +135,8 @@ def _from_store(
     # Responses made elsewhere have a prompt of their own kind and no sampling settings.
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
     if texts:
-        entries = tuple(islice(store.samples(split=split, task=task, confidences=confidences), limit))
+        found = islice(store.samples(split=split, task=task, confidences=confidences), limit)
+        entries = tuple(found if token_ids else map(_without_ids, found))
     else:
         with Stage(f"Reading the columns of {path.name}"):
             index = store.index(split=split, confidences=confidences)
@@ -168,6 +179,10 @@ def _from_file(
             progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
     say_undecided(before)
     return RecordedPool(tuple(entries))
+
+
+def _without_ids(entry: QuestionSamples) -> QuestionSamples:
+    return replace(entry, samples=tuple(replace(sample, token_ids=None) for sample in entry.samples))
 
 
 def _to_count(entry: QuestionSamples) -> QuestionSamples:

@@ -51,7 +51,7 @@ def run_view(
     """
     evaluated = Path(path) / REPORT
     if evaluated.is_file():
-        given = {"other": other, "output": output, "split": split, "task": task, "limit": limit}
+        given: dict[str, object] = {"other": other, "output": output, "split": split, "task": task, "limit": limit}
         given |= {"threshold": threshold, "redact": redact or None}
         if unused := [f"`{name}`" for name, value in given.items() if value is not None]:
             raise InputError(f"{path} has its report already, so {', '.join(unused)} cannot apply. Give its samples.")

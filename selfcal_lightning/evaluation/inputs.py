@@ -327,13 +327,13 @@ def sample_models(
         store = folder / "samples" / (model.responses_of or side)
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
-            kept = {"texts": replayed or test is not calibration, "token_ids": replayed}
+            texts = replayed or test is not calibration
             if model.responses_of is None:
                 sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
                 sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
-                pool = load_recorded_pool(store, split=name, **kept)
+                pool = load_recorded_pool(store, split=name, texts=texts, token_ids=replayed)
             else:
-                pool = score_again(model, store, name, options, **kept)
+                pool = score_again(model, store, name, options, texts=texts, token_ids=replayed)
             found.setdefault(name, {})[side] = pool
     places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     same = {

@@ -5,13 +5,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, recorded_confidences
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.pools.exporting import ExportReport, export_pool, export_sampled
-from selfcal_lightning.data.pools.importing import SAMPLED, ImportReport, find_sampled, import_pool, import_sampled
+from selfcal_lightning.data.pools.harness_exports import export_log
+from selfcal_lightning.data.pools.harness_logs import Log, find_format
+from selfcal_lightning.data.pools.importing import (
+    SAMPLED,
+    ImportReport,
+    find_sampled,
+    import_log,
+    import_pool,
+    import_sampled,
+)
 from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
 from selfcal_lightning.data.pools.recorded import annotation_estimators
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
@@ -21,39 +30,81 @@ from selfcal_lightning.data.tasks.base import Task, reader_version
 from selfcal_lightning.data.tasks.judging import judge_anew
 from selfcal_lightning.data.tasks.math_processes import Undecided, allow_undecided, say_undecided
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.rows import Columns, is_hub_name
 from selfcal_lightning.records import IMPORTED, QuestionSamples
+
+Format = Literal[
+    "auto", "pool", "sampled", "lm-eval", "inspect", "every_eval_ever", "helm", "openai-batch", "openai-evals", "verl",
+    "trl", "dataset",
+]  # fmt: skip
+
+ExportFormat = Literal["pool", "sampled", "inspect", "every_eval_ever", "lm-eval"]
 
 
 def run_import_pool(
     path: str,
     store_dir: str,
+    format: Format = "auto",
     task: str | None = None,
     split: str | None = None,
     stated: bool = True,
+    columns: Columns | None = None,
+    filter: str | None = None,
+    requests: str | None = None,
+    questions: str | None = None,
     undecided_seconds: float = 120.0,
 ) -> ImportReport:
-    """Read a JSON-lines pool of responses made elsewhere into a store.
+    """Read responses that were made elsewhere into a store: a pool, or the log of another tool.
 
     Args:
-        path: The pool, one question a line; or rows of the task's data set with a list of texts in "responses"; or the
-            `sampled.jsonl` of llm-calibration or its folder, with `ground_truth.jsonl` in it.
+        path: A JSON-lines pool, one question a line; or rows of the task's data set with a list of texts in
+            "responses"; or a log of one of the formats, or its folder; or "hf:NAME:CONFIG:SPLIT" with named columns.
         store_dir: Folder of the store to write.
-        task: Task of all questions; null takes the field "task" of every line.
-        split: Split of all questions; null takes the field "split" of every line.
-        stated: Keeps the answers and verdicts of `sampled.jsonl`; "false" extracts and verifies its texts again.
+        format: Which tool wrote the log; "auto" tells it by the fields.
+        task: Task of all questions; null takes the field "task" of a pool's lines, and tells the task of a log by its
+            reference answers.
+        split: Split of all questions; null takes the field "split" of a pool's lines, and "test" for a log.
+        stated: Keeps answers and verdicts that a log states; "false" extracts and verifies its texts again.
+        columns: Names the columns of a data set with several responses in each row, or of TRL's completions.
+        filter: Keeps the answers of this filter of lm-evaluation-harness; null keeps the first in the file.
+        requests: File of requests that belongs to the output of a batch API.
+        questions: Questions and reference answers for the output of a batch API, by the same ids.
         undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
             pairs count as different, and are counted.
     """
     allow_undecided(undecided_seconds)
-    sampled = find_sampled(path) if Path(path).exists() else None
-    if sampled is None and not stated:
-        raise InputError(f"Expected `stated` with a {SAMPLED} only, but got false with {path}.")
-    if sampled is None:
-        report = import_pool(path, store_dir, task=task, split=split)
-    else:
+    place = Path(path)
+    if not is_hub_name(path) and not place.exists():
+        raise FileNotFoundError(f"There is no file or folder at {path} (`path`).")
+    report: ImportReport
+    sampled = None if format not in ("auto", "sampled") or is_hub_name(path) else find_sampled(place)
+    if format == "sampled" and sampled is None:
+        raise InputError(f"Expected {path} to be the {SAMPLED} of llm-calibration or its folder.")
+    is_log = sampled is None and format not in ("pool", "sampled")
+    logged = find_format(place, format, columns=columns) if is_log else None
+    if logged is None and is_hub_name(path):
+        raise InputError(f"Name the column of responses in {path} by `--columns.responses`.")
+    unread = {"columns": columns, "filter": filter, "requests": requests, "questions": questions}
+    readers = {"columns": ("dataset", "trl", "lm-eval", "openai-batch"), "filter": ("lm-eval",)}
+    for option, value in unread.items():
+        if value is not None and (logged is None or logged[0] not in readers.get(option, ("openai-batch",))):
+            found = logged[0] if logged else "sampled" if sampled else "pool"
+            raise InputError(f"`{option}` has no meaning for {path}, whose format is {found}.")
+    if sampled is not None:
         if task is None or split is None:
             raise InputError(f"Expected `task` and `split` for {sampled}, whose rows name neither, but got null.")
         report = import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
+    elif logged is not None:
+        name, files = logged
+        log = Log(
+            files, columns or Columns(), filter,
+            *(None if one is None else Path(one) for one in (requests, questions)),
+        )  # fmt: skip
+        report = import_log(place, name, log, store_dir, task=task, split=split, stated=stated)
+    elif not stated:
+        raise InputError(f"Expected `stated` for a {SAMPLED} or a log only, but got false with {path}.")
+    else:
+        report = import_pool(path, store_dir, task=task, split=split)
     say(f"Imported {path} to {store_dir}: {report}")
     return report
 
@@ -66,7 +117,7 @@ def run_export_pool(
     task: str | None = None,
     token_ids: bool = False,
     confidences: list[str] | None = None,
-    format: Literal["pool", "sampled"] = "pool",
+    format: ExportFormat = "pool",
 ) -> ExportReport:
     """Write the samples of a store as a JSON-lines pool.
 
@@ -78,15 +129,18 @@ def run_export_pool(
         task: Writes this task only; null writes all.
         token_ids: Writes token ids instead of their number.
         confidences: Also writes these confidences, which `selfcal score` or `selfcal predict` left in the store.
-        format: "pool", or "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration, which hold
-            only texts, answers, verdicts and lengths.
+        format: "pool"; "sampled" for the `sampled.jsonl` and `ground_truth.jsonl` of llm-calibration; or a log of
+            inspect_ai, every_eval_ever or lm-evaluation-harness. Only "pool" holds everything.
     """
-    if format not in ("pool", "sampled"):
-        raise unknown_name("format", format, ("pool", "sampled"))
-    if format == "sampled":
+    if format not in get_args(ExportFormat):
+        raise unknown_name("format", format, get_args(ExportFormat))
+    if format != "pool":
         if token_ids or confidences:
-            raise InputError("Expected `token_ids` and `confidences` with the format 'pool' only, but got 'sampled'.")
-        report = export_sampled(store_dir, path, split=split, round=round, task=task)
+            raise InputError(f"Expected `token_ids` and `confidences` with the format 'pool' only, but got {format!r}.")
+        if format == "sampled":
+            report = export_sampled(store_dir, path, split=split, round=round, task=task)
+        else:
+            report = export_log(store_dir, path, format, split=split, round=round, task=task)
         say(f"Exported {store_dir} to {path}: {report}")
         return report
     for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -11,14 +12,23 @@ from typing import Any
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines
 from selfcal_lightning.core.progress import Progress, Stage, counted, say
-from selfcal_lightning.data.pools.line_format import PoolLine, count_lines, judge_line, open_imported, read_foreign_pool
+from selfcal_lightning.data.pools.harness_logs import FORMATS, Log, LoggedResponse, guess_task
+from selfcal_lightning.data.pools.line_format import (
+    UNNAMED,
+    PoolLine,
+    count_lines,
+    judge_line,
+    open_imported,
+    read_foreign_pool,
+)
 from selfcal_lightning.data.store.manifest import StoredQuestion
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task
+from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.records import Message, Question, QuestionSamples
+from selfcal_lightning.records import Message, Question, QuestionSamples, Unstated
 
 SAMPLED, GROUND_TRUTH = "sampled.jsonl", "ground_truth.jsonl"
 SAMPLED_KEYS = (
@@ -188,6 +198,7 @@ class ImportReport:
     dropped: int = 0
     overruled: int = 0
     differing: int = 0
+    references_unreadable: int = 0
 
     def __str__(self) -> str:
         further = further_counts(self, ("questions", "responses"))
@@ -258,12 +269,106 @@ def import_sampled(
     counts = _store_lines(path, store, numbered, sizes, tasks=tasks, questions_per_shard=questions_per_shard)
     counts["without_responses"] = pool.without_responses
     if pool.dropped:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in pool.dropped.most_common())
-        say(f"Left out of {path}: {reasons}.")
+        say(f"Left out of {path}: {_reasons(pool.dropped)}.")
     return ImportReport(
         questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},
         dropped=pool.dropped.total(), overruled=pool.overruled, differing=pool.differing,
     )  # fmt: skip
+
+
+def import_log(
+    path: Path,
+    format: str,
+    log: Log,
+    store_dir: str | Path,
+    *,
+    task: str | None = None,
+    split: str | None = None,
+    stated: bool = True,
+    tasks: Callable[[str], Task] = get_task,
+    questions_per_shard: int = 256,
+) -> ImportReport:
+    """Read the log of another tool into a store of its own; ``task`` None is told by the reference answers.
+
+    Answers and verdicts of the log are kept where it states both, or, without ``stated``, read and verified again.
+    """
+    before = Undecided.so_far()
+    with Stage(f"Reading {path.name}, format {format}"):
+        responses = list(FORMATS[format].read(log))
+        if not responses:
+            reasons = f": all {log.skipped.total():,} rows are {_reasons(log.skipped)}" if log.skipped else ""
+            raise InputError(f"Expected {path} to hold responses, as {format} writes them, but got none{reasons}.")
+        if task is None:
+            task = guess_task(one.reference for one in responses)
+            say(f"The reference answers look like those of the task {task}; `--task` names another.")
+        read = _LoggedAnswers(tasks(task))
+        lines = read.lines(responses, task, split or UNNAMED, stated=stated)
+        digest = hashlib.sha256("".join(map(repr, responses)).encode(errors="surrogatepass")).hexdigest()
+    settings = {"task": task, "stated": stated, "format": format}
+    store = open_imported(store_dir, path, settings, digest=digest)
+    sizes = {line.question.id: len(line.responses) for line in lines}
+    counts = _store_lines(
+        path, store, enumerate(lines, start=1), sizes, tasks=tasks, questions_per_shard=questions_per_shard
+    )
+    if log.skipped:
+        say(f"Left out of {path}: {_reasons(log.skipped)}.")
+    return ImportReport(
+        questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},
+        dropped=log.skipped.total(), overruled=read.overruled, references_unreadable=read.unreadable,
+    )  # fmt: skip
+
+
+class _LoggedAnswers:
+    """Reads the answers of a log as a task does."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.unreadable = self.overruled = 0
+
+    def lines(self, responses: Iterable[LoggedResponse], task: str, split: str, *, stated: bool) -> list[PoolLine]:
+        """Return a line for every question, with its responses in the order of the log."""
+        found: dict[str, PoolLine] = {}
+        for one in responses:
+            if one.question_id not in found:
+                reference = self._reference(one.reference)
+                self.unreadable += reference is None and one.reference not in (None, "", [])
+                question = Question(one.question_id, task, one.messages(), reference, one.question)
+                found[one.question_id] = PoolLine(question, split, [])
+            found[one.question_id].responses.append(self._response(one, stated=stated))
+        return list(found.values())
+
+    def _response(self, one: LoggedResponse, *, stated: bool) -> dict[str, Any]:
+        given = {"text": one.text, "finish": one.finish, "tokens": one.tokens}
+        response = {name: value for name, value in given.items() if value is not None}
+        if one.logprob is not None:
+            response["confidence"] = {"logprob": one.logprob}
+        if not stated or isinstance(one.correct, Unstated):
+            return response
+        answer = one.answer
+        if isinstance(answer, str):  # what the task cannot read is a judge's remark or the whole text
+            answer = self._canonical(answer) or self._task.extract(one.text)
+        elif isinstance(answer, Unstated):
+            answer = self._task.extract(one.text)
+        self.overruled += bool(one.correct) and answer is None
+        return {**response, "answer": answer, "correct": bool(one.correct) and answer is not None}
+
+    def _canonical(self, answer: Any) -> str | None:
+        if isinstance(self._task, DatasetTask):
+            return self._task.dataset.answers.canonical(answer)
+        return self._task.extract(str(answer))
+
+    def _reference(self, given: Any) -> str | None:
+        """Return the reference as the task writes it: of a list, all as aliases, or the first that it can read."""
+        if isinstance(given, list) and len(given) > 1 and self._task.answer_type == "short text":
+            return self._canonical(given)
+        for one in given if isinstance(given, list) else [given]:
+            if one is not None and (found := self._canonical(one) or self._task.extract(str(one))) is not None:
+                return found
+        return None
+
+
+def _reasons(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common() if count)
 
 
 def _store_lines(

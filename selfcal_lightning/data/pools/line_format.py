@@ -43,10 +43,13 @@ from selfcal_lightning.records import (
 BLOCK_BYTES = 1 << 20
 
 
-def open_imported(store_dir: str | Path, source: Path, settings: Mapping[str, Any]) -> SampleStore:
-    """Open the store that holds what was imported from ``source``, and nothing else."""
-    with open(source, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def open_imported(
+    store_dir: str | Path, source: Path, settings: Mapping[str, Any], *, digest: str | None = None
+) -> SampleStore:
+    """Open the store that holds what was imported from ``source``, told by ``digest`` (None is the file's), alone."""
+    if digest is None:
+        with open(source, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     prompt = PromptIdentity.from_json({"source_sha256": digest, **settings})
     fingerprint = StoreFingerprint(ModelIdentity(IMPORTED), prompt, sampling=None, seed=0)
     engine = {"engine": "imported", "source": str(source)}

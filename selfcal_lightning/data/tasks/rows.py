@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,6 +132,8 @@ def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iter
             revision=source.revision,
             split=source.splits[split],
         )
+    except ValueError as error:  # an unknown configuration or split
+        raise InputError(f"Could not read {source.hub_id}, {source.config or 'default'}: {error}") from error
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         raise RunError(
             f"Could not load {source.hub_id} from the Hugging Face hub: {error} Without a connection or permission, "
@@ -200,6 +203,7 @@ logger = logging.getLogger(__name__)
 
 FIELDS = ("question", "answer", "id", "task", "choices")
 CHOICE_TASK = "local_choice"
+HUB_PREFIX, CSV_ENDING = "hf:", ".csv"
 ANSWER, SYNONYM = "answer", "reference"
 # Fields of pools, whose lines are questions with responses.
 OF_POOLS = ("responses", "split", "messages")
@@ -223,8 +227,37 @@ class QuestionRow:
         return f"{self.origin}: " if self.origin else ""
 
 
-def read_question_file(path: str | Path, *, option: str = "questions") -> list[QuestionRow]:
-    """Return the questions of a file."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Names of the columns of a data set that are not named as here.
+
+    Attributes:
+        question: Column of the question's text.
+        answer: Column of the reference answer.
+        choices: Column of the options of a multiple-choice question: a list, or a mapping with "text" and "label".
+        id: Column of the question's id; null numbers the rows.
+        responses: Column of a list of responses, for `selfcal import-pool`.
+        correct: Column that says of each response whether it is right, for `selfcal import-pool`.
+    """
+
+    question: str | None = None
+    answer: str | None = None
+    choices: str | None = None
+    id: str | None = None
+    responses: str | None = None
+    correct: str | None = None
+
+
+def read_question_file(
+    path: str | Path, *, option: str = "questions", columns: Columns | None = None
+) -> list[QuestionRow]:
+    """Return the questions of a file, or of a data set on the hub ("hf:NAME:CONFIG:SPLIT")."""
+    name = str(path)
+    if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(CSV_ENDING):
+        rows = enumerate(read_table(path, option=option), start=1)
+        columns = columns or Columns()
+        return _parse(((number, _our_names(row, columns, f"{path}:{number}")) for number, row in rows),
+                      origin=name, separator=":")  # fmt: skip
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
         numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
@@ -232,7 +265,7 @@ def read_question_file(path: str | Path, *, option: str = "questions") -> list[Q
         numbered = enumerate(load_file_rows(str(file), ["question"]), start=1)
     else:
         numbered = _text_lines(file)
-    return _parse(numbered, origin=str(file), separator=":")
+    return _parse(numbered, origin=name, separator=":")
 
 
 def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
@@ -240,9 +273,73 @@ def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
     if not str(path).strip():
         raise InputError(f"Expected `{option}` to be a file of questions, but got an empty name.")
     file = Path(path)
-    if not file.is_file():
+    if not is_hub_name(str(path)) and not file.is_file():
         raise FileNotFoundError(f"Expected `{option}` to be a file, but there is none at {path}.")
     return file
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether a name is that of a data set on the hub.
+
+    Example:
+        >>> is_hub_name("hf:openai/gsm8k:main:test"), is_hub_name("questions.jsonl")
+        (True, False)
+    """
+    return name.startswith(HUB_PREFIX)
+
+
+def read_table(path: str | Path, *, option: str = "path") -> Iterable[dict[str, Any]]:
+    """Return the rows of a JSON-lines, Parquet or CSV file, or of a data set on the hub ("hf:NAME:CONFIG:SPLIT")."""
+    if is_hub_name(str(path)):
+        return map(dict, load_hub_rows(*_hub_source(str(path), option), []))
+    file = check_question_file(path, option=option)
+    if file.suffix == CSV_ENDING:
+        return _csv_rows(file)
+    return load_file_rows(str(file), [])
+
+
+def _hub_source(name: str, option: str) -> tuple[HubSource, str]:
+    place, *rest = name.removeprefix(HUB_PREFIX).split(":")
+    if not place or not 1 <= len(rest) <= 2 or not rest[-1]:
+        raise InputError(
+            f"Expected `{option}` as hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, such as hf:openai/gsm8k:main:test, but "
+            f"got {name!r}."
+        )
+    config = rest[0] or None if len(rest) == 2 else None
+    return HubSource(place, {rest[-1]: rest[-1]}, config=config), rest[-1]
+
+
+def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(2**28)
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        try:
+            for row in csv.DictReader(lines, strict=True):
+                if None in row or None in row.values():
+                    raise InputError(f"Expected {file} to have as many fields in every row as names in its first.")
+                yield row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise InputError(f"Expected {file} to be a CSV file in UTF-8, but got: {error}.") from error
+
+
+def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[str, Any]:
+    """Return the fields of a data set's row under our names, in the spellings that public data sets have."""
+    named = {field: given for field in FIELDS if (given := getattr(columns, field, None)) is not None}
+    if missing := [column for column in named.values() if column not in row]:
+        present = ", ".join(map(str, row)) or "none"
+        raise InputError(f"{origin}: Expected the column {', '.join(missing)}, but the columns are {present}.")
+    found = {field: row[named.get(field, field)] for field in FIELDS if named.get(field, field) in row}
+    answer, choices = found.get("answer", row.get(SYNONYM)), found.get("choices")
+    if isinstance(choices, str) and choices.startswith("["):
+        choices = parse_json(choices, origin=origin)
+    if isinstance(choices, Mapping) and {"text", "label"} <= choices.keys():  # ARC, CommonsenseQA
+        labels, choices = list(choices["label"]), list(choices["text"])
+        answer = CHOICE_LETTERS[labels.index(answer)] if answer in labels[: len(CHOICE_LETTERS)] else answer
+    if choices and isinstance(answer, int) and 0 <= answer < len(choices):  # MMLU: from 0
+        answer = CHOICE_LETTERS[answer]
+    if isinstance(answer, str) and "####" in answer:  # GSM8K: after the solution
+        answer = answer.rpartition("####")[2].strip()
+    found |= {"answer": answer} | ({} if choices is None else {"choices": choices})
+    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questions") -> list[QuestionRow]:

@@ -1,0 +1,591 @@
+"""Logs of evaluation harnesses, batch APIs and RL trainers, read as responses to questions.
+
+Each reader yields one record per response and counts what it leaves out, with the reason. Field names are those that
+the tools write; ``docs/guides/exchange.md`` lists the tools and what their logs cannot say.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.files import line_error, parse_json, read_json_lines, read_json_object
+from selfcal_lightning.data.tasks.rows import (
+    CHOICE_LETTERS,
+    Columns,
+    QuestionRow,
+    read_question_file,
+    read_table,
+    write_options,
+)
+from selfcal_lightning.records import UNSTATED, Message, Unstated
+
+LARGEST_MEMBER = 2**28  # bytes of one sample inside of a zip
+ZSTANDARD = 93  # the zip method that inspect writes since 2026
+LONGEST_LIST = 10_000
+FULL_SCORES = {"C": True, "I": False, "N": False, 1: True, 0: False, -1: False, "1": True, "0": False}
+FINISHES = {"stop": "stop", "eos": "stop", "endoftext": "stop", "end_turn": "stop", "length": "length"}
+FINISHES |= {"max_tokens": "length", "model_length": "length", "incomplete": "length", "completed": "stop"}
+QUESTION_FIELDS = ("question", "problem", "query", "input")
+
+
+@dataclass(slots=True)
+class LoggedResponse:
+    """One response of a log.
+
+    Attributes:
+        question_id: Tells which responses answer the same question.
+        question: Text of the question.
+        text: Text of the response.
+        prompt: What the model was sent, as text or chat messages; None is the question alone.
+        reference: Reference answer, or a list of accepted ones; None is unknown.
+        answer, correct: What the log states; unstated ones are read out of the text and verified.
+    """
+
+    question_id: str
+    question: str
+    text: str
+    prompt: Any = None
+    reference: Any = None
+    answer: str | Unstated | None = UNSTATED
+    correct: bool | Unstated | None = UNSTATED
+    finish: str | None = None
+    logprob: float | None = None
+    tokens: int | None = None
+
+    def messages(self) -> tuple[Message, ...]:
+        """Return the prompt as chat messages."""
+        turns = _chat(self.question if self.prompt is None else self.prompt)
+        return tuple(Message(turn["role"], turn["content"]) for turn in turns)
+
+
+@dataclass
+class Log:
+    """The files of a log, how to read them, and what was left out of them."""
+
+    paths: Sequence[Path]
+    columns: Columns = field(default_factory=Columns)
+    filter: str | None = None
+    requests: Path | None = None
+    questions: Path | None = None
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def rows(self) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+        """Yield (file, line number, object) for every line of the files."""
+        for path in self.paths:
+            for number, row in read_json_lines(path):
+                yield path, number, row
+
+
+# ---- evaluation harnesses
+
+
+def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
+    """Read `samples_*.jsonl` of lm-evaluation-harness: a line per document and filter, of which one filter is kept."""
+    kept: dict[Path, str] = {}
+    seen = set[tuple[str, str]]()
+    for path, number, row in log.rows():
+        name = str(row.get("filter", "none"))
+        if name != kept.setdefault(path, log.filter or name):
+            log.skipped[f"of the filter {name}"] += 1
+            continue
+        task = re.sub(r"(^samples_)|(_\d{4}-\d\d-\d\dT.*$)", "", path.stem)
+        key = (task, str(_needed(path, number, row, "doc_id")))
+        if key in seen:
+            log.skipped["of a document that occurred before"] += 1
+            continue
+        seen.add(key)
+        given = _needed(path, number, row, "resps")
+        texts = given[0] if isinstance(given, list) and len(given) == 1 else given
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            log.skipped["with scores of options instead of texts"] += 1
+            continue
+        doc: Mapping[str, Any] = row["doc"] if isinstance(row.get("doc"), dict) else {}
+        prompt = _at(row, "arguments", "gen_args_0", "arg_0")
+        names = [log.columns.question] if log.columns.question else QUESTION_FIELDS
+        question = next((doc[one] for one in names if isinstance(doc.get(one), str)), None) or str(prompt or "")
+        filtered, verdict = row.get("filtered_resps"), _lm_eval_verdict(row)
+        is_alone = len(texts) == 1  # of several, the filter judged the first or all together
+        for text in texts:
+            found = LoggedResponse("/".join(key), question, text, prompt or None, _listed(row.get("target")))
+            if is_alone and verdict is not None and isinstance(filtered, list) and len(filtered) == 1:
+                answer = filtered[0] if isinstance(filtered[0], str) else None
+                found.answer, found.correct = (None if answer == "[invalid]" else answer), verdict
+            yield found
+
+
+def _lm_eval_verdict(row: Mapping[str, Any]) -> bool | None:
+    names = row.get("metrics") or ("exact_match", "acc", "acc_norm")
+    verdicts = (_verdict(row.get(name)) for name in names if isinstance(name, str))
+    return next((verdict for verdict in verdicts if verdict is not None), None)
+
+
+def read_inspect(log: Log) -> Iterator[LoggedResponse]:
+    """Read `.eval` or `.json` logs of inspect_ai; the epochs of a sample are responses to one question."""
+    for path in log.paths:
+        samples = sorted(_inspect_samples(path), key=lambda sample: (str(sample.get("id")), sample.get("epoch") or 0))
+        for sample in samples:
+            attachments = sample.get("attachments") or {}
+            choices = _at(sample, "output", "choices") or []
+            if not choices:
+                log.skipped["without an output" + (" after an error" if sample.get("error") else "")] += 1
+                continue
+            asked = _chat(sample.get("input"), attachments)
+            question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+            if options := sample.get("choices"):
+                question = write_options(question, [str(one) for one in options])
+            turns = _chat(sample.get("messages") or [], attachments)
+            prompt = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
+            answer, verdict = _inspect_score(sample.get("scores") or {})
+            tokens = _at(sample, "output", "usage", "output_tokens") if len(choices) == 1 else None
+            for place, choice in enumerate(choices):
+                text = _text(_at(choice, "message", "content"), attachments)
+                if text is None:
+                    log.skipped["without text"] += 1
+                    continue
+                yield LoggedResponse(
+                    str(sample.get("id")), question, text, prompt or asked, _listed(sample.get("target")),
+                    answer=answer if place == 0 and verdict is not None else UNSTATED,
+                    correct=verdict if place == 0 and verdict is not None else UNSTATED,
+                    finish=_finish(choice.get("stop_reason")),
+                    logprob=_summed(_at(choice, "logprobs", "content")), tokens=_count(tokens),
+                )  # fmt: skip
+
+
+def _inspect_score(scores: Mapping[str, Any]) -> tuple[str | Unstated | None, bool | None]:
+    """Return the answer and verdict of the first score that says right or wrong; "P" (in part) says neither."""
+    for score in scores.values():
+        verdict = _verdict(score.get("value")) if isinstance(score, dict) else None
+        if verdict is not None:
+            answer = score.get("answer")
+            return (answer if isinstance(answer, str) and answer.strip() else UNSTATED), verdict
+    return UNSTATED, None
+
+
+def _inspect_samples(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".json":
+        found = read_json_object(path, what="a log of inspect_ai").get("samples") or []
+        return [sample for sample in found if isinstance(sample, dict)]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {one.filename: one for one in archive.infolist() if _is_sample(one.filename)}
+            if not members:
+                raise InputError(f"Expected {path} to hold finished samples, but got none: the run ended before one.")
+            if any(one.compress_type == ZSTANDARD for one in members.values()):
+                _allow_zstandard(path)
+            largest = max(members.values(), key=lambda one: one.file_size)
+            if largest.file_size > LARGEST_MEMBER:
+                raise InputError(f"Expected samples below {LARGEST_MEMBER:,} bytes, but {largest.filename} is larger.")
+            read = [parse_json(archive.read(one), origin=f"{path}, {name}") for name, one in members.items()]
+    except (zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        raise InputError(f"Expected {path} to be a log of inspect_ai (a zip file), but got: {error}.") from error
+    return [sample for sample in read if isinstance(sample, dict)]
+
+
+def _is_sample(name: str) -> bool:
+    return name.startswith("samples/") and name.endswith(".json")
+
+
+def _allow_zstandard(path: Path) -> None:
+    try:
+        import zipfile_zstd  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"{path} is compressed by Zstandard. `pip install zipfile-zstd` makes it readable.") from error
+
+
+def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
+    """Read `*_samples.jsonl` of every_eval_ever; of several metrics of a sample, the first in the file is kept."""
+    kept: str | None = None
+    for path, number, row in log.rows():
+        metric = str(row.get("evaluation_result_id") or row.get("evaluation_name"))
+        kept = kept or metric
+        if metric != kept:
+            log.skipped[f"of the metric {metric}"] += 1
+            continue
+        texts, reference = _at(row, "output", "raw"), _at(row, "input", "reference")
+        if texts is None and row.get("messages"):
+            texts = [_text(one.get("content")) for one in row["messages"] if one.get("role") == "assistant"][-1:]
+        texts = [texts] if isinstance(texts, str) else texts
+        if not texts or not all(isinstance(text, str) for text in texts):
+            log.skipped["without an output"] += 1
+            continue
+        question = str(_at(row, "input", "raw") or "")
+        if options := _at(row, "input", "choices"):
+            question = write_options(question, [str(one) for one in options])
+        values = [one.get("extracted_value") for one in row.get("answer_attribution") or [] if one.get("is_terminal")]
+        verdict = _at(row, "evaluation", "is_correct")
+        for text in texts:
+            found = LoggedResponse(
+                str(_needed(path, number, row, "sample_id")), question, text, _at(row, "input", "formatted"), reference
+            )
+            if len(texts) == 1:
+                found.tokens = _count(_at(row, "token_usage", "output_tokens"))
+                if isinstance(verdict, bool):
+                    found.answer, found.correct = (values[-1] if values and values[-1] else UNSTATED), verdict
+            yield found
+
+
+def read_helm(log: Log) -> Iterator[LoggedResponse]:
+    """Read `scenario_state.json` of HELM, verdicts apart: they lie in another file, so answers are verified here."""
+    for path in log.paths:
+        states = read_json_object(path, what="a scenario state of HELM").get("request_states")
+        if not isinstance(states, list):
+            raise InputError(f"Expected `request_states` of {path} to be a list, but got {type(states).__name__}.")
+        for state in states:
+            result, instance = state.get("result") or {}, state.get("instance") or {}
+            if state.get("reference_index") is not None:
+                log.skipped["that score one option instead of answering"] += 1
+                continue
+            if not result.get("success", True) or not result.get("completions"):
+                log.skipped["without an output" + (" after an error" if result.get("error") else "")] += 1
+                continue
+            right = [_at(one, "output", "text") for one in instance.get("references") or [] if _is_right(one)]
+            if mapping := state.get("output_mapping"):  # the model answers by letter
+                right = [letter for letter, text in mapping.items() if text in right]
+            parts = (instance.get("id"), _at(instance, "perturbation", "name"), state.get("train_trial_index") or None)
+            question = str(_at(instance, "input", "text") or "")
+            if mapping:
+                question = write_options(question, list(mapping.values()))
+            request = state.get("request") or {}
+            for one in result["completions"]:
+                yield LoggedResponse(
+                    "/".join(str(part) for part in parts if part is not None), question, str(one.get("text", "")),
+                    request.get("messages") or request.get("prompt") or None, right or None,
+                    finish=_finish(_at(one, "finish_reason", "reason")), tokens=len(one.get("tokens") or []) or None,
+                    logprob=_summed(one.get("tokens")),
+                )  # fmt: skip
+
+
+def _is_right(reference: Mapping[str, Any]) -> bool:
+    return "correct" in (reference.get("tags") or [])
+
+
+def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
+    """Read the log of OpenAI evals; a verdict belongs to the sampling of its number, further calls are a grader's."""
+    for path in log.paths:
+        calls: dict[str, list[dict[str, Any]]] = {}
+        matches: dict[str, list[dict[str, Any]]] = {}
+        for number, row in read_json_lines(path):
+            kind, data = row.get("type"), row.get("data")
+            if kind not in ("sampling", "match") or not isinstance(data, dict):
+                if kind not in (None, "final_report"):
+                    log.skipped[f"events of the type {kind}"] += 1
+                continue
+            events = calls if kind == "sampling" else matches
+            events.setdefault(str(_needed(path, number, row, "sample_id")), []).append(data)
+        for name, found in calls.items():
+            judged = matches.get(name, [])
+            kept = found if len(judged) in (0, len(found)) and len(judged) > 0 else found[:1]
+            log.skipped["further calls, such as a grader's"] += len(found) - len(kept)
+            for place, data in enumerate(kept):
+                sampled = data.get("sampled")
+                texts = [sampled] if isinstance(sampled, str) else sampled
+                if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not texts:
+                    log.skipped["without an output"] += 1
+                    continue
+                verdict = judged[place] if place < len(judged) else {}
+                asked = _chat(data.get("prompt"))
+                question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+                for text in texts:
+                    one = LoggedResponse(name, question, text, asked, verdict.get("expected"))
+                    if len(texts) == 1 and isinstance(verdict.get("correct"), bool):
+                        picked = verdict.get("picked")
+                        one.answer, one.correct = (picked if isinstance(picked, str) else UNSTATED), verdict["correct"]
+                    yield one
+
+
+# ---- batch APIs
+
+
+def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
+    """Read the output of OpenAI's batch API or vLLM's `run_batch`, in any order, joined with its requests.
+
+    `name#k` is the k-th response to the question `name`, and so are the choices of `n` above 1.
+    """
+    asked: dict[str, Any] = {}
+    if log.requests is not None:
+        for number, row in read_json_lines(log.requests):
+            body = row.get("body") or {}
+            sent = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), None)
+            asked[str(_needed(log.requests, number, row, "custom_id"))] = sent
+    known: dict[str, QuestionRow] = {}
+    if log.questions is not None:
+        rows = read_question_file(log.questions, columns=log.columns)
+        known = {row.id or f"line-{row.number}": row for row in rows}
+    if not asked and not known:
+        raise InputError(
+            "The output of a batch does not hold its questions. Name the file of requests by `--requests`, or a file "
+            "of questions with the same ids by `--questions`."
+        )
+    for path, number, row in log.rows():
+        name = str(_needed(path, number, row, "custom_id"))
+        body = _at(row, "response", "body") or {}
+        texts = list(_batch_texts(body))
+        if row.get("error") or not texts:
+            log.skipped["without an output" + (" after an error" if row.get("error") else "")] += 1
+            continue
+        stem = re.sub(r"#\d+$", "", name)
+        own = next((known[one] for one in (name, stem) if one in known), None)
+        sent = next((asked[one] for one in (name, stem) if one in asked), None)
+        if own is None and sent is None:
+            log.skipped["of a request that is not in the file"] += 1
+            continue
+        chat = _chat(sent)
+        question = next((turn["content"] for turn in reversed(chat) if turn["role"] == "user"), "")
+        usage = body.get("usage") or {}
+        tokens = _count(usage.get("completion_tokens", usage.get("output_tokens"))) if len(texts) == 1 else None
+        for text, finish, logprob in texts:
+            yield LoggedResponse(
+                stem, question if own is None else own.text, text, chat or None, None if own is None else own.answer,
+                finish=finish, logprob=logprob, tokens=tokens,
+            )  # fmt: skip
+
+
+def _batch_texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, float | None]]:
+    """Yield (text, finish, log-probability) of chat completions, completions, or the responses API."""
+    for choice in body.get("choices") or []:
+        text = choice.get("text") if "text" in choice else _text(_at(choice, "message", "content"))
+        tokens, logprobs = _at(choice, "logprobs", "content"), _at(choice, "logprobs", "token_logprobs")
+        total = _summed(tokens) if tokens else _summed([{"logprob": one} for one in logprobs or []])
+        if isinstance(text, str):
+            yield text, _finish(choice.get("finish_reason")), total
+    said = [one.get("content") for one in body.get("output") or [] if one.get("type") == "message"]
+    if said and (text := _text([part for parts in said for part in parts or []])) is not None:
+        yield text, _finish(body.get("status")), None
+
+
+# ---- RL trainers and data sets
+
+
+def read_verl(log: Log) -> Iterator[LoggedResponse]:
+    """Read rollouts of verl, `{step}.jsonl`; the rows of a step with the same input answer one question."""
+    for path, number, row in log.rows():
+        prompt, text = _needed(path, number, row, "input"), _needed(path, number, row, "output")
+        verdict = _verdict(row["acc"] if "acc" in row else row.get("score"))
+        yield LoggedResponse(
+            f"step-{row.get('step', path.stem)}/{_digest(prompt)}", str(prompt), str(text), str(prompt), row.get("gts"),
+            correct=UNSTATED if verdict is None else verdict,
+        )  # fmt: skip
+
+
+def read_trl(log: Log) -> Iterator[LoggedResponse]:
+    """Read `completions_*.parquet` of TRL; the rows of a step with the same prompt answer one question."""
+    for path in log.paths:
+        for number, row in enumerate(read_table(path), start=1):
+            prompt, completion = (_needed(path, number, row, name) for name in ("prompt", "completion"))
+            text = (
+                completion
+                if isinstance(completion, str)
+                else "".join(_text(one.get("content")) or "" for one in completion)
+            )
+            asked = _chat(prompt)
+            question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+            step = row.get("step", path.stem.removeprefix("completions_"))
+            verdict = _stated(path, number, row.get(log.columns.correct or ""))
+            reference = row.get(log.columns.answer or "answer")
+            yield LoggedResponse(
+                f"step-{step}/{_digest(asked)}", question, text, asked, reference, correct=verdict,
+            )  # fmt: skip
+
+
+def read_dataset(log: Log) -> Iterator[LoggedResponse]:
+    """Read a data set with a list of responses in each row, by the names of its columns."""
+    columns = log.columns
+    question_column, responses_column = columns.question or "question", columns.responses or "responses"
+    for path in log.paths:
+        for number, row in enumerate(read_table(path), start=1):
+            question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
+            texts = [texts] if isinstance(texts, str) else list(texts)
+            verdicts = row.get(columns.correct) if columns.correct else None
+            verdicts = [None] * len(texts) if verdicts is None else list(verdicts)
+            if len(verdicts) != len(texts):
+                raise line_error(
+                    path, number, f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}",
+                    str(len(verdicts)),
+                )  # fmt: skip
+            name = str(row[columns.id]) if columns.id else f"{path.stem}/{number:06d}"
+            for text, verdict in zip(texts, verdicts, strict=True):
+                if not isinstance(text, str):
+                    log.skipped["without text"] += 1
+                    continue
+                yield LoggedResponse(
+                    name, str(question), text, None, row.get(columns.answer or "answer"),
+                    correct=_stated(path, number, verdict),
+                )  # fmt: skip
+
+
+# ---- values as the tools write them
+
+
+def _needed(path: Path, number: int, row: Mapping[str, Any], name: str) -> Any:
+    if row.get(name) is None:
+        raise line_error(path, number, f"the field `{name}`", f"only {', '.join(map(str, row))}")
+    return row[name]
+
+
+def _at(found: Any, *names: str) -> Any:
+    """Return what lies under nested names, or None."""
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _verdict(value: Any) -> bool | None:
+    """Return what a score says: right, wrong, or neither."""
+    if isinstance(value, bool):
+        return value
+    return FULL_SCORES.get(value) if isinstance(value, str | int | float) else None
+
+
+def _stated(path: Path, number: int, value: Any) -> bool | Unstated:
+    if value is None:
+        return UNSTATED
+    if (verdict := _verdict(value)) is None:
+        raise line_error(path, number, "a verdict to be true, false, 1 or 0", repr(value))
+    return verdict
+
+
+def _listed(value: Any) -> Any:
+    """Return the list that a text spells as Python or JSON does, else the value."""
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]") and len(value) < LONGEST_LIST:
+        try:
+            found = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return value
+        return [str(one) for one in found] if isinstance(found, list) and found else value
+    return value
+
+
+def _text(content: Any, attachments: Mapping[str, str] | None = None) -> str | None:
+    """Return the text of a message, given as text or as parts; reasoning is left out, attachments are put in."""
+    if isinstance(content, str):
+        if attachments and "attachment://" in content:
+            content = re.sub(r"attachment://(\w+)", lambda found: attachments.get(found[1], found[0]), content)
+        return content
+    if not isinstance(content, Sequence):
+        return None
+    parts = [
+        _text(part.get("text"), attachments)
+        for part in content
+        if isinstance(part, Mapping) and part.get("type") in ("text", "output_text", "input_text")
+    ]
+    return "".join(part for part in parts if part is not None) if parts else None
+
+
+def _chat(prompt: Any, attachments: Mapping[str, str] | None = None) -> list[dict[str, str]]:
+    """Return a prompt as chat messages: those of a list, or of JSON in a text (as lm-eval writes them), else one."""
+    if isinstance(prompt, str):
+        prompt = _text(prompt, attachments)
+        if prompt.startswith('[{"role"'):
+            try:
+                return _chat(json.loads(prompt))
+            except ValueError:
+                pass
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and len(prompt) == 1 and isinstance(prompt[0], str):
+        return _chat(prompt[0])
+    turns = [turn for turn in prompt or [] if isinstance(turn, Mapping)]
+    return [{"role": str(turn.get("role")), "content": _text(turn.get("content"), attachments) or ""} for turn in turns]
+
+
+def _finish(reason: Any) -> str | None:
+    return FINISHES.get(reason) if isinstance(reason, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
+
+
+def _summed(tokens: Any) -> float | None:
+    """Return the sum of the tokens' log-probabilities, or None where one is unknown."""
+    values = [_at(token, "logprob") for token in tokens or []]
+    known = [float(value) for value in values if isinstance(value, int | float)]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _digest(value: Any) -> str:
+    return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+# ---- the table of formats
+
+
+@dataclass(frozen=True, slots=True)
+class LogFormat:
+    """A format: its reader, which files of a folder hold it, and the fields of a first row that give it away."""
+
+    read: Callable[[Log], Iterator[LoggedResponse]]
+    files: str
+    fields: frozenset[str] = frozenset()
+
+
+FORMATS = {
+    "lm-eval": LogFormat(read_lm_eval, "samples_*.jsonl", frozenset({"doc_id", "resps"})),
+    "inspect": LogFormat(read_inspect, "*.eval", frozenset({"eval", "samples"})),
+    "every_eval_ever": LogFormat(read_every_eval_ever, "*_samples.jsonl", frozenset({"sample_id", "evaluation"})),
+    "helm": LogFormat(read_helm, "scenario_state.json", frozenset({"request_states"})),
+    "openai-batch": LogFormat(read_openai_batch, "*.jsonl", frozenset({"custom_id", "response"})),
+    "openai-evals": LogFormat(read_openai_evals, "*.jsonl", frozenset({"spec"})),
+    "verl": LogFormat(read_verl, "[0-9]*.jsonl", frozenset({"input", "output", "score"})),
+    "trl": LogFormat(read_trl, "completions_*.parquet", frozenset({"prompt", "completion"})),
+    "dataset": LogFormat(read_dataset, "*.parquet"),
+}
+
+
+def find_format(path: Path, name: str = "auto", *, columns: Columns | None = None) -> tuple[str, list[Path]] | None:
+    """Return the format of a log and its files; None where ``name`` is "auto" and the file is of none of them."""
+    if name != "auto" and name not in FORMATS:
+        raise unknown_name("format", name, ("auto", "pool", "sampled", *FORMATS))
+    if columns is not None and columns.responses and name == "auto":
+        name = "dataset"
+    for known, found in FORMATS.items():
+        if name not in ("auto", known):
+            continue
+        files = sorted(path.glob(found.files), key=_natural) if path.is_dir() else [path]
+        if name == known:
+            if not files:
+                raise InputError(f"Expected {path} to hold files {found.files}, as {known} writes them, but got none.")
+            return known, files
+        if files and found.fields and found.fields <= _first_fields(files[0]):
+            return known, files
+    return None
+
+
+def _natural(path: Path) -> list[object]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def _first_fields(path: Path) -> set[str]:
+    """Return the names of the first row of a file, or of the object that it holds."""
+    if path.suffix == ".eval":
+        return {"eval", "samples"}
+    if path.suffix == ".parquet":
+        return set(next(iter(read_table(path)), {}))
+    if path.suffix == ".json":
+        return set(read_json_object(path, what="a log"))
+    if path.suffix not in (".jsonl", ".ndjson"):
+        return set()
+    return {str(name) for _, row in islice(read_json_lines(path), 1) for name in row}
+
+
+def guess_task(references: Iterable[Any]) -> str:
+    """Return the task that reads answers like these references."""
+    known = [reference for reference in references if reference not in (None, "", [])]
+    if not known:
+        raise InputError("The log holds no reference answers to tell the task by. Name it by `--task`.")
+    texts = [str(one[0] if isinstance(one, list | tuple) else one).strip() for one in known]
+    if all(len(text) == 1 and text.upper() in CHOICE_LETTERS for text in texts):
+        return "local_choice"
+    if all(re.fullmatch(r"-?[$]?[\d,]*\.?\d+%?", text.rpartition("####")[2].strip()) for text in texts):
+        return "local_number"
+    return "local_expression" if any("\\" in text or "$" in text for text in texts) else "local_text"

@@ -17,6 +17,8 @@ from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.data.tasks.rows import Columns
 from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
@@ -55,6 +57,7 @@ def run_answer(
     model: str,
     question: str | None = None,
     questions: str | None = None,
+    columns: Columns | None = None,
     task: str | None = None,
     strategy: str | None = None,
     threshold: float | None = None,
@@ -87,8 +90,9 @@ def run_answer(
     Args:
         model: Folder or hub name of the model, or "bundled" for the tiny model that comes with the package.
         question: One question to answer; or give ``questions``.
-        questions: File of questions: JSON lines {"question", "answer"?, "id"?, "task"?} if its name ends in .jsonl,
-            else one question a line.
+        questions: File of questions: JSON lines {"question", "answer"?, "choices"?, "id"?, "task"?}, Parquet or CSV by
+            its ending, else one question a line; or a data set on the hub, such as hf:openai/gsm8k:main:test.
+        columns: Names the columns of ``questions`` that have other names.
         task: How prompts are written and answers are read, such as local_number, local_choice, local_expression or
             local_text. Null takes the task of the calibration, else word_problems for the bundled model and
             local_number for others.
@@ -132,7 +136,7 @@ def run_answer(
         InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
-    asked = _questions(question, questions, task=task, chain_of_thought=chain_of_thought)
+    asked = _questions(question, questions, columns, task=task, chain_of_thought=chain_of_thought)
     settings = AnswerSettings(
         strategy=strategy,
         threshold=threshold,
@@ -249,15 +253,22 @@ def answer_questions(
 
 
 def _read_by(asked: Sequence[Question]) -> str:
-    return f"answers are read by task {', '.join(dict.fromkeys(q.task for q in asked))}"
+    tasks = dict.fromkeys(question.task for question in asked)
+    modes = {name: getattr(getattr(get_task(name), "dataset", None), "verify_mode", None) for name in tasks}
+    read_by = (name if mode is None else f"{name} (verify: {mode})" for name, mode in modes.items())
+    return f"answers are read by task {', '.join(read_by)}"
 
 
-def _questions(text: str | None, path: str | None, *, task: str, chain_of_thought: bool) -> list[Question]:
+def _questions(
+    text: str | None, path: str | None, columns: Columns | None, *, task: str, chain_of_thought: bool
+) -> list[Question]:
     if (text is None) == (path is None):
         both = "neither" if text is None else "both"
         raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
     if path is not None:
-        return read_questions(path, task=task, chain_of_thought=chain_of_thought)
+        return read_questions(path, task=task, chain_of_thought=chain_of_thought, columns=columns)
+    if columns is not None:
+        raise InputError("Expected `questions` beside `columns`, which name the columns of a file, but got a question.")
     return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from selfcal_lightning.core.config_files import read_config
 from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
+from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.data.tasks.base import Part, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, OwnFormat
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.data.tasks.rows import QuestionRow, read_question_file
+from selfcal_lightning.data.tasks.rows import Columns, QuestionRow, is_hub_name, read_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.answering import default_task, put_question
 from selfcal_lightning.models.chat_format import Prompt, put_prompt
@@ -47,6 +49,7 @@ class CommonCase:
     engine: str | EngineSettings | None = None
     max_new_tokens: int | None = None
     prompt: Prompt | None = None
+    columns: Columns | None = None
 
     @property
     def default_task(self) -> str:
@@ -84,9 +87,10 @@ class PreparedCase:
 
 
 def prepare(case: CommonCase) -> PreparedCase:
-    """Read the questions and return the configuration. Nothing is written."""
+    """Read the questions and return the configuration. Only questions of the hub or of named columns are written."""
     resolve_model(case.model)
     preset = read_preset(case.preset_name)
+    case = _with_local_questions(case)
     questions = by_task(case)
     counts = count_parts(questions, origin=case.questions)
     configuration = _with_places(preset, case.folder)
@@ -126,6 +130,19 @@ def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> 
             except InputError as error:
                 raise InputError(f"{origin}, task {task}: {error}") from error
     return counts
+
+
+def _with_local_questions(case: CommonCase) -> CommonCase:
+    """Return the case with questions of the hub, or of named columns, as a file of our format in its folder."""
+    if case.columns is None and not is_hub_name(case.questions):
+        return case
+    place = case.folder / "questions.jsonl"
+    is_own = partial(has_first_keys, {"question"}, exactly=False)
+    check_replaceable(place, is_own, option="output_dir", kind="earlier questions", inputs=[case.questions])
+    found = ({"id": row.id, "question": row.text, "answer": row.answer, "task": row.task}
+             for row in read_question_file(case.questions, columns=case.columns))  # fmt: skip
+    write_json_lines(place, ({name: value for name, value in row.items() if value is not None} for row in found))
+    return replace(case, questions=str(place), columns=None)
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -225,7 +242,11 @@ def _set_total(configuration: dict[str, Any], num_train: int) -> None:
 
 # Options that have another name in YAML, where they stand in a record of theirs.
 IN_RECORDS = {"engine": "engine.name", "max_new_tokens": "sampling.max_new_tokens"}
-OPTIONS = tuple(IN_RECORDS.get(field.name, field.name) for field in fields(CommonCase))
+OF_COLUMNS = ("columns.question", "columns.answer", "columns.choices", "columns.id")
+OPTIONS = (
+    *(IN_RECORDS.get(field.name, field.name) for field in fields(CommonCase) if field.name != "columns"),
+    *OF_COLUMNS,
+)
 OF_THE_CASE = tuple(name for name in OPTIONS if name != "model")
 
 
@@ -267,6 +288,8 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
         raise InputError(f"Expected `sampling.max_new_tokens` to be a whole number, but got {longest!r}.")
     read: dict[str, Any] = {"max_new_tokens": None if longest is None else int(longest)}
     read["engine"] = given.pop("engine.name", None)
+    if named := {name.partition(".")[2]: given.pop(name) for name in OF_COLUMNS if name in given}:
+        read["columns"] = Columns(**named)
     if "prompt" in given:
         read["prompt"] = Prompt.from_json(read_config(Path(given["prompt"])))
     return prepare(CommonCase(**given | read)), rest

@@ -41,10 +41,12 @@ COMMON = {
 COMMON_CASE = (
     "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
     "       [--output_dir FOLDER] [--engine.name ENGINE] [--sampling.max_new_tokens N]",
-    "       [--prompt FILE.yaml] [any of below]",
+    "       [--prompt FILE.yaml] [--columns.question NAME] [--columns.answer NAME]",
+    "       [--columns.choices NAME] [--columns.id NAME] [any of below]",
     "",
-    "FILE holds JSON lines with `question` and, if you have it, `answer`, or plain",
-    "text with a question a line. 80 % of the questions are trained on, 10 % validate,",
+    "FILE holds JSON lines, Parquet or CSV with `question` and, if you have it, `answer`,",
+    "or plain text with a question a line; or it is a data set on the hub, such as",
+    "hf:openai/gsm8k:main:train. 80 % of the questions are trained on, 10 % validate,",
     "10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.",
 )
 ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")

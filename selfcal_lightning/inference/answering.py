@@ -13,7 +13,7 @@ from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.dataset import DatasetTask
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.data.tasks.rows import QuestionRow, parse_questions, read_question_file
+from selfcal_lightning.data.tasks.rows import Columns, QuestionRow, parse_questions, read_question_file
 from selfcal_lightning.models.folders import is_bundled
 from selfcal_lightning.records import Finish, Message, Question, Sample, Verdict, duplicate_ids
 
@@ -206,10 +206,12 @@ def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thou
     return Question(question_id, reader.name, (Message("user", row.text),), gold, row.text)
 
 
-def read_questions(source: Questions, *, task: str, chain_of_thought: bool = True) -> list[Question]:
+def read_questions(
+    source: Questions, *, task: str, chain_of_thought: bool = True, columns: Columns | None = None
+) -> list[Question]:
     """Return the questions of a file or a list, in the one format (``data.tasks.rows``)."""
     if isinstance(source, str | Path):
-        rows = read_question_file(source)
+        rows = read_question_file(source, columns=columns)
     elif all(isinstance(one, Question) for one in source) and source:
         return _unique([one for one in source if isinstance(one, Question)], "`questions`")
     else:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from selfcal_lightning.data.tasks.answer_types import Answers
+from selfcal_lightning.data.tasks.answer_types import Answers, FreeTextAnswers, ShortTextAnswers
 from selfcal_lightning.data.tasks.base import VerifierForm
 from selfcal_lightning.data.tasks.dataset import Item
 from selfcal_lightning.data.tasks.rows import Row
+
+# How free texts are compared with the reference; `selfcal verify` asks a model instead.
+VERIFY_MODES: dict[type, str] = {FreeTextAnswers: "contains", ShortTextAnswers: "exact"}
 
 
 class LocalQuestions:
@@ -25,6 +28,7 @@ class LocalQuestions:
         self.name = name
         self.answers = answers
         self.verifier = verifier
+        self.verify_mode = VERIFY_MODES.get(type(answers))
 
     def read_row(self, row: Row, question_id: str) -> Item:
         """Return the question and its answer."""

@@ -44,9 +44,9 @@ ExportFormat = Literal["pool", "sampled", "inspect", "every_eval_ever", "lm-eval
 def run_import_pool(
     path: str,
     store_dir: str,
-    format: Format = "auto",
     task: str | None = None,
     split: str | None = None,
+    format: Format = "auto",
     stated: bool = True,
     columns: Columns | None = None,
     filter: str | None = None,
@@ -60,10 +60,10 @@ def run_import_pool(
         path: A JSON-lines pool, one question a line; or rows of the task's data set with a list of texts in
             "responses"; or a log of one of the formats, or its folder; or "hf:NAME:CONFIG:SPLIT" with named columns.
         store_dir: Folder of the store to write.
-        format: Which tool wrote the log; "auto" tells it by the fields.
         task: Task of all questions; null takes the field "task" of a pool's lines, and tells the task of a log by its
             reference answers.
         split: Split of all questions; null takes the field "split" of a pool's lines, and "test" for a log.
+        format: Which tool wrote the log; "auto" tells it by the fields.
         stated: Keeps answers and verdicts that a log states; "false" extracts and verifies its texts again.
         columns: Names the columns of a data set with several responses in each row, or of TRL's completions.
         filter: Keeps the answers of this filter of lm-evaluation-harness; null keeps the first in the file.

@@ -258,12 +258,16 @@ def read_helm(log: Log) -> Iterator[LoggedResponse]:
                 question = write_options(question, list(mapping.values()))
             request = state.get("request") or {}
             for one in result["completions"]:
-                yield LoggedResponse(
-                    "/".join(str(part) for part in parts if part is not None), question, str(one.get("text", "")),
+                text = str(one.get("text", ""))
+                found = LoggedResponse(
+                    "/".join(str(part) for part in parts if part is not None), question, text,
                     request.get("messages") or request.get("prompt") or None, right or None,
                     finish=_finish(_at(one, "finish_reason", "reason")), tokens=len(one.get("tokens") or []) or None,
                     logprob=_summed(one.get("tokens")),
                 )  # fmt: skip
+                if mapping and text.strip() in mapping:  # one token, cut by its limit of one
+                    found.answer, found.correct = text.strip(), text.strip() in right
+                yield found
 
 
 def _is_right(reference: Mapping[str, Any]) -> bool:

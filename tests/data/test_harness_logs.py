@@ -1,0 +1,377 @@
+"""Logs of other tools as pools: a small file for every trap; what is left out is counted."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zipfile_zstd  # noqa: F401 - lets zipfile write what inspect writes
+
+from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.harness_logs import find_format, guess_task
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.rows import Columns
+from selfcal_lightning.records import QuestionSamples
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def stored(folder: Path) -> dict[str, QuestionSamples]:
+    return {group.question.id: group for group in SampleStore(folder).samples()}
+
+
+def verdicts(group: QuestionSamples) -> list[bool | None]:
+    return [sample.correct for sample in group.samples]
+
+
+def answers(group: QuestionSamples) -> list[str | None]:
+    return [sample.answer for sample in group.samples]
+
+
+# ---- lm-evaluation-harness
+
+
+def lm_eval_row(doc: int, *texts: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "doc_id": doc, "doc": {"question": f"{doc}+1?", "answer": f"#### {doc + 1}"}, "target": f"so #### {doc + 1}",
+        "arguments": {"gen_args_0": {"arg_0": ['[{"role": "user", "content": "Q: few shots"}]'], "arg_1": {}}},
+        "resps": [list(texts)], "filtered_resps": ["2"], "filter": "strict", "metrics": ["exact_match"],
+        "exact_match": 1.0, "doc_hash": "x",
+    } | changes  # fmt: skip
+
+
+def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "samples_gsm8k_2026-11-24T16-05-55.399416.jsonl",
+        lm_eval_row(1, "The answer is 2.", exact_match=0.0),
+        lm_eval_row(1, "The answer is 2.", filter="flexible"),
+        lm_eval_row(1, "The answer is 7."),
+        lm_eval_row(3, "The answer is 4.", filtered_resps=["[invalid]"], exact_match=0.0),
+        lm_eval_row(5, resps=[[["-1.5", "False"]], [["-0.5", "True"]]]),
+    )
+    report = run_import_pool(path, str(tmp_path / "store"))
+    groups = stored(tmp_path / "store")
+    assert (report.questions, report.responses, report.dropped) == (2, 2, 3)
+    first = groups["gsm8k/1"]
+    assert (first.question.text, first.question.reference, first.split) == ("1+1?", "2", "test")
+    assert first.question.messages[0].content == "Q: few shots"
+    assert verdicts(first) == [False]  # as the log says, though the task would say right
+    assert answers(groups["gsm8k/3"]) == [None]
+
+
+def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: Path) -> None:
+    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 3.", "The answer is 2."))
+    report = run_import_pool(path, str(tmp_path / "store"))
+    assert (report.extracted, report.verified) == (2, 2)
+    assert verdicts(stored(tmp_path / "store")["a/1"]) == [False, True]
+
+
+def test_verdicts_of_a_log_are_given_anew_where_asked(tmp_path: Path) -> None:
+    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2.", exact_match=0.0))
+    run_import_pool(path, str(tmp_path / "store"), stated=False)
+    assert verdicts(stored(tmp_path / "store")["a/1"]) == [True]
+
+
+def test_a_filter_can_be_named(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2."), lm_eval_row(1, "2", filter="flexible")
+    )
+    run_import_pool(path, str(tmp_path / "store"), filter="flexible")
+    assert stored(tmp_path / "store")["a/1"].samples[0].text == "2"
+    with pytest.raises(InputError, match="1 of the filter strict, 1 of the filter flexible"):
+        run_import_pool(path, str(tmp_path / "other"), filter="loose")
+
+
+# ---- inspect_ai
+
+
+def inspect_sample(epoch: int, text: Any, **changes: Any) -> dict[str, Any]:
+    return {
+        "id": 7, "epoch": epoch, "input": "Which one?", "choices": ["sky", "blood"], "target": ["B"],
+        "messages": [{"role": "user", "content": "attachment://abc"}, {"role": "assistant", "content": "x"}],
+        "attachments": {"abc": "A long prompt."}, "scores": {"choice": {"value": "C", "answer": "B"}},
+        "output": {
+            "choices": [{
+                "message": {"content": text}, "stop_reason": "max_tokens",
+                "logprobs": {"content": [{"token": "B", "logprob": -0.5}, {"token": ".", "logprob": -0.25}]},
+            }],
+            "usage": {"output_tokens": 2},
+        },
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, 93])
+def test_inspect_epochs_are_samples_also_after_a_crash(tmp_path: Path, method: int) -> None:
+    samples = [
+        inspect_sample(2, [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Answer: A"}],
+                       scores={"choice": {"value": "I", "answer": "A"}}),
+        inspect_sample(1, "Answer: B"),
+        inspect_sample(3, "Answer: B", scores={"choice": {"value": "P"}}),
+        inspect_sample(4, "", output={"choices": []}, error={"message": "timeout"}),
+    ]  # fmt: skip
+    with zipfile.ZipFile(tmp_path / "log.eval", "w", method) as archive:
+        archive.writestr("_journal/start.json", "{}")
+        for sample in samples:
+            archive.writestr(f"samples/7_epoch_{sample['epoch']}.json", json.dumps(sample))
+    report = run_import_pool(str(tmp_path / "log.eval"), str(tmp_path / "store"))
+    group = stored(tmp_path / "store")["7"]
+    assert (report.responses, report.dropped) == (3, 1)
+    assert verdicts(group) == [True, False, True]  # "P" is verified by the task
+    assert answers(group) == ["B", "A", "B"]
+    assert [message.content for message in group.question.messages] == ["A long prompt."]
+    assert group.question.text == "Which one?\n(A) sky\n(B) blood"
+    first = group.samples[0]
+    assert (first.finish, first.num_tokens, first.logprob) == ("length", 2, -0.75)
+
+
+def test_an_inspect_log_without_finished_samples_says_so(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "log.eval", "w") as archive:
+        archive.writestr("_journal/start.json", "{}")
+    with pytest.raises(InputError, match="finished samples"):
+        run_import_pool(str(tmp_path / "log.eval"), str(tmp_path / "store"))
+    (tmp_path / "cut.eval").write_bytes((tmp_path / "log.eval").read_bytes()[:20])
+    with pytest.raises(InputError, match=r"cut\.eval"):
+        run_import_pool(str(tmp_path / "cut.eval"), str(tmp_path / "store"))
+
+
+# ---- every_eval_ever, HELM, OpenAI evals
+
+
+def test_every_eval_ever_keeps_one_metric_of_a_sample(tmp_path: Path) -> None:
+    def row(text: str, name: str = "acc", *, right: bool = True) -> dict[str, Any]:
+        return {
+            "sample_id": "a", "evaluation_name": name, "input": {"raw": "2+2?", "reference": ["4"]},
+            "output": {"raw": [text]}, "evaluation": {"score": 1.0, "is_correct": right},
+            "answer_attribution": [{"extracted_value": "4" if right else "5", "is_terminal": True}],
+            "token_usage": {"output_tokens": 3},
+        }  # fmt: skip
+
+    path = lines(tmp_path / "x_samples.jsonl", row("4"), row("4", "f1"), row("5", right=False))
+    report = run_import_pool(path, str(tmp_path / "store"))
+    group = stored(tmp_path / "store")["a"]
+    assert (report.dropped, verdicts(group), answers(group)) == (1, [True, False], ["4", "5"])
+    assert group.samples[0].num_tokens == 3
+
+
+def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tmp_path: Path) -> None:
+    def state(name: str, *completions: str, **changes: Any) -> dict[str, Any]:
+        token = {"text": "x", "logprob": -0.5}
+        return {
+            "instance": {"input": {"text": "Capital of France?"}, "id": name, "references": [
+                {"output": {"text": "Paris"}, "tags": ["correct"]}, {"output": {"text": "Rome"}, "tags": []}]},
+            "reference_index": None, "output_mapping": {"A": "Rome", "B": "Paris"}, "train_trial_index": 0,
+            "request": {"prompt": "Capital?"},
+            "result": {"success": True, "completions": [
+                {"text": text, "logprob": -1.0, "tokens": [token, token], "finish_reason": {"reason": "length"}}
+                for text in completions]},
+        } | changes  # fmt: skip
+
+    states = [
+        state("1", " B", " A"), state("2", reference_index=0), state("3", result={"success": False, "error": "x"}),
+    ]  # fmt: skip
+    (tmp_path / "scenario_state.json").write_text(json.dumps({"request_states": states}))
+    report = run_import_pool(str(tmp_path), str(tmp_path / "store"))
+    group = stored(tmp_path / "store")["1"]
+    assert (report.questions, report.responses, report.dropped) == (1, 2, 2)
+    assert (group.question.reference, answers(group), verdicts(group)) == ("B", ["B", "A"], [True, False])
+    assert (group.samples[0].logprob, group.samples[0].finish, group.samples[0].num_tokens) == (-1.0, "length", 2)
+
+
+def test_openai_evals_pairs_verdicts_and_leaves_the_graders_calls_out(tmp_path: Path) -> None:
+    def event(kind: str, sample: str, **data: Any) -> dict[str, Any]:
+        return {"run_id": "r", "event_id": 0, "sample_id": sample, "type": kind, "data": data}
+
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2?"}]
+    path = lines(
+        tmp_path / "log.jsonl",
+        {"spec": {"run_id": "r"}},
+        event("sampling", "s.1", prompt=chat, sampled=["It is 4."]),
+        event("match", "s.1", correct=True, expected="4", picked="4"),
+        event("sampling", "s.2", prompt="3+3?", sampled="It is 7."),
+        event("sampling", "s.2", prompt="Is it right?", sampled="N"),
+        event("match", "s.2", correct=False, expected="6", picked=None),
+        event("metrics", "s.2", score=0),
+        {"final_report": {"accuracy": 0.5}, "run_id": "r"},
+    )
+    report = run_import_pool(path, str(tmp_path / "store"))
+    groups = stored(tmp_path / "store")
+    assert (report.responses, report.dropped) == (2, 2)
+    assert [verdicts(groups[name]) for name in ("s.1", "s.2")] == [[True], [False]]
+    assert groups["s.1"].question.text == "2+2?"
+    assert answers(groups["s.2"]) == ["7"]
+
+
+# ---- batch APIs
+
+
+def reply(name: str, *texts: str, **changes: Any) -> dict[str, Any]:
+    logprobs = {"content": [{"token": "x", "logprob": -0.25}]}
+    choices = [{"message": {"content": text}, "finish_reason": "stop", "logprobs": logprobs} for text in texts]
+    body = {"choices": choices, "usage": {"completion_tokens": 5}}
+    return {"custom_id": name, "response": {"status_code": 200, "body": body}, "error": None} | changes
+
+
+def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "out.jsonl", reply("b", "6", "7"), reply("a#1", "4"), reply("a#0", "5"),
+        reply("c", error={"code": "x"}, response=None), reply("unknown", "1"),
+    )  # fmt: skip
+    requests = lines(
+        tmp_path / "in.jsonl",
+        *({"custom_id": name, "body": {"messages": [{"role": "user", "content": text}]}}
+          for name, text in (("a#0", "2+2?"), ("a#1", "2+2?"), ("b", "3+3?"), ("c", "?"))),
+    )  # fmt: skip
+    rows = ({"id": "a", "question": "2+2?", "answer": 4}, {"id": "b", "question": "3+3?", "answer": 6})
+    questions = lines(tmp_path / "questions.jsonl", *rows)
+    report = run_import_pool(path, str(tmp_path / "store"), requests=requests, questions=questions)
+    groups = stored(tmp_path / "store")
+    assert (report.questions, report.responses, report.dropped) == (2, 4, 2)
+    assert (verdicts(groups["a"]), verdicts(groups["b"])) == ([True, False], [True, False])
+    assert groups["a"].question.messages[0].content == "2+2?"
+    assert (groups["a"].samples[0].num_tokens, groups["b"].samples[0].num_tokens) == (5, None)
+    assert groups["a"].samples[0].logprob == -0.25
+
+
+def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
+    said = [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "4"}]}]
+    rows = [
+        {"custom_id": "a", "response": {"body": {"output": said, "status": "incomplete"}}},
+        {"custom_id": "b", "response": {"body": {"choices": [{"text": "5", "finish_reason": "length"}]}}},
+    ]  # fmt: skip
+    asked = [{"custom_id": "a", "body": {"input": "2+2?"}}, {"custom_id": "b", "body": {"prompt": "2+3?"}}]
+    path, requests = lines(tmp_path / "out.jsonl", *rows), lines(tmp_path / "in.jsonl", *asked)
+    run_import_pool(path, str(tmp_path / "store"), task="local_number", requests=requests)
+    groups = stored(tmp_path / "store")
+    assert [groups[name].samples[0].finish for name in "ab"] == ["length", "length"]
+    assert [groups[name].question.text for name in "ab"] == ["2+2?", "2+3?"]
+
+
+# ---- RL trainers and data sets
+
+
+def test_verl_groups_by_input_within_a_step(tmp_path: Path) -> None:
+    def row(output: str, score: float, **more: Any) -> dict[str, Any]:
+        return {"input": "user\n2+2?", "output": output, "gts": "4", "score": score, "step": 3} | more
+
+    (tmp_path / "rollouts").mkdir()
+    lines(tmp_path / "rollouts" / "3.jsonl", row("4", 1.0), row("5", -1.0), row("4", 0.1, acc=False), row("4", 0.5))
+    lines(tmp_path / "rollouts" / "10.jsonl", row("4", 1.0, step=10))
+    report = run_import_pool(str(tmp_path / "rollouts"), str(tmp_path / "store"))
+    assert report.questions == 2
+    (group,) = [group for name, group in stored(tmp_path / "store").items() if name.startswith("step-3/")]
+    assert verdicts(group) == [True, False, False, True]  # .5 says neither and is verified
+
+
+def test_trl_groups_by_step_and_prompt_and_takes_a_named_reward(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "2+2?"}]
+    rows = [
+        {"step": step, "prompt": prompt, "completion": [{"role": "assistant", "content": text}],
+         "correctness_reward": right, "rlcr_reward": 0.3, "advantage": 0.0, "answer": "4"}
+        for step, text, right in ((1, "4", 1.0), (1, "5", 0.0), (2, "4", 1.0))
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "completions_00001.parquet")
+    run_import_pool(str(tmp_path), str(tmp_path / "store"), columns=Columns(correct="correctness_reward"))
+    groups = list(stored(tmp_path / "store").values())
+    assert sorted(map(verdicts, groups)) == [[True], [True, False]]
+    assert {group.question.reference for group in groups} == {"4"}
+
+
+COLUMNS = Columns(question="problem", answer="gold", responses="generations", correct="checked")
+
+
+def test_a_data_set_with_several_responses_is_read_by_its_columns(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "2+2?", "gold": "4", "generations": ["It is 4.", "It is 5."], "checked": [True, False]},
+        {"problem": "3+3?", "gold": "6", "generations": ["It is 6.", None], "checked": None},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    report = run_import_pool(str(tmp_path / "data.parquet"), str(tmp_path / "store"), columns=COLUMNS)
+    groups = stored(tmp_path / "store")
+    assert (report.responses, report.dropped) == (3, 1)
+    assert [verdicts(groups[name]) for name in sorted(groups)] == [[True, False], [True]]
+
+
+def test_lists_of_unequal_length_are_refused_with_the_row(tmp_path: Path) -> None:
+    row = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}
+    path = lines(tmp_path / "data.jsonl", row)
+    with pytest.raises(InputError, match=r"data\.jsonl:1: .*checked.*2.*1"):
+        run_import_pool(path, str(tmp_path / "store"), columns=COLUMNS)
+    assert not (tmp_path / "store").exists()
+
+
+# ---- all formats
+
+
+def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2."))
+    run_import_pool(path, str(tmp_path / "store"))
+    assert run_import_pool(path, str(tmp_path / "store")).reused == 1
+    lines(Path(path), lm_eval_row(1, "The answer is 3."))
+    with pytest.raises(InputError, match="source_sha256"):
+        run_import_pool(path, str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "fragment"),
+    [
+        ({"doc_id": 1, "resps": None}, {}, "`resps`"),
+        ({"custom_id": "a", "response": {}}, {}, "`--requests`"),
+        (lm_eval_row(1, "2", target="", filtered_resps=[]), {}, "`--task`"),
+        (lm_eval_row(1, "2"), {"requests": "in.jsonl"}, "`requests` has no meaning"),
+        (lm_eval_row(1, "2"), {"format": "sampled"}, "sampled.jsonl"),
+        ({"custom_id": "a", "response": {}}, {"format": "verl"}, "`input`"),
+        (lm_eval_row(1, "2"), {"format": "lm_eval"}, "'lm_eval'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        run_import_pool(lines(tmp_path / "samples_x.jsonl", row), str(tmp_path / "store"), **options)
+    assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("references", "task"),
+    [
+        (["4", "1,200", "so\n#### 3"], "local_number"),
+        (["A", "d"], "local_choice"),
+        ([r"\frac{1}{2}", "2"], "local_expression"),
+        (["Paris", ["Rome", "Roma"]], "local_text"),
+    ],
+)
+def test_the_references_tell_the_task(references: list[Any], task: str) -> None:
+    assert guess_task([*references, None]) == task
+
+
+def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path) -> None:
+    path = lines(tmp_path / "pool.jsonl", {"id": "a", "task": "t", "question": "q", "responses": []})
+    assert find_format(Path(path)) is None
+
+
+@pytest.mark.parametrize(
+    ("format", "name"), [("inspect", "x.json"), ("every_eval_ever", "x.jsonl"), ("lm-eval", "y.jsonl")]
+)
+def test_an_export_can_be_imported_again(tmp_path: Path, format: Any, name: str) -> None:
+    rows = [{"id": f"q{a}", "task": "local_number", "split": "test", "question": f"{a}+1?", "reference": str(a + 1),
+             "responses": [{"text": f"It is {b}.", "finish": "stop"} for b in (2, 3)]} for a in (1, 2)]  # fmt: skip
+    run_import_pool(lines(tmp_path / "pool.jsonl", *rows), str(tmp_path / "store"))
+    for _ in range(2):  # an earlier export is replaced
+        report = run_export_pool(str(tmp_path / "store"), str(tmp_path / name), format=format)
+    assert (report.questions, report.responses) == (2, 4)
+    run_import_pool(str(tmp_path / name), str(tmp_path / "back"))
+    groups = sorted(stored(tmp_path / "back").values(), key=lambda group: group.question.text)
+    assert [verdicts(group) for group in groups] == [[True, False], [False, True]]
+    assert [group.question.reference for group in groups] == ["2", "3"]
+    (tmp_path / "other").write_text("{}")
+    with pytest.raises(InputError, match="something else"):
+        run_export_pool(str(tmp_path / "store"), str(tmp_path / "other"), format=format)

@@ -96,10 +96,8 @@ def run_import_pool(
         report = import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
     elif logged is not None:
         name, files = logged
-        log = Log(
-            files, columns or Columns(), filter,
-            *(None if one is None else Path(one) for one in (requests, questions)),
-        )  # fmt: skip
+        places = [None if one is None else Path(one) for one in (requests, questions)]
+        log = Log(files, columns or Columns(), filter, requests=places[0], questions=places[1])
         report = import_log(place, name, log, store_dir, task=task, split=split, stated=stated)
     elif not stated:
         raise InputError(f"Expected `stated` for a {SAMPLED} or a log only, but got false with {path}.")

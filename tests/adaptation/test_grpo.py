@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.adaptation.rewards import stated_confidence
+from selfcal_lightning.commands.pools import run_import_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
 
 SCRIPT = Path(__file__).parents[1] / "support" / "grpo_steps.py"
@@ -34,3 +36,7 @@ def test_grpo_steps_get_the_rewards_that_a_hand_would_compute(tmp_path: Path) ->
             assert reward == pytest.approx(correct - (1.0 if confidence is None else (confidence - correct) ** 2))
         assert found["curves"]["reward"][at] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4)
     assert any(found["curves"]["confidence/std"])
+    report = run_import_pool(str(tmp_path / "completions"), str(tmp_path / "store"), task="word_problems")
+    assert report.responses == sum(len(texts) for texts, _, _ in found["calls"])
+    said = {group.question.reference for group in SampleStore(tmp_path / "store").samples()}
+    assert said == {answer for _, answers, _ in found["calls"] for answer in answers}

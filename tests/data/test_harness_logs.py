@@ -259,11 +259,11 @@ def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
 
 
 def test_verl_groups_by_input_within_a_step(tmp_path: Path) -> None:
-    def row(output: str, score: float, **more: Any) -> dict[str, Any]:
+    def row(output: str, score: float | str, **more: Any) -> dict[str, Any]:
         return {"input": "user\n2+2?", "output": output, "gts": "4", "score": score, "step": 3} | more
 
     (tmp_path / "rollouts").mkdir()
-    lines(tmp_path / "rollouts" / "3.jsonl", row("4", 1.0), row("5", -1.0), row("4", 0.1, acc=False), row("4", 0.5))
+    lines(tmp_path / "rollouts" / "3.jsonl", row("4", 1.0), row("5", "-1.0"), row("4", 0.1, acc="False"), row("4", 0.5))
     lines(tmp_path / "rollouts" / "10.jsonl", row("4", 1.0, step=10))
     report = run_import_pool(str(tmp_path / "rollouts"), str(tmp_path / "store"))
     assert report.questions == 2

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.line_format import read_pool
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, Item
 from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.data.tasks.rows import Columns, read_question_file
 from selfcal_lightning.inference.answering import read_questions
 from selfcal_lightning.records import Question
 
@@ -162,3 +165,76 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text('{"question": "One?", "id": "a", "id": "b"}\n')
     with pytest.raises(InputError, match="'id' twice"):
         asked(tmp_path / "q.jsonl")
+
+
+NAMED = Columns(question="problem", answer="gold", choices="options")
+
+
+@pytest.mark.parametrize(
+    ("row", "answer", "text"),
+    [
+        ({"problem": "6*12?", "gold": "6*12=<<6*12=72>>72\n#### 72"}, "72", "6*12?"),  # GSM8K
+        ({"problem": "Red?", "gold": 1, "options": ["sky", "blood"]}, "B", "Red?\n(A) sky\n(B) blood"),  # MMLU
+        (
+            {"problem": "Red?", "gold": "2", "options": {"text": ["sky", "blood"], "label": ["1", "2"]}},  # ARC
+            "B",
+            "Red?\n(A) sky\n(B) blood",
+        ),
+        ({"problem": "Red?", "gold": "blood", "options": ["sky", "blood"]}, "B", "Red?\n(A) sky\n(B) blood"),
+        ({"problem": "Red?", "gold": None}, None, "Red?"),
+    ],
+)
+def test_public_data_sets_are_read_by_the_names_of_their_columns(
+    row: dict[str, Any], answer: object, text: str, tmp_path: Path
+) -> None:
+    columns = NAMED if "options" in row else replace(NAMED, choices=None)
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({**row, "answers": "a column of theirs"}) + "\n")
+    for source in (str(path), f"hf:{tmp_path}:test"):  # a local folder stands for the hub
+        (found,) = read_question_file(source, columns=columns)
+        assert (found.text, found.answer) == (text, answer)
+
+
+def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
+    path = tmp_path / "questions.csv"
+    path.write_text('id,question,answer,choices\nx,"Red, or not?",blood,"[""sky"", ""blood""]"\ny,2+2?,4,\n')
+    first, second = read_question_file(path)
+    assert (first.id, first.answer, first.task) == ("x", "B", "local_choice")
+    assert first.text == "Red, or not?\n(A) sky\n(B) blood"
+    assert (second.text, second.answer) == ("2+2?", "4")
+    path.write_text("question,answer\n2+2?,4,5\n")
+    with pytest.raises(InputError, match=r"questions\.csv"):
+        read_question_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "fragment"),
+    [
+        ("hf:{folder}", None, "hf:NAME:CONFIG:SPLIT"),
+        ("hf:{folder}:validation", None, "validation"),
+        ("hf:{folder}:test", Columns(question="text"), "the column text, but the columns are question"),
+        ("hf:{folder}:other:test", None, "other"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(name: str, columns: Columns | None, fragment: str, tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text('{"question": "2+2?"}\n')
+    with pytest.raises(InputError) as error:
+        read_question_file(name.format(folder=tmp_path), columns=columns)
+    assert fragment in str(error.value)
+
+
+def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
+    rows = [{"problem": f"{number}+1?", "gold": number + 1} for number in range(30)]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source in (str(tmp_path / "test.jsonl"), f"hf:{tmp_path}:test"):
+        folder = tmp_path / "run"
+        words = ["--model", "bundled", "--questions", source, "--output_dir", str(folder), "--task", "local_number"]
+        stated = common_case([*words, "--columns.question", "problem", "--columns.answer=gold"])
+        assert stated is not None
+        assert sum(stated[0].counts.values()) == 30
+        assert json.loads((folder / "questions.jsonl").read_text().splitlines()[4]) == {"question": "4+1?", "answer": 5}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "questions.jsonl").write_text('{"problem": "x"}\n')
+    case = CommonCase("bundled", source, output_dir=str(tmp_path / "own"), columns=Columns(question="problem"))
+    with pytest.raises(InputError, match="something else"):
+        prepare(case)

@@ -95,6 +95,7 @@ def write_user_files() -> None:
     """Write the files that the commands name as the user's own."""
     rows = [{"question": f"What is {n}+1?", "answer": n + 1} for n in range(12)]
     Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("problems.csv").write_text("problem,gold\n" + "".join(f"What is {n}+1?,{n + 1}\n" for n in range(12)))
     Path("prompt.yaml").write_text("system: Be brief.\n")
 
 

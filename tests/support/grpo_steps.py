@@ -41,13 +41,14 @@ def main(folder: str, steps: int) -> None:
 
     def recorded(prompts: list, completions: list, completion_ids: list, **columns: object) -> list[float | None]:
         found = rlcr_reward(prompts, completions, completion_ids, **columns)
+        columns["log_extra"]("answer", list(columns["answer"]))  # a column of the logged completions
         calls.append(([one[-1]["content"] for one in completions], columns["answer"], found))
         return found
 
     settings = GRPOConfig(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=16, num_generations=8, learning_rate=1e-4,
         max_completion_length=140, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no",
-        bf16=False, seed=0,
+        bf16=False, seed=0, log_completions=True, num_completions_to_print=0,
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=model, reward_funcs=[recorded], args=settings, train_dataset=Dataset.from_list(rows),

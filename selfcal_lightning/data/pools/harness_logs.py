@@ -33,7 +33,8 @@ from selfcal_lightning.records import UNSTATED, Message, Unstated
 LARGEST_MEMBER = 2**28  # bytes of one sample inside of a zip
 ZSTANDARD = 93  # the zip method that inspect writes since 2026
 LONGEST_LIST = 10_000
-FULL_SCORES = {"C": True, "I": False, "N": False, 1: True, 0: False, -1: False, "1": True, "0": False}
+FULL_SCORES = {"C": True, "I": False, "N": False, "True": True, "False": False, 1.0: True, 0.0: False, -1.0: False}
+NUMBER = re.compile(r"-?\d+(\.\d*)?")
 FINISHES = {"stop": "stop", "eos": "stop", "endoftext": "stop", "end_turn": "stop", "length": "length"}
 FINISHES |= {"max_tokens": "length", "model_length": "length", "incomplete": "length", "completed": "stop"}
 QUESTION_FIELDS = ("question", "problem", "query", "input")
@@ -376,8 +377,9 @@ def read_verl(log: Log) -> Iterator[LoggedResponse]:
     for path, number, row in log.rows():
         prompt, text = _needed(path, number, row, "input"), _needed(path, number, row, "output")
         verdict = _verdict(row["acc"] if "acc" in row else row.get("score"))
+        name = f"step-{row.get('step', path.stem)}/{_digest(prompt)}"
         yield LoggedResponse(
-            f"step-{row.get('step', path.stem)}/{_digest(prompt)}", str(prompt), str(text), str(prompt), row.get("gts"),
+            name, str(prompt), str(text), str(prompt), _listed(row.get("gts")),
             correct=UNSTATED if verdict is None else verdict,
         )  # fmt: skip
 
@@ -445,9 +447,9 @@ def _at(found: Any, *names: str) -> Any:
 
 
 def _verdict(value: Any) -> bool | None:
-    """Return what a score says: right, wrong, or neither."""
-    if isinstance(value, bool):
-        return value
+    """Return what a score says: right, wrong, or neither. Some tools write numbers and truth values as texts."""
+    if isinstance(value, str) and NUMBER.fullmatch(value):
+        value = float(value)
     return FULL_SCORES.get(value) if isinstance(value, str | int | float) else None
 
 

@@ -338,7 +338,7 @@ class _LoggedAnswers:
         return list(found.values())
 
     def _response(self, one: LoggedResponse, *, stated: bool) -> dict[str, Any]:
-        given = {"text": one.text, "finish": one.finish, "tokens": one.tokens}
+        given: dict[str, Any] = {"text": one.text, "finish": one.finish, "tokens": one.tokens}
         response = {name: value for name, value in given.items() if value is not None}
         if one.logprob is not None:
             response["confidence"] = {"logprob": one.logprob}

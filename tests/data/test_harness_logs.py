@@ -237,7 +237,7 @@ def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> Non
     assert (report.questions, report.responses, report.dropped) == (2, 4, 2)
     assert (verdicts(groups["a"]), verdicts(groups["b"])) == ([True, False], [True, False])
     assert groups["a"].question.messages[0].content == "2+2?"
-    assert (groups["a"].samples[0].num_tokens, groups["b"].samples[0].num_tokens) == (5, None)
+    assert (groups["a"].samples[0].num_tokens, groups["b"].samples[0].num_tokens) == (5, 1)
     assert groups["a"].samples[0].logprob == -0.25
 
 

@@ -15,6 +15,7 @@ from support.serving import Server
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.models.folders import BUNDLED_MODEL
 
 CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin"
 pytestmark = pytest.mark.slow
@@ -127,3 +128,29 @@ def test_the_output_of_our_own_batch(folder: Path, tmp_path: Path) -> None:
         questions=str(folder / "words.jsonl"),
     )  # fmt: skip
     assert (report.questions, report.responses, report.verified) == (5, 10, 10)
+
+
+def test_the_output_of_vllm_run_batch(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs `make setup-vllm`")
+    rows = [json.loads(line) for line in (folder / "words.jsonl").read_text().splitlines()]
+    ask = {"model": "m", "n": 3, "max_completion_tokens": 100, "logprobs": True}
+    requests = [
+        {"custom_id": row["id"], "method": "POST", "url": "/v1/chat/completions",
+         "body": {**ask, "messages": [{"role": "user", "content": row["question"]}]}} for row in rows
+    ]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(tmp_path / "in.jsonl"), "-o",
+        str(tmp_path / "out.jsonl"), "--model", str(BUNDLED_MODEL), "--served-model-name", "m", "--max-model-len",
+        "512", "--enforce-eager", "--dtype", "float32",
+    ]  # fmt: skip
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)
+    report = run_import_pool(
+        str(tmp_path / "out.jsonl"), str(tmp_path / "store"), requests=str(tmp_path / "in.jsonl"),
+        questions=str(folder / "words.jsonl"),
+    )  # fmt: skip
+    assert (report.questions, report.responses, report.verified) == (5, 15, 15)
+    for group in SampleStore(tmp_path / "store").samples():
+        assert all(sample.logprob is not None and sample.logprob < 0 for sample in group.samples)
+        assert all(sample.num_tokens for sample in group.samples)

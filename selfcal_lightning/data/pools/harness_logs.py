@@ -349,24 +349,24 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
         question = next((turn["content"] for turn in reversed(chat) if turn["role"] == "user"), "")
         usage = body.get("usage") or {}
         tokens = _count(usage.get("completion_tokens", usage.get("output_tokens"))) if len(texts) == 1 else None
-        for text, finish, logprob in texts:
+        for text, finish, logprob, counted in texts:
             yield LoggedResponse(
                 stem, question if own is None else own.text, text, chat or None, None if own is None else own.answer,
-                finish=finish, logprob=logprob, tokens=tokens,
+                finish=finish, logprob=logprob, tokens=counted if tokens is None else tokens,
             )  # fmt: skip
 
 
-def _batch_texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, float | None]]:
-    """Yield (text, finish, log-probability) of chat completions, completions, or the responses API."""
+def _batch_texts(body: Mapping[str, Any]) -> Iterator[tuple[str, str | None, float | None, int | None]]:
+    """Yield (text, finish, log-probability, tokens) of chat completions, completions, or the responses API."""
     for choice in body.get("choices") or []:
         text = choice.get("text") if "text" in choice else _text(_at(choice, "message", "content"))
         tokens, logprobs = _at(choice, "logprobs", "content"), _at(choice, "logprobs", "token_logprobs")
         total = _summed(tokens) if tokens else _summed([{"logprob": one} for one in logprobs or []])
         if isinstance(text, str):
-            yield text, _finish(choice.get("finish_reason")), total
+            yield text, _finish(choice.get("finish_reason")), total, len(tokens or logprobs or []) or None
     said = [one.get("content") for one in body.get("output") or [] if one.get("type") == "message"]
     if said and (text := _text([part for parts in said for part in parts or []])) is not None:
-        yield text, _finish(body.get("status")), None
+        yield text, _finish(body.get("status")), None, None
 
 
 # ---- RL trainers and data sets

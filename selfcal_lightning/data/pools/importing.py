@@ -310,7 +310,7 @@ def import_log(
     counts = _store_lines(
         path, store, enumerate(lines, start=1), sizes, tasks=tasks, questions_per_shard=questions_per_shard
     )
-    if log.skipped:
+    if log.skipped.total():
         say(f"Left out of {path}: {_reasons(log.skipped)}.")
     return ImportReport(
         questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},

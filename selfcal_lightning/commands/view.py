@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.calibration import own_confidence, pool_keys
 from selfcal_lightning.evaluation.metrics import SIDES
-from selfcal_lightning.evaluation.page import REPORT, write_page
+from selfcal_lightning.evaluation.page import REPORT, TokenColours, compare_pages, write_page
 from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
+from selfcal_lightning.records import QuestionSamples
 
 
 def run_view(
@@ -28,6 +30,8 @@ def run_view(
     limit: int | None = None,
     threshold: float | None = None,
     redact: bool = False,
+    model: str | None = None,
+    adapter: str | None = None,
     open: bool = False,
 ) -> str:
     """Write one HTML file to look at: numbers, curves, every question with its responses and votes.
@@ -37,30 +41,44 @@ def run_view(
 
     Args:
         path: Folder of a store, a JSON-lines pool, or the folder of an evaluation.
-        other: A second store or pool of the same questions, shown beside the first with what flipped.
+        other: A second one of the same kind and questions, shown next to the first with what flipped. Of two
+            evaluations, the last system of each is compared.
         output: File to write; an earlier report is replaced. Null is report.html here; an evaluation has its own.
         split: Shows this split of a store only; null shows all.
         task: Task of a pool whose lines name none.
         limit: Shows at most this many questions of each split.
         threshold: Confidence at which the replayed stopping rule stops, until it is changed in the page; null is .7.
         redact: Leaves out the texts of questions, responses and answers.
+        model: Colours the tokens of responses by their log-probability under this model, computed now at temperature 1:
+            a folder, a hub name or "bundled".
+        adapter: Folder of an adapter on that model.
         open: Opens the file in the browser.
 
     Returns:
         The path of the file.
     """
-    evaluated = Path(path) / REPORT
-    if evaluated.is_file():
-        given: dict[str, object] = {"other": other, "output": output, "split": split, "task": task, "limit": limit}
-        given |= {"threshold": threshold, "redact": redact or None}
+    if adapter is not None and model is None:
+        raise InputError(f"Expected `model` with `adapter` {adapter}, but got null.")
+    given: dict[str, object] = {"split": split, "task": task, "limit": limit, "threshold": threshold, "model": model}
+    given["redact"] = redact or None
+    reports = [Path(one) / REPORT for one in (path, other) if one is not None]
+    if all(report.is_file() for report in reports):
+        given |= {"output": output} if other is None else {}
         if unused := [f"`{name}`" for name, value in given.items() if value is not None]:
             raise InputError(f"{path} has its report already, so {', '.join(unused)} cannot apply. Give its samples.")
-        file = evaluated
+        file = reports[0] if other is None else Path(output or REPORT)
+        if other is not None:
+            names = dict(zip((path, other), reports, strict=True))
+            shared, alone = compare_pages(file, names, title=f"{path} and {other}")
+            say(f"{shared:,} questions are in both evaluations; {alone:,} are in one only and are left out.")
+    elif any(report.is_file() for report in reports):
+        raise InputError(f"{path} and {other}: one is an evaluation, the other is not. Give two of the same kind.")
     else:
         file = Path(output or REPORT)
         places = dict(zip(("samples",) if other is None else SIDES, (path, str(other)), strict=False))
         stop = DEFAULT_THRESHOLD if threshold is None else threshold
-        _write(file, places, split, task, limit, threshold=stop, redact=redact)
+        colours = None if model is None or redact else _token_colours(path, model, adapter)
+        _write(file, places, split, task, limit, threshold=stop, redact=redact, colours=colours)
     say(f"Look at {file}")
     if open:
         webbrowser.open(file.resolve().as_uri())
@@ -84,20 +102,52 @@ def _write(
     *,
     threshold: float,
     redact: bool,
+    colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
 ) -> None:
-    pools = {name: _load(place, split, task, limit) for name, place in places.items()}
+    pools = {name: _load(place, split, task, limit, token_ids=colours is not None) for name, place in places.items()}
     tests = {}
     for test in dict.fromkeys(test for found in pools.values() for test in found):
         tests[test] = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
     results = {key: value for test, found in tests.items() for key, value in _results(test, found).items()}
     sentences = verdict(results)
     title = " and ".join(places.values())
-    write_page(file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact)
+    write_page(
+        file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact, colours=colours
+    )
     for sentence in sentences:
         say(sentence)
 
 
-def _load(path: str, split: str | None, task: str | None, limit: int | None) -> dict[str, RecordedPool]:
+def _token_colours(
+    path: str, model: str, adapter: str | None
+) -> Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]]:
+    """Return what gives the tokens of responses, by a forward pass over each."""
+    from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
+    from selfcal_lightning.confidence.token_ids import token_pieces
+
+    fingerprint = SampleStore(path).round_manifest().fingerprint if Path(path).is_dir() else None
+    scoring = ScoringModel(ModelSettings(model, None, EngineSettings().of(adapter=adapter)), fingerprint)
+    reader = scoring.tokens()
+
+    def read(groups: Sequence[QuestionSamples]) -> list[list[TokenColours]]:
+        found: list[list[TokenColours]] = []
+        for group in groups:
+            (rows,) = reader.read([group])
+            texts = [sample.text for sample in group.samples]
+            found.append([None if row is None else coloured(text, row) for text, row in zip(texts, rows, strict=True)])
+        return found
+
+    def coloured(text: str, row: Any) -> TokenColours:
+        pieces = token_pieces(scoring.chat.decode, row.token_ids)
+        values = [round(value, 2) for value in row.tokens.logprob.tolist()]
+        return ([len(piece) for piece in pieces], values) if "".join(pieces) == text else None
+
+    return read
+
+
+def _load(
+    path: str, split: str | None, task: str | None, limit: int | None, *, token_ids: bool
+) -> dict[str, RecordedPool]:
     """Return the samples of each split of a store, or of a pool as one test set."""
     if not Path(path).is_dir():
         return {split or "test": load_recorded_pool(path, split=split, task=task, limit=limit)}
@@ -105,7 +155,7 @@ def _load(path: str, split: str | None, task: str | None, limit: int | None) -> 
     index = SampleStore(path).index()
     splits = sorted(set(index.split.tolist())) if split is None else [split]
     return {
-        one: load_recorded_pool(path, split=one, task=task, limit=limit, confidences=names, token_ids=False)
+        one: load_recorded_pool(path, split=one, task=task, limit=limit, confidences=names, token_ids=token_ids)
         for one in splits
     }
 

@@ -164,7 +164,7 @@ class ScoringModel:
             return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
         if reads == "rewards":
             return build_estimator(name, rewards=self._open_rewards(), **settings)
-        return build_estimator(name, tokens=self._open_tokens(), **settings)
+        return build_estimator(name, tokens=self.tokens(), **settings)
 
     def close(self) -> None:
         """Close the engine and the reward model."""
@@ -196,7 +196,8 @@ class ScoringModel:
         self._engine = opened
         return opened
 
-    def _open_tokens(self) -> TokenReader:
+    def tokens(self) -> TokenReader:
+        """Return the reader of token statistics, with the local model."""
         if self._tokens is None:
             from selfcal_lightning.confidence.token_reader import TokenReader
 

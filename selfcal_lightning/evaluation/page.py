@@ -7,7 +7,8 @@ import gzip
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ MARK = "<!-- selfcal report -->"
 CHUNK = 64  # questions whose texts are unpacked together
 SHOWN_CHARACTERS = 160
 LONGEST_TEXT = 100_000
+PACKED = re.compile(r'<script type="text/plain" id="(index|c\d+)">([A-Za-z0-9+/=]*)</script>')
 METRICS = ("pass_at_1", "ece", "auroc", "brier")
 
 Tests = Mapping[str, Mapping[str, RecordedPool]]
+# Of each sample: the length of each token's text, and its log-probability; None is unknown.
+TokenColours = tuple[list[int], list[float]] | None
 
 
 def write_page(
@@ -39,6 +43,7 @@ def write_page(
     sentences: Sequence[str] = (),
     threshold: float = DEFAULT_THRESHOLD,
     redact: bool = False,
+    colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
 ) -> None:
     """Write the report of ``tests``, {test set: {system: samples with their texts}}, to ``path``.
 
@@ -53,12 +58,12 @@ def write_page(
         sentences: The verdict in words.
         threshold: Where the replayed stopping rule begins.
         redact: Leave out the texts of questions and responses, and the answers.
+        colours: Returns the tokens of each response, [question][sample], to colour them.
     """
     systems = list(dict.fromkeys(system for pools in tests.values() for system in pools))
     if len(systems) > 2:
         raise InputError(f"Expected one system or two to compare, but got {len(systems)}: {', '.join(systems)}.")
-    if path.exists() and not _is_report(path):
-        raise InputError(f"{path} exists and is not a report. Name another file.")
+    _check_replaceable(path)
     confidences = _confidences(tests)
     asked = [row for number, pools in enumerate(tests.values()) for row in _questions(number, pools, systems)]
     index = {
@@ -70,9 +75,89 @@ def write_page(
         "numbers": _numbers(tests, results),
         "threshold": threshold,
         "redacted": redact,
+        "coloured": colours is not None,
         "chunk": CHUNK,
         "questions": [_row(test, groups, confidences, redact=redact) for test, groups in asked],
     }
+
+    def chunks() -> Iterator[list[dict[str, Any]]]:
+        for start in range(0, 0 if redact else len(asked), CHUNK):
+            part = [groups for _, groups in asked[start : start + CHUNK]]
+            found = [] if colours is None else colours([one for groups in part for one in groups if one is not None])
+            yield _texts(part, iter(found))
+
+    _write(path, index, chunks())
+
+
+def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tuple[int, int]:
+    """Write the report of the last system in each of two reports, on the questions of both.
+
+    Returns:
+        The numbers of shared questions, and of those that only one report has.
+    """
+    pages = [_read(report) for report in reports.values()]
+    (one, texts), (two, others) = pages
+    if {one["redacted"], two["redacted"]} == {True, False}:
+        texts = others = []
+    places = [
+        {(index["tests"][row["t"]], row["id"]): at for at, row in enumerate(index["questions"])} for index, _ in pages
+    ]
+    shared = [key for key in places[0] if key in places[1]]
+    if not shared:
+        raise InputError(f"The evaluations {' and '.join(reports)} hold no question in common.")
+    names = [name for name in one["confidences"] if name in two["confidences"]]
+    tests = list(dict.fromkeys(test for test, _ in shared))
+    rows, merged = [], []
+    for test, name in shared:
+        at = [found[test, name] for found in places]
+        first, second = (index["questions"][place] for (index, _), place in zip(pages, at, strict=True))
+        answers = {answer: place for place, answer in enumerate(first["a"])}
+        renamed = [answers.setdefault(answer, len(answers)) for answer in second["a"]]
+        runs = [_chosen(index, row, names) for (index, _), row in zip(pages, (first, second), strict=True)]
+        runs[1]["a"] = [-1 if answer < 0 else renamed[answer] for answer in runs[1]["a"]]
+        rows.append({**first, "t": tests.index(test), "a": list(answers), "s": runs})
+        if texts and others:
+            both = texts[at[0]], others[at[1]]
+            merged.append({name: [found[name][-1] for found in both] for name in ("s", "l")} | {"q": both[0]["q"]})
+    numbers = [
+        {**row, "system": name}
+        for name, (index, _) in zip(reports, pages, strict=True)
+        for row in index["numbers"]
+        if row["system"] == index["systems"][-1] and row["test"] in tests
+    ]
+    index = {
+        **one, "title": title, "systems": list(reports), "tests": tests, "confidences": names, "numbers": numbers,
+        "redacted": not merged, "coloured": bool(one.get("coloured") or two.get("coloured")), "questions": rows,
+        "sentences": [f"{name}: {sentence}" for name, (index, _) in zip(reports, pages, strict=True)
+                      for sentence in index["sentences"]],
+    }  # fmt: skip
+    _check_replaceable(path)
+    _write(path, index, (merged[start : start + CHUNK] for start in range(0, len(merged), CHUNK)))
+    return len(shared), len(places[0]) + len(places[1]) - 2 * len(shared)
+
+
+def _chosen(index: Mapping[str, Any], row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the samples of the last system of a row, with these confidences."""
+    run = row["s"][-1]
+    if run is None:
+        raise InputError(f"Question {row['id']!r} has no responses of {index['systems'][-1]}.")
+    return {**run, "p": [run["p"][index["confidences"].index(name)] for name in names]}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the index and the texts of a report."""
+    if not _is_report(path):
+        raise InputError(f"{path} is not a report of this program.")
+    found = {name: content for name, content in PACKED.findall(path.read_text(encoding="utf-8"))}
+    try:
+        parts = {name: json.loads(gzip.decompress(base64.b64decode(content))) for name, content in found.items()}
+        index = parts.pop("index")
+    except (ValueError, OSError, EOFError, KeyError) as error:
+        raise InputError(f"{path} is damaged: {error}. `selfcal evaluate` writes it again.") from error
+    return index, [row for name in sorted(parts, key=lambda name: int(name[1:])) for row in parts[name]]
+
+
+def _write(path: Path, index: Mapping[str, Any], chunks: Iterable[list[dict[str, Any]]]) -> None:
     script = _asset("page.js")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,15 +165,19 @@ def write_page(
         for part in (
             f'<!doctype html>\n{MARK}\n<html lang="en"><head><meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
-            f"<title>{html.escape(title)}</title>\n<style>\n{_asset('page.css')}</style></head>\n",
+            f"<title>{html.escape(str(index['title']))}</title>\n<style>\n{_asset('page.css')}</style></head>\n",
             '<body><div id="app"></div>\n',
             f'<script type="text/plain" id="index">{_packed(index)}</script>\n',
         ):
             file.write(part.encode())
-        for start in range(0, 0 if redact else len(asked), CHUNK):
-            texts = [_texts(groups) for _, groups in asked[start : start + CHUNK]]
-            file.write(f'<script type="text/plain" id="c{start // CHUNK}">{_packed(texts)}</script>\n'.encode())
+        for number, texts in enumerate(chunks):
+            file.write(f'<script type="text/plain" id="c{number}">{_packed(texts)}</script>\n'.encode())
         file.write(f'<script type="module">{script}</script>\n</body></html>\n'.encode())
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.exists() and not _is_report(path):
+        raise InputError(f"{path} exists and is not a report. Name another file.")
 
 
 def _is_report(path: Path) -> bool:
@@ -159,13 +248,18 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
-def _texts(groups: Sequence[QuestionSamples | None]) -> dict[str, Any]:
-    question = next(group.question for group in groups if group is not None)
-    prompt = "\n\n".join(message.content for message in question.messages) or question.text
-    return {
-        "q": _cut(prompt),
-        "s": [None if group is None else [_cut(sample.text) for sample in group.samples] for group in groups],
-    }
+def _texts(
+    part: Sequence[Sequence[QuestionSamples | None]], colours: Iterator[list[TokenColours]]
+) -> list[dict[str, Any]]:
+    rows = []
+    for groups in part:
+        question = next(group.question for group in groups if group is not None)
+        rows.append({
+            "q": _cut("\n\n".join(message.content for message in question.messages) or question.text),
+            "s": [None if group is None else [_cut(sample.text) for sample in group.samples] for group in groups],
+            "l": [None if group is None else next(colours, None) for group in groups],
+        })  # fmt: skip
+    return rows
 
 
 def _cut(text: str) -> str:

@@ -15,11 +15,13 @@ import pytest
 from support.options import nested
 
 from selfcal_lightning.commands.evaluate import run_evaluate
+from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.commands.view import run_view
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.page import write_page
-from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample, SamplingSettings
 
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
@@ -61,7 +63,10 @@ def packed(page: str, name: str) -> Any:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(file, systems(), {"own.id.ece.before": 0.25}, title=HOSTILE, sentences=[HOSTILE])
+    write_page(
+        file, systems(), {"own.id.ece.before": 0.25}, title=HOSTILE, sentences=[HOSTILE],
+        colours=lambda groups: [[([8, len(HOSTILE) - 8], [-0.01, -3.0])] * 3 for _ in groups],
+    )  # fmt: skip
     return file
 
 
@@ -127,6 +132,61 @@ def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys:
     assert "2 questions are in one of the two only" in capsys.readouterr().err
 
 
+def evaluation(folder: Path, answers: str, ids: range) -> Path:
+    """Evaluate a pool of questions with these answers of their three samples."""
+    lines = [
+        {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
+         "responses": [{"text": one, "confidence": {"p_true": 0.9 - n / 5}} for n, one in enumerate(answers)]}
+        for i in ids
+    ]  # fmt: skip
+    folder.mkdir()
+    (folder / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_evaluate(
+        **nested(pools={folder.name: str(folder / "pool.jsonl")}, output_dir=str(folder / "out"), strategies=[],
+                 num_resamples=50)
+    )  # fmt: skip
+    return folder / "out"
+
+
+def test_two_evaluations_are_compared_on_the_questions_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = evaluation(tmp_path / "a", "554", range(6)), evaluation(tmp_path / "b", "464", range(2, 8))
+    page = Path(run_view(str(one), str(two), output=str(tmp_path / "both.html"))).read_text()
+    assert "4 questions are in both evaluations; 4 are in one only" in capsys.readouterr().err
+    index = packed(page, "index")
+    assert index["systems"] == [str(one), str(two)]
+    first, second = (packed((out / "report.html").read_text(), "index")["numbers"][0] for out in (one, two))
+    assert [row["auroc"] for row in index["numbers"]] == [first["auroc"], second["auroc"]]
+    row = index["questions"][0]
+    shown = [[row["a"][answer] for answer in run["a"]] for run in row["s"]]
+    assert (row["id"], shown) == ("q2", [["5", "5", "4"], ["4", "6", "4"]])
+    assert packed(page, "c0")[0]["s"] == [["5", "5", "4"], ["4", "6", "4"]]
+    other = evaluation(tmp_path / "c", "4", range(20, 22))
+    with pytest.raises(InputError, match="no question in common"):
+        run_view(str(one), str(other), output=str(tmp_path / "both.html"))
+    with pytest.raises(InputError, match="two of the same kind"):
+        run_view(str(one), str(tmp_path / "a" / "pool.jsonl"))
+    with pytest.raises(InputError, match="`limit` cannot apply"):
+        run_view(str(one), str(two), limit=3)
+
+
+def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:
+    short = SamplingSettings(max_new_tokens=12)
+    run_generate("bundled", str(tmp_path / "store"), "word_problems", "test_id", limit=2, num_samples=2, sampling=short)
+    page = Path(run_view(str(tmp_path / "store"), model="bundled", output=str(tmp_path / "view.html"))).read_text()
+    assert packed(page, "index")["coloured"] is True
+    groups = {group.question.id: group for group in SampleStore(tmp_path / "store").samples()}
+    for row, texts in zip(packed(page, "index")["questions"], packed(page, "c0"), strict=True):
+        for sample, text, (lengths, values) in zip(
+            groups[row["id"]].samples, texts["s"][0], texts["l"][0], strict=True
+        ):
+            assert (sum(lengths), len(lengths)) == (len(text), len(values))
+            assert sum(values) == pytest.approx(sample.logprob, abs=0.01 * len(values) + 1e-3)
+    with pytest.raises(InputError, match="`model` with `adapter`"):
+        run_view(str(tmp_path / "store"), adapter="somewhere")
+
+
 @pytest.fixture
 def browser(page: Path) -> Iterator[tuple[Any, list[str]]]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
@@ -159,6 +219,9 @@ def test_a_browser_shows_filters_and_replays(browser: tuple[Any, list[str]]) -> 
     rules = tab.locator(".rule")
     assert rules.nth(0).inner_text() == "Stops after sample 1 with 5 ✗"  # .8 is above .7
     assert rules.nth(1).inner_text() == "Stops after sample 3 with 4 ✓"
+    tab.locator("#detail details summary").first.click()
+    assert tab.inner_text("#detail details .p0") == HOSTILE[:8]
+    assert tab.locator("#detail details .p3").first.get_attribute("title") == "log-probability -3.00, probability 0.05"
     tab.fill("#threshold", "0.95")
     assert rules.nth(1).inner_text() == "Does not stop within 3; the vote is 4 ✓"
     tab.locator("#slider").fill("2")

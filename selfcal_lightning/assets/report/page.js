@@ -112,7 +112,7 @@ async function open(place) {
   function draw() {
     $("seen").textContent = slider.value;
     body.replaceChildren(...question.s.map((run, system) => run
-      ? drawRun(question, run, system, Number(slider.value), Number(threshold.value), texts?.s[system]) : el("section")));
+      ? drawRun(question, run, system, Number(slider.value), Number(threshold.value), texts?.s[system], texts?.l[system]) : el("section")));
   }
   $("detail").replaceChildren(
     el("h2", {}, question.id), el("div", { class: "text" }, texts ? texts.q : question.q),
@@ -129,7 +129,7 @@ function why(question) {
   return el("p", { id: "why" }, `${systems[0]} answers ${name(before)} ${sign(before.correct)}, ${systems[1]} answers ${name(after)} ` +
     `${sign(after.correct)}: ${same ? "the votes are as many, " : ""}their weights changed from ${show(before.share, 2)} to ${show(after.share, 2)} of all.`);
 }
-function drawRun(question, run, system, seen, threshold, texts) {
+function drawRun(question, run, system, seen, threshold, texts, tokens) {
   const weights = weightsOf(run), groups = vote(run, seen, weights);
   const total = groups.reduce((sum, group) => sum + group.weight, 0) || 1;
   const stop = (weights ?? []).findIndex((value, i) => i < seen && run.a[i] >= 0 && value !== null && value >= threshold);
@@ -146,7 +146,18 @@ function drawRun(question, run, system, seen, threshold, texts) {
       el("summary", {}, `${i + 1}. `, el("span", { class: mark(run.c[i]) }, `${sign(run.c[i])} ${answer < 0 ? "unreadable" : question.a[answer]}`),
         el("span", { class: "soft" }, ` ${confidences.map((name, k) => `${name} ${show(run.p[k]?.[i])}`).join(", ")}` +
           `${run.n[i] === null ? "" : `, ${run.n[i]} tokens`}${run.f[i] ? ", cut" : ""}`)),
-      el("div", { class: "text" }, texts ? texts[i] : "texts were left out (--redact)"))));
+      el("div", { class: "text" }, ...(texts ? coloured(texts[i], tokens?.[i]) : ["texts were left out (--redact)"])))));
+}
+const LEVELS = [Math.log(0.9), Math.log(0.5), Math.log(0.1)]; // below .9, .5 and .1 a token has another colour
+function coloured(text, tokens) {
+  if (!tokens) return [text];
+  const characters = [...text];
+  let start = 0;
+  const spans = tokens[0].map((length, k) => {
+    const piece = characters.slice(start, (start += length)).join(""), level = LEVELS.filter((limit) => tokens[1][k] < limit).length;
+    return el("span", { class: `p${level}`, title: `log-probability ${tokens[1][k].toFixed(2)}, probability ${Math.exp(tokens[1][k]).toFixed(2)}` }, piece);
+  });
+  return [...spans, characters.slice(start).join("")];
 }
 
 // ---- plots
@@ -241,6 +252,8 @@ document.getElementById("app").replaceChildren(
   el("h1", {}, index.title), ...index.sentences.map((text) => el("p", { class: "verdict" }, text)),
   el("p", { class: "soft" }, ...systems.map((name, system) => el("span", { class: `s${system}` }, `■ ${name}  `)),
     "This file is complete: it loads nothing from the network."),
+  index.coloured ? el("p", { class: "soft", id: "legend" }, "Tokens by probability: ", ...["above .9", ".5 to .9", ".1 to .5", "below .1"].flatMap((text, k) =>
+    [el("span", { class: `p${k}` }, text), "  "])) : "",
   numbers(), el("div", { id: "plots", class: "plots" }),
   el("div", { class: "filters" },
     el("label", {}, "search ( / )", el("input", { type: "search", id: "search", oninput: (event) => { state.search = event.target.value.toLowerCase(); refresh(); } })),

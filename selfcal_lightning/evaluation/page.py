@@ -236,6 +236,7 @@ def _row(
         )
     return {
         "t": test,
+        "k": question.task,
         "id": question.id,
         "q": question.id if redact else " ".join(question.text.split())[:SHOWN_CHARACTERS],
         "r": None if redact else question.reference,

@@ -29,7 +29,11 @@ HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=
 
 def samples(question: str, *rows: tuple[str, bool, float], text: str = HOSTILE) -> QuestionSamples:
     asked = Question(
-        question, "local_number", (Message("user", f"{question} {HOSTILE}"),), "4", f"{question} {HOSTILE}"
+        question,
+        "local_text" if question == "long" else "local_number",
+        (Message("user", f"{question} {HOSTILE}"),),
+        "4",
+        f"{question} {HOSTILE}",
     )
     return QuestionSamples(
         asked,
@@ -233,6 +237,9 @@ def test_a_browser_shows_filters_and_replays(browser: tuple[Any, list[str]]) -> 
     tab.locator('.bin[data-bin="2"][data-system="0"]').click()
     assert "1 of 3 questions, with a response in [0.2, 0.3]" in tab.inner_text("#count")
     tab.locator('.bin[data-bin="2"][data-system="0"]').click()
+    tab.select_option("#task", "local_number")
+    assert tab.inner_text("#count") == "2 of 3 questions"
+    tab.select_option("#task", "")
     tab.fill("#search", "LONG")
     tab.locator("#list li").first.click()
     tab.locator("#detail details summary").first.click()

@@ -17,7 +17,8 @@ const show = (value, digits = 3) => (value === null || value === undefined ? "â€
 
 const index = await unpack("index");
 const { systems, tests, confidences, questions } = index;
-const state = { test: -1, confidence: 0, search: "", verdict: "", low: 0, high: 1, agreement: 1, order: "wrong", bin: null, at: -1 };
+const tasks = [...new Set(questions.map((question) => question.k))];
+const state = { test: -1, task: "", confidence: 0, search: "", verdict: "", low: 0, high: 1, agreement: 1, order: "wrong", bin: null, at: -1 };
 const PAGE = 100;
 let found = [], shown = PAGE;
 
@@ -55,6 +56,7 @@ const flipped = (question) => question.now.length > 1 && question.now[0] && ques
 function passes(question) {
   const end = last(question);
   if (!end || (state.test >= 0 && question.t !== state.test)) return false;
+  if (state.task !== "" && question.k !== state.task) return false;
   if (state.verdict === "flipped" ? !flipped(question) : state.verdict !== "" && end.correct !== Number(state.verdict)) return false;
   if (end.sure !== null && (end.sure < state.low || end.sure > state.high)) return false;
   if (end.agreement > state.agreement) return false;
@@ -258,6 +260,7 @@ document.getElementById("app").replaceChildren(
   el("div", { class: "filters" },
     el("label", {}, "search ( / )", el("input", { type: "search", id: "search", oninput: (event) => { state.search = event.target.value.toLowerCase(); refresh(); } })),
     choice("test", "test", [[-1, "all"], ...tests.map((name, i) => [i, name])], (value) => { state.test = Number(value); drawPlots(); refresh(); }),
+    ...(tasks.length > 1 ? [choice("task", "task", [["", "all"], ...tasks.map((name) => [name, name])], (value) => { state.task = value; refresh(); })] : []),
     choice("verdict", "verdict", [["", "all"], ["0", "wrong"], ["1", "right"], ...(systems.length > 1 ? [["flipped", "flipped"]] : [])], (value) => { state.verdict = value; refresh(); }),
     number("confidence from", "low", "low", 0), number("to", "high", "high", 1), number("agreement up to", "agreement", "agreement", 1),
     choice("order", "order", [["wrong", "confidently wrong first"], ["unsure", "least sure first"], ["split", "most split first"], ["order", "as recorded"]], (value) => { state.order = value; refresh(); }),

@@ -42,7 +42,7 @@ class _Token(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """An expression beside a sign of equality: where it stands, its value, and whether it is more than a number."""
+    """An expression on one side of an equals sign: its place, its value, and whether it is more than a number."""
 
     start: int
     end: int

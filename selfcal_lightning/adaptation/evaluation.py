@@ -1,4 +1,4 @@
-"""An adapted model beside its base on one set of questions, with intervals over the questions."""
+"""An adapted model and its base compared on one set of questions, with intervals over the questions."""
 
 from __future__ import annotations
 

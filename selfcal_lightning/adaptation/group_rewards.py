@@ -15,7 +15,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 
 Rewards = list[float | None]
 REFERENCE: GroupReward = "reference"
-# Computed by `selfcal score` and kept beside the rows, since they need the model's distributions.
+# Computed by `selfcal score` and stored as annotations, since they need the model's distributions.
 ANNOTATIONS: dict[str, str] = {"self_certainty": "self_certainty", "entropy": "token_entropy"}
 # What every sampled response has, so that a later round needs no scoring.
 FUSED_FROM = ("mean_logprob", "logit:p_true")

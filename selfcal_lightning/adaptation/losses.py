@@ -82,7 +82,7 @@ def token_ratio(new: Tensor, old: Tensor) -> Tensor:
 
     Args:
         new: log p of the tokens under the model that is trained [n].
-        old: Likewise under the model that sampled, at temperature 1 [n].
+        old: The same under the model that sampled, at temperature 1 [n].
 
     Example:
         >>> token_ratio(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -99,7 +99,7 @@ def sequence_ratio(new: Tensor, old: Tensor, length: Tensor) -> Tensor:
 
     Args:
         new: Sum of log p of the response's tokens under the model that is trained [B].
-        old: Likewise under the model that sampled, at temperature 1 [B].
+        old: The same under the model that sampled, at temperature 1 [B].
         length: Tokens of the response [B]; 0 gives a ratio of 1 where the sums are 0.
 
     Example:
@@ -120,7 +120,7 @@ def kl_estimate(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
 
     Args:
         logprob: log p of the tokens under the model that is trained [...].
-        reference_logprob: Likewise under the model that it is to stay near [...].
+        reference_logprob: The same under the reference model [...].
 
     Returns:
         One estimate per token [...].

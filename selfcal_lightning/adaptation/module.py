@@ -192,11 +192,11 @@ class TestTimeTrainingModule(ConfidenceModel):
     + calibration * sum(v * SmoothL1(P(Yes | x, y, query), c)) / sum(v)``, all from one packed forward pass, with r the
     chance of a token under the model over that under the model that sampled the round, k3 the estimate of KL to the
     model of round 0, and H the entropy. Without a reward the first term is the mean negative log-likelihood of the
-    responses of a selection (SFT). The two sums are apart: the calibration pulls nothing towards other responses.
+    responses of a selection (SFT). The two sums are separate: the calibration loss does not change which responses are likely.
 
-    The model of round 0 is the base model: the adapter asleep. That of a later round is its adapter, which lies on disk
-    beside the round's samples; log-probabilities are computed anew with it, in the arithmetic of the training, since
-    those of an engine differ from these by more than a small step does.
+    The model of round 0 is the base model, with the adapter disabled. That of a later round is its adapter, on disk next
+    to the round's samples; log-probabilities are recomputed with it in the precision of the training, since an engine's
+    differ from these by more than a small step does.
 
     Args:
         base_model: Folder or hub name of the model to adapt; "bundled" is the small one in the package.

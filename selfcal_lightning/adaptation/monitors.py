@@ -15,7 +15,7 @@ Answers = Sequence[str | None]
 
 @dataclass(frozen=True)
 class RoundMonitors:
-    """A round of responses beside round 0, the same questions in the same order."""
+    """A round of responses and round 0: the same questions in the same order."""
 
     agreement: float | None
     majority_agreement: float | None

@@ -19,7 +19,7 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import QuestionSamples, Sample
 
-# Keeps candidates with equal scores from being told apart by rounding.
+# Keeps rounding from ordering candidates with equal scores.
 _LEAST_SPREAD = 1e-9
 
 

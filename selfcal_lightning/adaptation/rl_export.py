@@ -1,7 +1,7 @@
 """The columns that verl, TRL and OpenRLHF read, as their released versions have them.
 
 verl 0.9.1 (`RLHFDataset`, `MultiTurnSFTDataset`), TRL 1.16.0 (`GRPOTrainer`, `SFTTrainer`) and OpenRLHF 0.11.2
-(`PromptDataset`). None of them is imported: two cannot be installed beside this package.
+(`PromptDataset`). None of them is imported: two cannot be installed together with this package.
 """
 
 from __future__ import annotations

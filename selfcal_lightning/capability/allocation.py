@@ -106,7 +106,7 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
 def sequential_allocation(
     outcomes: Sequence[Array], total: int, *, right: Array | float = 1.0, wrong: Array | float = 1.0
 ) -> SequentialOutcome:
-    """Draw recorded samples one at a time with a verifier beside: the next goes to the likeliest open question.
+    """Draw recorded samples one at a time, each verified at once: the next goes to the likeliest open question.
 
     The chance of an open question is its posterior mean ``a / (a + b + failures)``; the first right sample closes it.
     """

@@ -189,7 +189,7 @@ def _sequential_columns(
     *,
     seed: int,
 ) -> dict[str, Floats]:
-    """Return what is solved with a verifier beside, without an estimate and by each of them [B, 1 + R]."""
+    """Return what is solved when each sample is verified at once, uniformly and by each estimate [B, 1 + R]."""
     flat = np.ones(len(test.truth))
     priors: dict[str, tuple[Floats, Floats]] = {SEQUENTIAL: (flat, flat)}
     for name, values in test.estimates.items():

@@ -142,7 +142,7 @@ class PassAtKMaps:
     Attributes:
         k: The numbers of samples [K], rising.
         x: Knots in rising order, one tuple for each k.
-        y: pass@k at the knots, likewise.
+        y: pass@k at the knots.
     """
 
     k: tuple[int, ...]

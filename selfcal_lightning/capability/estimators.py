@@ -115,7 +115,7 @@ def as_column(values: Sequence[float | None]) -> Floats:
 
 
 def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
-    """Return those of ``names`` that are confidences beside the rows of a store, to be averaged over responses."""
+    """Return those of ``names`` that are stored confidences, to be averaged over responses."""
     if not pool.is_dir():
         return []
     taken = {*RESPONSE_ESTIMATORS, *question_annotation_names(pool)}

@@ -30,7 +30,7 @@ LEAST_JUDGES = 2
 
 @dataclass(frozen=True)
 class TestQuestions:
-    """Q questions that estimates are judged on.
+    """Q questions on which estimates are evaluated.
 
     Attributes:
         truth: What the responses say that no estimate has seen.
@@ -241,7 +241,7 @@ def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_b
 def cost_figure(comparison: CapabilityComparison) -> Figure:
     """Draw the squared error of each estimate over the responses that it reads of a question, with intervals.
 
-    Lines show what costs nothing, the best constant, and what one judged response gives.
+    Lines show the free baseline (the best constant) and what one verified response gives.
     """
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()

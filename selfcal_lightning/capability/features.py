@@ -1,4 +1,4 @@
-"""Vectors of prompts on disk: safetensors files beside a record of what made them, never in the rows of a store.
+"""Vectors of prompts on disk: safetensors files with a record of what made them, outside of a store's rows.
 
 Layout of a folder::
 
@@ -187,7 +187,7 @@ class PromptModel:
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
-        """Hashes of the weights, and of an adapter that is awake over prompts."""
+        """Hashes of the weights, and of an adapter that is active on prompts."""
         return {name: self._named.identity[name] for name in _HASHES}
 
     @property

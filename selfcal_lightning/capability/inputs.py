@@ -51,7 +51,7 @@ def load_capability_pool(
 def feature_folder(
     model: PromptModel, settings: LevelSettings, *, store: Path | None, given: str | None, beside: Path | None = None
 ) -> FeatureFolder:
-    """Return where the states of a model lie: the folder named, else one of their own beside the rows of the store."""
+    """Return the folder of a model's states: the one named, else one inside of the store."""
     if given is not None:
         return FeatureFolder(given)
     place = store / "features" if store is not None else beside

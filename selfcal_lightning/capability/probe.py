@@ -76,7 +76,7 @@ class ProbeBasis:
         pooling: Which vectors of a prompt the features are.
         target: What is predicted.
         centre: Mean of each feature over the questions of the fit [D].
-        scale: Standard deviation likewise [D]; 1 where it is 0.
+        scale: Standard deviation [D]; 1 where it is 0.
         origin: What the features depend on: model, adapter, template, levels.
         sampling: How the responses of the targets were drawn; None where nobody knows.
         fitted_on: The questions of the fit.

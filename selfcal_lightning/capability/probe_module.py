@@ -1,4 +1,4 @@
-"""Probes that are trained by steps: of the hidden states of prompts, beside the closed-form fit of ``fit-probe``."""
+"""Probes of prompt states trained by gradient steps; ``fit-probe`` fits them in closed form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProbeBatch(NamedTuple):
     Attributes:
         features: Standardised features, float32 [B, D].
         target: What is learnt, float32 [B], in [0, 1].
-        num_correct: Right ones among the responses, float32 [B]; nan where one was not judged.
+        num_correct: Right ones among the responses, float32 [B]; nan where one is not verified.
         num_samples: Responses, int64 [B].
     """
 
@@ -399,7 +399,7 @@ class LinearProbeModule(TrainedModule):
 
 
 def update(metrics: CapabilityMetrics, predicted: Tensor, batch: ProbeBatch) -> None:
-    """Add the questions whose responses are all judged, two or more, so that their noise is known."""
+    """Add the questions with two or more responses, all verified, so that their noise is known."""
     known = ~torch.isnan(batch.num_correct) & (batch.num_samples > 1)
     if bool(known.any()):
         metrics.update(predicted[known], batch.num_correct[known], batch.num_samples[known])

@@ -27,7 +27,7 @@ class QuestionTable:
     Attributes:
         question_id: Id of each question, object [Q].
         num_samples: n, its responses, at least 1 [Q].
-        num_correct: Right ones among them [Q]; nan where a response has not been judged.
+        num_correct: Right ones among them [Q]; nan where a response is not verified.
         num_unreadable: Those without an answer [Q].
         agreeing_pairs: Share of pairs of responses that agree [Q]; nan for a single response.
         top_share: Share of the most frequent answer [Q].
@@ -47,12 +47,12 @@ class QuestionTable:
 
     @property
     def is_judged(self) -> bool:
-        """Whether every response of every question has been judged."""
+        """Whether every response to every question is verified."""
         return not bool(np.isnan(self.num_correct).any())
 
     @property
     def expected_accuracy(self) -> Floats:
-        """The share of right responses, the plain estimate of c* [Q]; nan where one has not been judged."""
+        """The share of right responses, the plain estimate of c* [Q]; nan where one is not verified."""
         return self.num_correct / self.num_samples
 
     def select(self, rows: np.ndarray) -> QuestionTable:
@@ -80,7 +80,7 @@ class QuestionTable:
         return self.agreeing_pairs if name == "agreeing_pairs" else self.top_share
 
     def check_judged(self, option: str, value: str) -> None:
-        """Raise InputError unless every response has been judged, naming the option that asked for it."""
+        """Raise InputError, naming the option that needs them, unless every response is verified."""
         if not self.is_judged:
             unknown = int(np.isnan(self.num_correct).sum())
             raise InputError(

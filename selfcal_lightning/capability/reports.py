@@ -224,7 +224,7 @@ def comparison_markdown(
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:
-    """Return what the numbers are held against."""
+    """Return the reference values of the numbers."""
     return (
         f"{comparison.num_questions:,} questions, judged by at least {comparison.num_samples} responses each, whose "
         f"noise is taken out of MSE and skill; mean capability {comparison.mean:.3f}. The best constant has an MSE of "

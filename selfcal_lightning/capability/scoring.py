@@ -1,4 +1,4 @@
-"""Estimates of capability for questions: of a store, beside whose rows they are kept, or of a user's own."""
+"""Estimates of capability for the questions of a store, which keeps them, or of a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from selfcal_lightning.models.folders import adapter_identity, read_manifest
 from selfcal_lightning.records import Question
 
 CAPABILITY = "capability"
-FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be judged by
+FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be evaluated on
 TAUGHT = "taught"  # in the origin of P(True) of an adapter: what it was taught about questions
 FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
 
@@ -224,6 +224,6 @@ def keep_in_store(
     store: Path, name: str, questions: Sequence[Question], values: Sequence[float | None], origin: dict[str, Any],
     *, overwrite: bool,
 ) -> None:  # fmt: skip
-    """Write the values of questions beside the rows of their store."""
+    """Write the values of questions into their store."""
     keys = [(question.id, question_digest(question)) for question in questions]
     QuestionAnnotation(store, name).write(dict(zip(keys, values, strict=True)), origin=origin, overwrite=overwrite)

@@ -45,7 +45,7 @@ class ProbeAnswers:
 
 
 def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str, list[int]]:
-    """Return what an engine's process has to know of the query that wakes an adapter, JSON-able."""
+    """Return what an engine's process needs of the query that activates an adapter, as JSON."""
     check_query(query.suffix_ids, query_ids)
     return {"query": list(query_ids), "token_ids": [*query.yes_ids, *query.no_ids]}
 
@@ -61,7 +61,7 @@ def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary
 
 
 def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
-    """Hold the adapter asleep against the base model, and awake against both."""
+    """Compare the inactive adapter with the base model, and the active one with both."""
     bound = EXACT_NATS if exact else ROUNDED_NATS
     asleep = _nats(answers.asleep, answers.base)
     again = _nats(answers.base_again, answers.base_asked)

@@ -58,7 +58,7 @@ class FailuresInARow:
         self._failed: set[tuple[str, bool]] = set()
 
     def clear(self) -> None:
-        """Begin anew: a request was answered."""
+        """Reset the count: a request was answered."""
         self._failed.clear()
 
     def add(self, name: str, question_id: str, failure: Failure) -> None:

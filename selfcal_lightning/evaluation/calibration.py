@@ -71,7 +71,7 @@ def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> 
 
 
 def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *, num_resamples: int) -> dict[str, Any]:
-    """Return the keys of one test set: the comparison of two sides by the confidence ``name``, or each by itself."""
+    """Return the keys of one test set: the comparison of two systems by the confidence ``name``, or of one alone."""
     if len(pools) == len(SIDES) and name is not None and num_resamples:
         pair = [pool.entries for pool in pools.values()]
         return result_keys(test, compare_pools(*pair, name=name, num_resamples=num_resamples), pair, name=name)

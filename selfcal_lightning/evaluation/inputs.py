@@ -78,7 +78,7 @@ def score_again(
 ) -> RecordedPool:
     """Return recorded responses with the P(True) of ``side`` in the place of their own.
 
-    The scores stay beside the rows as an annotation, so that a second run finds them.
+    The scores are stored as an annotation, so that a second run finds them.
     """
     name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
     model = ModelSettings(

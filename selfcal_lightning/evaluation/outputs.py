@@ -25,7 +25,7 @@ from selfcal_lightning.evaluation.strategy_tables import (
 )
 
 DPI = 120
-MOST_COLUMNS = 4  # beside the strategies, on 80 columns of characters
+MOST_COLUMNS = 4  # besides the names of strategies, on a terminal of 80 columns
 
 
 def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles: int) -> None:

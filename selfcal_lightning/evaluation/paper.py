@@ -1,4 +1,4 @@
-"""The arithmetic of the published comparison, for numbers that can be held against the paper's.
+"""The arithmetic of the published comparison, for numbers comparable with the paper's.
 
 It differs from ours in that unreadable responses are dropped before anything is counted, as if they had cost nothing,
 questions without a readable response are left out, and there is one order, that of the file. Use it to compare with

@@ -108,7 +108,7 @@ def _results(folder: Path) -> Place:
 ARGUMENTS = "evaluation.json"
 FORMAT = "selfcal_lightning.evaluation"
 RESULTS = "results.json"
-# Everything that an evaluation writes beside the samples, whose stores look after themselves.
+# Everything that an evaluation writes, apart from stores of samples, which check themselves.
 WRITTEN = (
     ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
     "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",

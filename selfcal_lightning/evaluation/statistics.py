@@ -29,7 +29,7 @@ from selfcal_lightning.metrics.curves import (
     setting_within,
 )
 
-# Self-consistency without weights: what everything is held against.
+# Self-consistency without weights, the baseline of every comparison.
 REFERENCE = "self_consistency"
 
 

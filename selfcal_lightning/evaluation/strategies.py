@@ -282,7 +282,7 @@ def _reliability(weighed: WeighedPool) -> dict[str, ReliabilityBins]:
 
 
 def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> list[str]:
-    """Say beside the calibration errors how much of them is chance."""
+    """Say how much of the calibration errors is due to chance."""
     notes = []
     for side, rows in scores.items():
         errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]

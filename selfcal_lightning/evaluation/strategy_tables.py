@@ -163,7 +163,7 @@ def saving_table(rows: Sequence[SavingRow], *, title: str = "") -> Table:
 
 
 def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[str]], *, title: str = "") -> Table:
-    """Return how often near-unanimous winners are right, beside what each confidence is worth on single responses."""
+    """Return how often near-unanimous winners are right, and what each confidence is worth on single responses."""
     above = f"> {rows[0].threshold:g}" if rows else ""
     heads = ["confidence", "AUROC", "within", "ECE", f"winners {above}", "of them right", "AURC"]
     table = rich_table(heads, title=title, left=heads[:1], no_wrap=True)
@@ -295,7 +295,7 @@ def _chosen(row: SavingRow) -> Text:
 def _percent(saving: Estimate) -> str:
     if saving.value is None:
         return NEVER
-    # Rounded before it is printed, so that errors beside 0 have no sign.
+    # Rounded before it is printed, so that errors near 0 have no sign.
     value, low, high = (
         None if end is None else f"{round(100.0 * end)}%" for end in (saving.value, saving.low, saving.high)
     )

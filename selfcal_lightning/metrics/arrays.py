@@ -1,4 +1,4 @@
-"""What the functions of this folder share: reading arguments, bins, and pairs of right and wrong responses.
+"""Shared helpers: reading arguments, bins, and pairs of right and wrong responses.
 
 Torch is not imported here: sequences, NumPy arrays and tensors of any dtype and device become float64 arrays.
 """
@@ -55,7 +55,7 @@ def as_scores(values: Array, name: str = "confidence") -> Floats:
 
 
 def as_probabilities(values: Array, name: str = "confidence") -> Floats:
-    """Return ``values`` as float64 of shape [N] in [0, 1]; what rounding put a millionth outside is clipped."""
+    """Return ``values`` as float64 of shape [N] in [0, 1]; rounding errors of up to a millionth are clipped."""
     scores = as_scores(values, name)
     if scores.size and (scores.min() < -_ROUNDING or scores.max() > 1.0 + _ROUNDING):
         raise InputError(

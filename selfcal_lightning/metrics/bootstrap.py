@@ -169,9 +169,9 @@ def question_bootstrap(
         confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
         correct: Labels [N]; an unreadable response is a wrong one.
         question_index: The question of each response [N], as integers or strings.
-        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: R.
-        seed: Of the draw. Equal seeds and equal numbers of questions share their draw, question by sorted question.
+        seed: Seeds the draw. With equal seeds and equal numbers of questions, the same sorted questions are drawn.
         num_bins: Bins of equal width of the calibration error.
 
     Returns:
@@ -203,9 +203,9 @@ def bootstrap_interval(
         confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
         correct: Labels [N]; an unreadable response is a wrong one.
         question_index: The question of each response [N], as integers or strings.
-        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: Number of resamples.
-        seed: Of the draw.
+        seed: Seeds the draw.
         num_bins: Bins of equal width of the calibration error.
         level: Share of the resamples inside the interval.
 
@@ -245,7 +245,7 @@ def calibration_error_bounds(
         correct: Labels [N]; an unreadable response is a wrong one.
         question_index: The question of each response [N], as integers or strings.
         num_resamples: R.
-        seed: Of the draw; see :func:`question_bootstrap` for when two share it.
+        seed: Seeds the draw; :func:`question_bootstrap` says when two runs share it.
         num_bins: Bins of equal width.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
@@ -265,11 +265,11 @@ def paired_bootstrap(
     """Compare two sets of responses to the same questions; every resample draws the same questions from both.
 
     Args:
-        before: Responses, say, of the base model. The number of responses to a question may differ from ``after``.
-        after: Responses, say, of the calibrated model.
-        metrics: Keys out of ``BOOTSTRAP_METRICS``.
+        before: Responses of the base model, for example. The number per question may differ from ``after``.
+        after: Responses of the calibrated model, for example.
+        metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: Number of resamples.
-        seed: Of the draw.
+        seed: Seeds the draw.
         num_bins: Bins of equal width of the calibration error.
         level: Share of the resamples inside the interval.
 

@@ -1,4 +1,4 @@
-"""What chance adds to a calibration error: a value with its bias taken off, and bounds that hold where it is small.
+"""Calibration error of a finite sample: a debiased value, and bounds that hold where the error is small.
 
 ``ECE = sum_b |g_b|`` with g_b the mean over all responses of (correct - confidence) in bin b. Absolute values do not
 average out: a perfectly calibrated confidence has an ECE above 0 on every sample, and resampling such a sample adds

@@ -1,4 +1,4 @@
-"""How far predictions of capability are from what samples say, without counting the noise of the samples as error.
+"""Errors of capability predictions against graded samples, corrected for the sampling noise.
 
 The capability c* of a question is known only through n graded samples, whose share of right ones has the variance
 ``c* (1 - c*) / n``. Debiased errors subtract its unbiased estimate, so that 8 samples give what 100 would.
@@ -330,7 +330,7 @@ class TargetGap:
     Attributes:
         mae: Mean absolute difference; 0 where every question is answered always or never.
         spearman: Rank correlation; None where one of them is constant.
-        kendall: Kendall's tau-b; likewise.
+        kendall: Kendall's tau-b; None in the same cases.
     """
 
     mae: float

@@ -88,7 +88,7 @@ def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None
 
     Args:
         answers: The N answers; None where a response could not be read.
-        confidences: The N confidences, at least 0. A readable response without one has no reward: nobody judged it.
+        confidences: The N confidences, at least 0. A readable response without one has no reward: it was not verified.
 
     Example:
         >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
@@ -133,7 +133,7 @@ def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | Non
     Rewards may be mostly right although the majority is wrong: scattered wrong answers get 0 either way.
 
     Args:
-        rewards: Of the responses, in [0, 1]; None where there is none.
+        rewards: Reward of each response, in [0, 1]; None where it has none.
         correct: Their labels; None where nobody knows.
 
     Example:
@@ -149,7 +149,7 @@ def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | Non
 
 
 def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None]) -> list[float | None]:
-    """Return the shares with 0 for unreadable responses of a group in which some can be judged."""
+    """Return the shares, with 0 for unreadable responses of a group in which some are verified."""
     if all(value is None for value in shares):
         return [None] * len(shares)
     return [0.0 if answer is None else value for value, answer in zip(shares, answers, strict=True)]
@@ -171,7 +171,7 @@ def group_advantages(
     group whose spread is at most ``minimum_spread`` tells nothing: its advantages are 0, as is that of a lone reward.
 
     Args:
-        rewards: Of the responses of each group, one group a question.
+        rewards: Rewards by group, one group per question.
         scale: "group" divides by the standard deviation of the group (with n - 1, as GRPO's trainers do), "batch" by
             that of all rewards, "none" by nothing, which does not favour questions of small spread.
         leave_one_out: Whether a response's own reward leaves the mean that it is compared with, which makes the

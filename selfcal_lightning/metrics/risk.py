@@ -257,7 +257,7 @@ class Certificate:
         num_questions: Calibration questions.
         num_answered: Those at or above the threshold; 0 without one.
         loss: Sum of their losses: the number of wrong answers.
-        p_value: Of the threshold; 1 without one.
+        p_value: P-value of the threshold; 1 without one.
         num_certified: Certified thresholds of the grid.
         message: The outcome in a sentence; without a threshold, about how many more questions it would take.
         shortfall: Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first

@@ -42,10 +42,10 @@ def read_head(
 
 
 def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = FIRST_GAP) -> nn.Module:
-    """Return the head of a public model with quantiles beside its score, which stays what it is.
+    """Return the head of a public model with added quantiles; its score is unchanged.
 
-    Its last layer gets one row for each output that means right, held against the one that does not, and two gaps that
-    begin alike everywhere; see ``rewards.quantiles.folded_outputs`` and ``functional.quantile_head_from``.
+    Its last layer gets one row for each output that means right, minus the row of the one that means wrong, and two gaps
+    that start equal everywhere; see ``rewards.quantiles.folded_outputs`` and ``functional.quantile_head_from``.
     """
     *before, last = cast("list[nn.Linear]", list(head) if isinstance(head, nn.Sequential) else [head])
     with torch.no_grad():
@@ -75,7 +75,7 @@ def _start(weight: Tensor, bias: Tensor | None, format: RewardFormat) -> Quantil
 
 
 def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
-    """Raise unless the stored head is the format's: all its tensors, none beside them, its outputs in its order."""
+    """Raise unless the stored head has exactly the format's tensors, with its outputs in order."""
     if format.is_output_layer:
         return
     needed = [f"{layer}.{part}" for layer in format.layers for part in _parts(format)]

@@ -148,7 +148,7 @@ class QuantileMetrics(_PositionMetric):
     As output of ``compute``: floats by key; NaN before any prefix.
 
     Args:
-        levels: Of the two quantiles, rising within (0, 1).
+        levels: Levels of the two quantiles, increasing, within (0, 1).
         tolerance: By how much a rate may be beyond a quantile and still count as inside, at least 0.
         kwargs: Of ``torchmetrics.Metric``.
 

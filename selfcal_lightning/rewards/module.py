@@ -307,7 +307,7 @@ def first_head(width: int, *, device: torch.device) -> nn.Linear:
 def head_of_public(
     base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
 ) -> nn.Module:
-    """Return the head of a public reward model with quantiles beside its score, which it says as before."""
+    """Return the head of a public reward model with added quantiles; its score is unchanged."""
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
     check_head(files, folder, format)
@@ -363,7 +363,7 @@ def check_no_sampling(callbacks: list[str], format: str) -> None:
         )
 
 
-# In a folder of its own: vLLM reads every safetensors file beside a configuration as weights of the model.
+# In a folder of its own: vLLM reads every safetensors file next to a configuration as model weights.
 TRAINED_FILE = "trained/weights.safetensors"
 FEATURE = "reward models"
 SUPPORT: dict[str, dict[Way, Support]] = {FEATURE: {"one process": "yes", "DDP": "yes", "FSDP2": "no"}}
@@ -570,7 +570,7 @@ class QuantileRewardModule(ScoredRewardModel):
         }
 
     def confidence_origin(self) -> dict[str, Any]:
-        """Return what its scores depend on beside the trained weights."""
+        """Return what its scores depend on, apart from the trained weights."""
         return {
             "kind": QUANTILE_PRM,
             "base_model": {name: self.identity[name] for name in DIGESTS},
@@ -580,7 +580,7 @@ class QuantileRewardModule(ScoredRewardModel):
         }
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the whole model, its tokenizer, and what was trained by itself."""
+        """Write the whole model, its tokenizer, and separately what was trained."""
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
         trunk = self.model if self.settings.full else merged_trunk(
             self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,

@@ -1,7 +1,7 @@
 """A predicted chance with quantiles around it: outputs that cannot cross, and heads to start from.
 
-The chance of success from a prefix of a response is often 0 or 1, so that the median of its distribution jumps between
-the two. The *mean* is the point score; the quantiles stand beside it.
+The chance of success from a prefix of a response is often 0 or 1, so the median of its distribution jumps between
+them. The *mean* is the point score.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class RewardReader:
         self._known: dict[RewardInput, list[Score]] = {}
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
-        """Return the scores of every sample, [question][sample][step]; of the whole response where that is judged.
+        """Return the scores of every sample, [question][sample][step]; one for formats that score whole responses.
 
         None stands for a response without text or steps, one that holds the separator or a special token, and one that
         has no room in the model's context: none is cut.

@@ -71,7 +71,7 @@ def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hash
 
 
 def particle_weights(scores: Array) -> Floats:
-    """Return the chances with which particles are drawn anew: ``p / (1 - p)`` of each, made to add up to 1."""
+    """Return the resampling probabilities of particles: ``p / (1 - p)`` of each, normalised."""
     p = as_rates(scores, "scores").clip(_LEAST_SCORE, 1.0 - _LEAST_SCORE)
     odds = p / (1.0 - p)
     return np.asarray(odds / odds.sum()) if odds.size else odds
@@ -358,7 +358,7 @@ class DiverseTreeSearch:
 
 @dataclass(frozen=True)
 class ParticleFiltering:
-    """Let several responses grow step by step; after each, as many are drawn anew among them, with replacement."""
+    """Extend several responses step by step; after each step, resample as many of them with replacement."""
 
     name: ClassVar[str] = "particle_filtering"
     confidence: ClassVar[None] = None

@@ -176,7 +176,7 @@ def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> Rew
 
 
 def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
-    """Return the scaler that ``settings`` name, held against their model; None where they name none."""
+    """Return the scaler that ``settings`` name, checked against their model; None where they name none."""
     from selfcal_lightning.rewards.reading import check_rewards
 
     if settings.scaler is None:

@@ -62,10 +62,10 @@ def find_sampled(path: str | Path) -> Path | None:
 
 
 def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> SampledPool:
-    """Read the responses and, where it lies beside them, the file of questions.
+    """Read the responses and, if it is in the same folder, the file of questions.
 
-    A question is told by its whole id. Rows whose response is no text, and those whose id and number occurred before,
-    are left out and counted; others are numbered anew, from 0, in the order of their own numbers.
+    Questions are identified by their whole id. Rows without a text, and those whose id and number occurred before,
+    are left out and counted; others are renumbered from 0, in the order of their own numbers.
     """
     truths = _read_truths(path.with_name(GROUND_TRUTH))
     pool = SampledPool([])
@@ -256,7 +256,7 @@ def import_sampled(
     tasks: Callable[[str], Task] = get_task,
     questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read `sampled.jsonl`, with `ground_truth.jsonl` where it lies beside it, into a store of its own."""
+    """Read `sampled.jsonl`, and `ground_truth.jsonl` if it is there, into a store of its own."""
     before = Undecided.so_far()
     tasks(task)
     with Stage(f"Reading {path.name}"):
@@ -288,7 +288,7 @@ def import_log(
     tasks: Callable[[str], Task] = get_task,
     questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read the log of another tool into a store of its own; ``task`` None is told by the reference answers.
+    """Read the log of another tool into a store of its own; ``task`` None is guessed from the reference answers.
 
     Answers and verdicts of the log are kept where it states both, or, without ``stated``, read and verified again.
     """

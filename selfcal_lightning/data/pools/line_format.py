@@ -46,7 +46,7 @@ BLOCK_BYTES = 1 << 20
 def open_imported(
     store_dir: str | Path, source: Path, settings: Mapping[str, Any], *, digest: str | None = None
 ) -> SampleStore:
-    """Open the store that holds what was imported from ``source``, told by ``digest`` (None is the file's), alone."""
+    """Open the store of what was imported from ``source``, identified by ``digest`` (None takes the file's sha256)."""
     if digest is None:
         with open(source, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -77,7 +77,7 @@ LONGEST_LINE = 2**28  # bytes; what is longer is no line of a pool
 
 @dataclass(frozen=True, slots=True)
 class PoolLine:
-    """One line of a pool, checked but not judged: ``responses`` are as in the file."""
+    """One line of a pool, checked but not verified: ``responses`` are as in the file."""
 
     question: Question
     split: str

@@ -107,7 +107,7 @@ def check_place(path: str | Path) -> Path:
 
 
 def _what_is_there(path: Path) -> str:
-    """Return which splits and tasks a pool holds, for whoever named another."""
+    """Return which splits and tasks a pool holds, for the error that another was named."""
     if path.is_dir():
         index = SampleStore(path).index()
         found = list(zip(index.split.tolist(), index.task.tolist(), strict=True))

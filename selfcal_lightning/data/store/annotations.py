@@ -1,4 +1,4 @@
-"""Confidences computed after sampling: named columns beside the store's rows, which are append-only.
+"""Confidences computed after sampling: named columns, kept apart from the store's append-only rows.
 
 Layout, below the store's folder::
 
@@ -6,8 +6,8 @@ Layout, below the store's folder::
     annotations/<name>/<run>-<part>.parquet    the values of one writer: question_id, index, round, shard, value
 
 A run shows itself to readers in one step, when ``annotation.json`` is replaced. A value belongs to a row *of one shard*
-(by the sha256 of the shard that the response was first written to), so a question that was sampled anew has none until
-it is scored anew, and one whose answers were read anew keeps it.
+(by the sha256 of the shard that the response was first written to), so a question that was sampled again has none until
+it is scored again, and one whose answers were re-extracted keeps it.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Annotation:
 
 
 def annotation_names(store_path: str | Path) -> list[str]:
-    """Return the names of the confidences that are published beside the rows of the store in ``store_path``."""
+    """Return the names of the published annotations of the store in ``store_path``."""
     return sorted(file.parent.name for file in Path(store_path).glob("annotations/*/annotation.json"))
 
 
@@ -273,7 +273,7 @@ Kept = TypeVar("Kept", bound=HasOrigin)
 
 
 class NamedRecord(Generic[Kept]):
-    """One named record beside the rows of a store, with its origin. Opening it reads and writes nothing."""
+    """One named annotation of a store, with its origin. Opening it reads and writes nothing."""
 
     def __init__(
         self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str

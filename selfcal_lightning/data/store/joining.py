@@ -1,8 +1,8 @@
-"""More samples for questions that a store has already: what is there is copied in front of them, byte for byte.
+"""More samples for questions that a store already has: the earlier ones are copied first, byte for byte.
 
 A question that was extended lies in a later shard with all its samples; the shard that holds the first ones only
 stays, and readers do not see it there. Which shard each sample was first written to is kept in the manifest, so that
-values beside the rows go on belonging to them.
+annotations stay valid.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def merge_parts(
 
 
 def _joined_before(root: Path) -> dict[str, str]:
-    """Return the sha256 of shards that an earlier join verified; a manifest that cannot be read is written anew."""
+    """Return the sha256 of shards that an earlier join verified; a manifest that cannot be read is written again."""
     try:
         return {entry.file: entry.sha256 for entry in read_manifest(root).shards}
     except StoreVersionError:

@@ -1,4 +1,4 @@
-"""Reading the answers of a store anew: new shards beside the old ones, shown in one step; then the old ones go.
+"""Re-extracting the answers of a store: new shards are written, published in one step, and the old ones deleted.
 
 The new shards are a part of their own, and each says which shard it replaces. They count from the moment in which that
 part's manifest is there: a kill before it leaves the store as it was, a kill after it leaves old shards that nobody
@@ -127,7 +127,7 @@ def _drop(root: Path, found: Mapping[str, Sequence[str]]) -> int:
 def _repair_rounds(root: Path) -> list[str]:
     """Move damaged records of rounds aside, and put those back of which the joined manifest has a copy.
 
-    One that has none is entered anew by the next run, and then held against the shards of its round.
+    One that has none is written again by the next run, and then checked against the shards of its round.
     """
     moved = []
     for file in round_files(root):
@@ -167,7 +167,7 @@ def write_reread(
     hidden: Mapping[str, Collection[str]],
     on_question: Callable[[QuestionSamples], None],
 ) -> Reread:
-    """Read every answer of the store in ``root`` anew, and let what changed take the place of what was there.
+    """Re-extract every answer of the store in ``root``, and replace the shards that changed.
 
     The caller holds the locks of all parts.
     """
@@ -226,7 +226,7 @@ def _read_shard(
     hidden: Collection[str],
     on_question: Callable[[QuestionSamples], None],
 ) -> Iterator[tuple[QuestionSamples, bool]]:
-    """Yield the questions of a shard that readers see, read anew, and whether anything about one changed."""
+    """Yield the re-extracted questions of a visible shard, and whether anything about one changed."""
     check_shard(root / entry.file, size=entry.bytes, sha256=entry.sha256)
     rows = decode_rows(read_shard(root / entry.file))
     for name, found in groupby(rows, key=lambda row: row.question.id):

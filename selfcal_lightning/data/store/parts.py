@@ -259,7 +259,7 @@ def part_entries(root: Path) -> list[ShardEntry]:
 
 
 def part_rereads(root: Path) -> tuple[Reread, ...]:
-    """Return when answers of the store in ``root`` were read anew, in that order."""
+    """Return the re-extractions of the store in ``root``, in order of time."""
     found = (read_part(folder).reread for folder in part_folders(root))
     return tuple(sorted((reread for reread in found if reread is not None), key=lambda reread: reread.at))
 

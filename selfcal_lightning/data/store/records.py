@@ -55,7 +55,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """A time when the answers of a store were read anew from its texts."""
+    """One re-extraction of a store's answers from its texts."""
 
     at: str
     readers: Mapping[str, str]
@@ -95,7 +95,7 @@ class PartManifest:
 
 @dataclass(frozen=True, slots=True)
 class AnnotationPart:
-    """A file of values beside the rows, as its annotation knows it; ``details`` are recorded and not compared."""
+    """A file of an annotation's values; ``details`` are recorded and not compared."""
 
     file: str
     rows: int
@@ -106,7 +106,7 @@ class AnnotationPart:
 
 @dataclass(frozen=True, slots=True)
 class AnnotationRecord:
-    """A named confidence beside the rows: what computed it, and the files that readers see."""
+    """A named confidence of a store: what computed it, and the files that readers see."""
 
     name: str
     origin: Mapping[str, Any]

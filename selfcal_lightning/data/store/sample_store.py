@@ -367,7 +367,7 @@ class SampleStore:
         self._checked[entry.file] = entry.sha256
 
     def _check_fingerprint(self, entry: ShardEntry, table: pa.Table) -> None:
-        """Hold what a shard says its samples are against its round, whose file may have been deleted and made anew."""
+        """Check the identity in a shard against its round, whose file may have been deleted and written again."""
         file = round_file(self.path, entry.round)
         if not file.exists():
             return

@@ -165,7 +165,7 @@ def _entries(text: str) -> list[str] | None:
 
 
 class Answers(Protocol):
-    """How answers of one type are read and judged."""
+    """How answers of one type are read and verified."""
 
     answer_type: AnswerType
     hint: str

@@ -1,4 +1,4 @@
-"""The contract of a task: where questions come from, how an answer is read, how it is judged."""
+"""The contract of a task: where questions come from, how an answer is read, how it is verified."""
 
 from __future__ import annotations
 

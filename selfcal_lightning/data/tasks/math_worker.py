@@ -1,6 +1,6 @@
 """The process in which math-verify and sympy look at model text; `math_processes.py` starts, times and kills it.
 
-Run as a plain script, so that nothing of this package (and never torch) is imported beside it. One JSON request a line
+Run as a plain script, so that nothing of this package (and never torch) is imported. One JSON request a line
 comes in, one JSON answer a line goes out. Requests are answered in a fork: one that exceeds its CPU seconds kills the
 fork by signal, and the next fork has all that was imported.
 """

@@ -67,7 +67,7 @@ LABELLED_SPLITS = {"train": "train", "validation": "validation"}
 
 
 def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
-    """Return a question with its options lettered anew from A, in their order, and the letter that ``key`` becomes.
+    """Return a question with its options relettered from A, in their order, and the new letter of ``key``.
 
     ``choices`` have labels of their own (A-E or 1-5): ``{"label": [...], "text": [...]}``, or a list of
     ``{"label", "text"}``.

@@ -132,7 +132,7 @@ def _read_last_tokens(model: CachedModel, rows: SlotRows, where: torch.Tensor) -
 
 
 def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
-    """Hold an adapter that sleeps while contexts are read against one that is awake for the query.
+    """Check that the adapter is inactive on contexts and active on the query.
 
     Its loading has compared what it does asleep with the base model; this compares the engine's own two passes.
     """

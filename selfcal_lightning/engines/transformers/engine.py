@@ -113,7 +113,7 @@ class TransformersEngine:
             revision: Revision of ``source``.
             adapter_sha256: Hash of what it carries on top of ``source``, if anything.
             quantization: How the weights of ``source`` were quantised, such as "nf4"; None where they were not.
-            query_ids: Tokens of the query that wakes the adapter of ``model``, asleep now; None where it never sleeps.
+            query_ids: Tokens of the query that activates the adapter of ``model``; None if it is always active.
         """
         engine = cls.__new__(cls)
         engine._source, engine._revision, engine._adapter = source, revision, None
@@ -283,7 +283,7 @@ class TransformersEngine:
             return read_prompt_states(model, prompts, settings, max_batch=self.max_batch)
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model. Weights are hashed once for a folder, anew for a model in training."""
+        """Return what identifies the model. Weights are hashed once per folder, always for a model in training."""
         model = self._require_model()
         if self._source is None:
             weights = tensors_sha256(model.network.state_dict().items())

@@ -339,9 +339,9 @@ def _rounded(width: int) -> int:
 
 
 def load_network(model: str, *, revision: str | None, adapter: str | None, dtype: str, device: str) -> PreTrainedModel:
-    """Load a causal model for inference, with its adapter merged (float32) or beside it (half precision).
+    """Load a causal model for inference, with its adapter merged (float32) or kept separate (half precision).
 
-    An activated adapter lies beside it, asleep.
+    An activated adapter is kept separate and inactive.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

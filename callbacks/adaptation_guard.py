@@ -30,7 +30,7 @@ class AdaptationGuard(Callback):
     The reward cannot tell: the share of the majority rises in good runs and in bad ones. What tells is whether the
     responses still give the answers that round 0 gave, whether they can be read, and how likely the responses of
     round 0 still are. After every epoch the last is read from the model itself; where the next round was sampled, it is
-    held against round 0 as well. When a limit is passed, the adapter becomes that of the last round that passed none
+    compared with round 0 as well. When a limit is passed, the adapter becomes that of the last round that passed none
     (with none, the base model), training stops, and what is exported is that adapter.
 
     It stands behind ``SSCGeneration`` among the callbacks. What it found is logged as ``guard/...``.

@@ -185,7 +185,7 @@ class AdapterExport(Callback):
         return domain
 
     def _export_beside(self, module: ConfidenceModel, name: str, folder: Path) -> None:
-        """Export an adapter that was trained beside the first one, as if it had been trained alone."""
+        """Export an auxiliary adapter as if it had been trained alone."""
         own = module.beside[name]
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
@@ -235,7 +235,7 @@ class AdapterExport(Callback):
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:
-    """Return what the weights depend on beside the module and its samples: steps, precision, and the rows of a step.
+    """Return what else the weights depend on besides the module and its samples: steps, precision, rows of a step.
 
     Every process calls it. Of loaders that were given without a data module nothing is known.
     """

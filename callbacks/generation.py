@@ -739,7 +739,7 @@ class SSCGeneration(Callback):
                 torch.cuda.empty_cache()
 
     def _start(self, trainer: Trainer, module: ConfidenceModel, chat: ChatFormat, adapter: str | None) -> Engine:
-        """Start the engine on this process's device: over the base model, or beside the trainer with ``adapter``."""
+        """Start the engine on this process's device: on the base model, or next to the trainer with ``adapter``."""
         options = replace(self.engine, revision=module.revision)
         place = EnginePlace(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
         if adapter is None:

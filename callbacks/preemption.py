@@ -67,7 +67,7 @@ class PreemptionCheckpoint(Callback):
         self._take_over(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Likewise where there is no sanity check."""
+        """The same where there is no sanity check."""
         self._take_over(trainer)
         self._step_before = trainer.global_step
 
@@ -140,11 +140,11 @@ def _checkpoint_folder(trainer: Trainer) -> Path:
             if is_address(callback.dirpath):
                 raise InputError(
                     f"Expected `dirpath` of ModelCheckpoint to be a folder, but got {callback.dirpath!r}: Lightning "
-                    '(2.6.6) finds no "last" checkpoint at an address and would begin anew, in silence. Name a folder '
+                    '(2.6.6) finds no "last" checkpoint at an address and would start over silently. Name a folder '
                     "that is still there when the run is started again."
                 )
             return Path(callback.dirpath)
     raise InputError(
-        "Expected a ModelCheckpoint with `dirpath` beside PreemptionCheckpoint, but got none: a run that is started "
+        "Expected a ModelCheckpoint with `dirpath` next to PreemptionCheckpoint, but got none: a run that is started "
         "again looks for its checkpoints there. Add one to `trainer.callbacks`, with `save_last: true`."
     )

@@ -51,7 +51,7 @@ from selfcal_lightning.training.rounds import adapter_folder
 
 
 class PolicyCollator(SSCCollator):
-    """Encodes and packs rows as ``SSCCollator`` does, with the advantage that stands beside their target."""
+    """Encodes and packs rows as ``SSCCollator`` does, with their advantages."""
 
     def __call__(self, rows: TupleRows) -> PolicyBatch:
         """Return the batch of ``rows``; rows without an advantage have 0."""

@@ -64,11 +64,11 @@ def check_reload(trainer: Trainer, every: int | None) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Refuse trainers that would deal the rows anew, or change the size of an optimiser step."""
+    """Refuse trainers that would redistribute the rows, or change the size of an optimiser step."""
     if deals_rows_anew(trainer):
         raise InputError(
             f"Set `trainer.use_distributed_sampler: false` (`use_distributed_sampler=False` with {trainer.world_size} "
-            "processes): Lightning would deal the rows anew and repeat some."
+            "processes): Lightning would redistribute the rows and repeat some."
         )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
         raise InputError("Remove the GradientAccumulationScheduler: optimiser steps are planned ahead.")
@@ -86,7 +86,7 @@ def check_generation_ratio(generation_ratio: float | None, *, activated: bool, t
 def check_beside(
     beside: Mapping[str, BesideSettings], *, target: str, num_buckets: int | None, num_samples: int
 ) -> None:
-    """Refuse adapters beside the first one that could not be what they would become alone."""
+    """Refuse auxiliary adapters that would not become what they would alone."""
     for name, one in beside.items():
         check_taught(one.target or target, one.teacher)
         if one.target is not None:

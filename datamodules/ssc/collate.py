@@ -135,7 +135,7 @@ class TupleRows:
         target: Target in [0, 1], nan where unknown, [B].
         correct: 1 right, 0 wrong, nan unknown, [B].
         question_index: Number of each row's question, [B].
-        beside_target: Targets of the K adapters that are trained beside the first one, [B, K]; None without any.
+        beside_target: Targets of the K auxiliary adapters, [B, K]; None without any.
     """
 
     micro: MicroBatch

@@ -40,7 +40,7 @@ class SSCDataModule(StoredDataModule):
     """Tuples (question, response, target, weights) for self-calibration, split by question.
 
     The store is opened only when a loader is asked for, since ``SSCGeneration`` writes it after the data module's
-    ``setup``. Every epoch is drawn anew, keyed by (seed, epoch), and planned in whole optimiser steps of
+    ``setup``. Every epoch is drawn by (seed, epoch), and planned in whole optimiser steps of
     ``batch_size * accumulate_grad_batches * number of processes`` rows; the number of steps follows from the settings
     alone. Training resumed in the middle of an epoch goes on with the very next rows.
 
@@ -143,7 +143,7 @@ class SSCDataModule(StoredDataModule):
         )
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets are made: that of the adapter, and those of the adapters that are trained beside it.
+        """Return how targets are made: that of the adapter, and those of auxiliary adapters.
 
         Raises:
             InputError: There is no such target, or a file of a teacher cannot be read.

@@ -241,7 +241,7 @@ class MicroBatch:
         calibration_weight: Weight in the calibration loss, 0 for fillers, [B].
         generation_weight: Weight in the generation loss, 0 for fillers, [B].
         calibration_total: Sum of the calibration weights over the whole optimiser step, all processes.
-        generation_total: Likewise of the generation weights.
+        generation_total: Sum of the generation weights.
     """
 
     rows: IntArray

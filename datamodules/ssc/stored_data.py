@@ -179,7 +179,7 @@ class StoredDataModule(LightningDataModule, ABC):
         """Return what encodes rows and makes batches of them."""
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets are made: of the adapter first, then of those that are trained beside it."""
+        """Return how targets are made: those of the adapter first, then those of auxiliary adapters."""
         return (TargetRecipe(self.row_target),)
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:

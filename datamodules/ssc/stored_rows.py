@@ -168,7 +168,7 @@ def read_rounds(
     query_counts: bool = True,
     confidences: Sequence[str] = (),
 ) -> SampleIndex:
-    """Return the rows of a split in all of ``rounds``, a question's rows of all rounds beside each other.
+    """Return the rows of a split in all of ``rounds``, sorted by question.
 
     Targets are computed over all rows of a question, so that with several rounds a response is held against the
     answers of every round, each weighted by the confidence of the model that gave it.

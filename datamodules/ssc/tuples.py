@@ -44,7 +44,7 @@ from selfcal_lightning.metrics.discrimination import auroc
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # what its rows bring; other confidences are annotations beside them
+OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # columns of its rows; other confidences are annotations
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TargetRecipe:
 
     @property
     def annotations(self) -> tuple[str, ...]:
-        """The confidences beside the store's rows that the teacher reads."""
+        """The annotations that the soft-label source reads."""
         needed = () if self.teacher is None else self.teacher.requires
         return tuple(name for name in needed if name not in OF_THE_STORE)
 
@@ -411,7 +411,7 @@ def describe_targets(table: TupleTable) -> str:
     ranking = auroc(target, correct)
     shown = "not defined, all being right or all wrong" if ranking is None else f"{ranking:.3f}"
     return (
-        f"{text}; held against {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
+        f"{text}; compared with {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
         f"ECE {expected_calibration_error(target, correct):.3f}, AUROC {shown}"
     )
 

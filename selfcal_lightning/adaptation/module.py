@@ -192,10 +192,10 @@ class TestTimeTrainingModule(ConfidenceModel):
     + calibration * sum(v * SmoothL1(P(Yes | x, y, query), c)) / sum(v)``, all from one packed forward pass, with r the
     chance of a token under the model over that under the model that sampled the round, k3 the estimate of KL to the
     model of round 0, and H the entropy. Without a reward the first term is the mean negative log-likelihood of the
-    responses of a selection (SFT). The two sums are separate: the calibration loss does not change which responses are likely.
+    responses of a selection (SFT). The two sums are separate, so calibration favours no response.
 
-    The model of round 0 is the base model, with the adapter disabled. That of a later round is its adapter, on disk next
-    to the round's samples; log-probabilities are recomputed with it in the precision of the training, since an engine's
+    The model of round 0 is the base model, with the adapter disabled. That of a later round is its adapter, stored with
+    the round's samples; log-probabilities are recomputed with it in the precision of the training, since an engine's
     differ from these by more than a small step does.
 
     Args:
@@ -324,7 +324,7 @@ class TestTimeTrainingModule(ConfidenceModel):
     def _take_up_round(self) -> None:
         """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.
 
-        It is asked for by the first batch: a training that is resumed inside of an epoch does not begin it anew.
+        It is asked for by the first batch: a training that is resumed inside of an epoch does not restart it.
         """
         if self._epoch_taken_up == self.current_epoch:
             return

@@ -301,7 +301,7 @@ def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: M
     """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
     if at is None or origins[index.files[index.shard[at]]] != row.shard:
         raise InputError(
-            f"{place} lacks response {row.index} to {row.question_id!r}, or it was sampled anew. Run `selfcal select` "
+            f"{place} lacks response {row.index} to {row.question_id!r}, or it was sampled again. Run `selfcal select` "
             f"again."
         )
     if index.answer[at] != row.answer:

@@ -182,7 +182,7 @@ class PromptModel:
         if sampled.template_sha256 not in (None, found):
             raise InputError(
                 f"The responses were sampled with another chat template, sha256 {sampled.template_sha256}, than "
-                f"{self.source} has, {found}. Put the template back, or sample anew."
+                f"{self.source} has, {found}. Put the template back, or sample again."
             )
 
     @cached_property

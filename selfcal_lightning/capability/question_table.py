@@ -85,7 +85,7 @@ class QuestionTable:
             unknown = int(np.isnan(self.num_correct).sum())
             raise InputError(
                 f"`{option}` {value!r} needs reference answers, but got {unknown:,} of {len(self):,} questions with "
-                "responses that nobody judged. Take questions with references, or agreeing_pairs, which needs none."
+                "responses that are not verified. Take questions with references, or agreeing_pairs, which needs none."
             )
 
 

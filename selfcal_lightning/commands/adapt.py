@@ -194,7 +194,7 @@ def _train(folder: Path) -> None:
 
 
 def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
-    """Sample round 0 and put the statistics of its tokens beside it, as far as that was not done."""
+    """Sample round 0 and store the statistics of its tokens, as far as that was not done."""
     sample_questions(
         sampling_run(
             one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,

@@ -268,7 +268,7 @@ def _questions(
     if path is not None:
         return read_questions(path, task=task, chain_of_thought=chain_of_thought, columns=columns)
     if columns is not None:
-        raise InputError("Expected `questions` beside `columns`, which name the columns of a file, but got a question.")
+        raise InputError("Expected `questions` with `columns`, which name the columns of a file, but got a question.")
     return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
 
 

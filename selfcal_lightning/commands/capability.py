@@ -129,7 +129,7 @@ def run_fit_probe(
     """Fit a linear probe of hidden states to the capability that recorded responses show, without labels by default.
 
     The penalty is chosen by leaving each question out in turn. Two or three responses to each of many questions teach
-    more than many responses to few. Hidden states are kept beside the responses and are not read twice.
+    more than many responses to few. Hidden states are kept with the responses and are not computed twice.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.
@@ -208,7 +208,7 @@ def run_score_questions(
     """Estimate the chance that the model answers each question correctly, from the question alone.
 
     The questions are those of a store, of a file, or, with ``task`` alone, of a task's data set. The values of a store
-    are kept beside its rows, under ``question_annotations/NAME``, where `selfcal evaluate-capability` finds them; those
+    are kept in it, under ``question_annotations/NAME``, where `selfcal evaluate-capability` finds them; those
     of other questions are written to ``output``, for `selfcal allocate` and `selfcal predict-pass-at-k`.
 
     Args:
@@ -766,7 +766,7 @@ def _capabilities(questions: list[QuestionScore]) -> Floats:
     if unknown:
         raise InputError(
             f"Expected a capability for every question, but got none for {len(unknown):,}, such as {unknown[0]!r}. "
-            "Take these lines out of `scores`, or score them anew."
+            "Take these lines out of `scores`, or score them again."
         )
     return np.array([one.capability for one in questions], dtype=np.float64)
 

@@ -58,7 +58,7 @@ def run_export(
 
     An adapter that was trained on a quantised base (QLoRA) is merged into the base as it is stored: merged into four
     bits, the update would be rounded away. The manifest and the model card say what it was trained on. An activated
-    adapter acts on the confidence query alone and cannot be merged: it is used beside its base model, by --adapter.
+    adapter acts on the confidence query alone and cannot be merged: use it with its base model, by --adapter.
 
     Args:
         adapter: Folder written by AdapterExport or PEFT, or a checkpoint (.ckpt) of the Trainer.
@@ -119,7 +119,7 @@ def _write_merged(
 def _write_trained(
     checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[TrainedModule] | None
 ) -> None:
-    """Write the adapter, or whatever else the module trains beside its base model, that a checkpoint holds."""
+    """Write the adapter of a checkpoint, or whatever else the module trains on top of its base model."""
     if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
         raise InputError(
             f"Expected `adapter` to be a checkpoint of an adapter with `merge: false`, but got {checkpoint!r}. A "
@@ -139,7 +139,7 @@ def _write_trained(
             **_as_trained(stored)["hyper_parameters"],
             **cast("ConfidenceModel", module).describe_beside(name)["hyper_parameters"],
         }
-        say(f"Writing the adapter {name!r}, which was trained beside it, to {place}")
+        say(f"Writing the adapter {name!r}, an auxiliary one, to {place}")
         write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
 
 
@@ -156,7 +156,7 @@ def _check_can_merge(adapter: str) -> None:
         raise InputError(
             f"Expected an adapter of joint training to merge, but got an activated one in {adapter!r}: it acts on the "
             "tokens of the confidence query alone. Merged, it would act on all tokens and change what the model "
-            f"generates. Use it beside its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
+            f"generates. Use it with its base model: `--adapter` with {folder}, in generate, answer, evaluate, score "
             "and predict; or by PEFT alone, as the README.md in an exported adapter says."
         )
 
@@ -193,7 +193,7 @@ def _from_adapter(
 def _from_checkpoint(
     path: str, base_model: str | None, dtype: str, target: Path, kind: type[TrainedModule]
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
-    """Likewise for a checkpoint of the Trainer, of an adapter or of all weights."""
+    """The same for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
 
     from selfcal_lightning.models.causal_lm import load_config

@@ -94,11 +94,13 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     kept = "Complete samples are kept, and the same command goes on with them"
     files = _checkpoints(trainer)
     if not files:
-        return f"{kept}; training begins anew, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
+        return f"{kept}; training starts over, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
     folder = files[0].dirpath
     if ckpt_path == LAST:
         return f"{kept}, and with training from the newest checkpoint in {folder}."
-    return f"{kept}; training goes on from the newest checkpoint in {folder} with `--ckpt_path last`, else anew."
+    return (
+        f"{kept}; training resumes from the newest checkpoint in {folder} with `--ckpt_path last`, else from the start."
+    )
 
 
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -255,7 +257,7 @@ class SelfCalibrationCLI(LightningCLI):
             return
         if self.trainer.is_global_zero:
             say(f"selfcal {subcommand}: checked. The plan:\n{plan}")
-        kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all of it anew."
+        kept = stopped_text(self.trainer, ckpt_path) if subcommand == FIT else "The same command scores all again."
         with keeping(lambda: kept), untrained_folders_removed(self.trainer):
             super()._run_subcommand(subcommand)
         if subcommand != FIT and ckpt_path is None and adapter is None and self.trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""``selfcal re-extract``: read the answers of a store anew from its texts, after a reader was mended."""
+"""Pools and stores: import, export, and re-extraction of answers."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def run_import_records(
 
 
 def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
-    """Read and judge every response of ``store`` anew.
+    """Extract and verify the answer of every response in ``store`` again.
 
     Texts, tokens and confidences stay as they are, and so do annotations, but for those that compare answers: they are
     removed where an answer changed.
@@ -222,7 +222,7 @@ def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get
 def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     """Extract and verify the answers of a store again from its texts, after an answer reader was fixed.
 
-    Nothing is sampled. New files are written beside the old ones, shown to readers in one step, and only then the old
+    Nothing is sampled. New files are written next to the old ones, shown to readers in one step, and only then the old
     ones are deleted; a run that was killed leaves the store as it was, or done. What was done, when, and by which
     version of the reader stands in the store's manifest. It is refused while another process writes the store; do not
     run it while a training reads it.

@@ -262,11 +262,11 @@ def evaluate(
     folder = Path(output_dir)
     if questions is None:
         if adapter is not None or after is not None:
-            raise InputError("Expected `questions` beside `adapter` or `after`, which are of models, but got none.")
+            raise InputError("Expected `questions` with `adapter` or `after`, which are for models, but got none.")
         pools = {"pool": subject} if isinstance(subject, str) else dict(subject)
         return Evaluation(folder, run_evaluate(output_dir=str(folder), pools=pools, task=task, **options))
     if not isinstance(subject, str):
-        raise InputError(f"Expected one model beside `questions`, but got {subject!r}. Name the other one by `after`.")
+        raise InputError(f"Expected one model with `questions`, but got {subject!r}. Name the other one by `after`.")
     file = _as_file(_spelt_out(questions), folder / QUESTIONS_FILE, task=task or default_task(subject))
     tasks = by_task(CommonCase(subject, str(file), task))
     tests = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]

@@ -205,7 +205,7 @@ def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | N
 
 
 def _keep_prefixes(path: Path, lines: dict[str, dict[str, object]]) -> None:
-    """Add what is known of prefixes to the file beside their rollouts."""
+    """Add what is known of prefixes to the file of their rollouts."""
     earlier = {line["id"]: line for _, line in read_json_lines(path)} if path.is_file() else {}
     write_json_lines(path, list({**earlier, **lines}.values()))
 

@@ -35,7 +35,7 @@ def run_score(
 ) -> list[ScoreReport]:
     """Score the responses of a store, or of a JSON-lines pool, with estimators of confidence.
 
-    In a store the confidences lie beside the rows, under ``annotations/NAME``; read them with
+    In a store the confidences are kept under ``annotations/NAME``; read them with
     ``SampleStore(...).samples(confidences=[NAME])``. A run that was killed goes on when the same command is started
     again. To use n GPUs, start n processes with ``--shard i/n``.
 

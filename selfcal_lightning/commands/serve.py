@@ -79,7 +79,7 @@ def run_serve(
 
     Each question is sampled as long as its confidence demands, within `limits`; a request may ask for a strategy and
     for less by an object `selfcal` in its body, or by the model's name (`NAME@adaptive_consistency:0.9`). SIGHUP reads
-    the fitted confidences anew; SIGTERM answers what is in work and ends.
+    the fitted confidences; SIGTERM finishes the requests in flight and ends.
 
     Args:
         model: Folder or hub name of the model, or "bundled".

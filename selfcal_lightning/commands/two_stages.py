@@ -50,7 +50,7 @@ def run_tune_and_calibrate(
         check: Checks both stages, prints their plans, and stops.
 
     Returns:
-        The folder of the tuned model; the adapter is in calibrated/adapter beside it.
+        The folder of the tuned model; the adapter is in calibrated/adapter next to it.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InputError(

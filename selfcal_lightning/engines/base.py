@@ -116,7 +116,7 @@ class Engine(Protocol):
     ) -> list[list[float] | None]:
         """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``.
 
-        None stands for a prompt that the engine refuses by itself, such as one that crashes it.
+        None stands for a prompt that the engine refuses, such as one that crashes it.
 
         Args:
             prompts: Token ids.
@@ -229,7 +229,7 @@ def finish_of(drawn: int, *, last: int | None, ended: bool, step_ids: Collection
 def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Response]:
     """Run ``requests`` to the end and return the replies by the request's id.
 
-    One that the engine refuses by itself, such as a prompt that crashes it, has no reply.
+    One that the engine refuses, such as a prompt that crashes it, has no reply.
     """
     pending = set(engine.submit(requests))
     replies: dict[str, Response] = {}

@@ -65,7 +65,7 @@ class PromptStates:
 
 
 class PromptReader(Protocol):
-    """An engine that gives hidden states beside what every engine gives."""
+    """An engine that also gives hidden states."""
 
     def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
         """Return hidden states of prompts, float32; an activated adapter sleeps over them."""

@@ -103,7 +103,7 @@ MOST = 0.9
 
 
 def memory_share(free: int, total: int, *, weights: int, limit: float | None = None) -> float:
-    """Return the share of a GPU's memory for an engine beside the trainer, rounded down to hundredths.
+    """Return the fraction of a GPU's memory for an engine that shares it with the trainer, rounded down to hundredths.
 
     ``min(limit or 0.9, 0.95 * free / total)``.
     """

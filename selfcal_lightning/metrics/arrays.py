@@ -1,4 +1,4 @@
-"""Shared helpers: reading arguments, bins, and pairs of right and wrong responses.
+"""Shared helpers of the metrics: checking arguments, binning, and counting pairs of right and wrong responses.
 
 Torch is not imported here: sequences, NumPy arrays and tensors of any dtype and device become float64 arrays.
 """
@@ -33,7 +33,7 @@ _ROUNDING = 1e-6
 
 
 def as_array(values: Array | float) -> NDArray[Any]:
-    """Return ``values`` as an array on the CPU; floating tensors become float64, whatever their dtype."""
+    """Return ``values`` as an array on the CPU; floating tensors become float64."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(values, torch.Tensor):
         tensor = values.detach().cpu()
@@ -42,7 +42,7 @@ def as_array(values: Array | float) -> NDArray[Any]:
 
 
 def as_scores(values: Array, name: str = "confidence") -> Floats:
-    """Return ``values`` as float64 of shape [N]; higher is better, any real number is allowed."""
+    """Return ``values`` as float64 of shape [N]; any real numbers, higher is better."""
     scores = np.asarray(as_array(values), dtype=np.float64)
     if scores.ndim != 1:
         raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {scores.shape}.")
@@ -65,7 +65,7 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
 
 
 def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
-    """Return ``values`` as booleans of shape [N]. An unreadable response is a wrong one: its label is False."""
+    """Return ``values`` as booleans of shape [N]. Unreadable responses count as wrong."""
     labels = as_scores(values, name)
     if not ((labels == 0.0) | (labels == 1.0)).all():
         raise InputError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
@@ -126,7 +126,7 @@ def bin_index(confidence: Floats, edges: Floats) -> Integers:
 def concordant_pairs(
     confidence: Floats, correct: NDArray[np.bool_], codes: Integers, num_questions: int
 ) -> tuple[Floats, Floats]:
-    """Count, per question, the pairs of a right and a wrong response and those in which the right one stands higher."""
+    """Count, per question, the pairs of a right and a wrong response and those in which the right one scores higher."""
     if not len(confidence):
         return np.zeros(num_questions), np.zeros(num_questions)
     order = np.argsort(confidence, kind="stable")

@@ -1,8 +1,8 @@
-"""Intervals by resampling questions: the responses to one question belong together and are drawn together.
+"""Bootstrap intervals over questions: all responses to a question are resampled together.
 
 A resample is a count for every question, so each metric is computed from sums per question (or, for AUROC, from one
-sorted column) for many resamples at once. Intervals are percentiles of the resamples, but for the calibration error,
-whose percentiles miss a small truth: see :mod:`selfcal_lightning.metrics.calibration`.
+sorted column) for many resamples at once. Intervals are percentiles of the resamples, except for the calibration error,
+where percentiles miss a small true value: see :mod:`selfcal_lightning.metrics.calibration`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ScoredResponses:
 
     Attributes:
         confidence: Confidences [N] in [0, 1].
-        correct: Labels [N]; an unreadable response is a wrong one.
+        correct: Labels [N]; unreadable responses count as wrong.
         question_index: The question of each response [N], as integers or strings.
     """
 
@@ -56,10 +56,10 @@ class Estimate:
     """A value with its bootstrap interval; None where it is not defined.
 
     Attributes:
-        value: The value on all questions.
+        value: The metric on all questions.
         low: Lower end of the interval.
         high: Upper end of the interval.
-        num_undefined: Resamples without a value (say, without a wrong response); the interval leaves them out.
+        num_undefined: Resamples where the metric is undefined (e.g. no wrong response); the interval leaves them out.
     """
 
     value: float | None
@@ -76,7 +76,7 @@ class Estimate:
 
     @classmethod
     def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
-        """Build the estimate from its value and the values of the resamples [R]; NaN is "not defined".
+        """Build the estimate from its value and the values of the resamples [R]; NaN means undefined.
 
         Example:
             >>> Estimate.from_resamples(0.5, np.arange(5) / 4, level=0.5)
@@ -94,7 +94,7 @@ class Estimate:
     def from_bounds(
         cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
     ) -> Estimate:
-        """Build the estimate from bounds of a calibration error, its interval cut to what is possible."""
+        """Build the estimate from bounds of a calibration error, with its interval clipped to the possible range."""
         if not 0.0 < level < 1.0:
             raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         if bounds is None or np.isnan(bounds.value):
@@ -111,11 +111,11 @@ class MetricChange:
     """One metric on the same questions before and after, with intervals from the same resamples.
 
     Attributes:
-        metric: Its key, say "calibration/ECE".
+        metric: Key, e.g. "calibration/ECE".
         before: The metric before.
         after: The metric after.
         change: After minus before.
-        ratio: After divided by before; None where that is 0.
+        ratio: After divided by before; None if before is 0.
     """
 
     metric: str
@@ -128,15 +128,15 @@ class MetricChange:
 BOOTSTRAP_METRICS = (ECE, BRIER, AUROC, WITHIN_QUESTION_AUROC, PASS_AT_1)
 
 _ROWS_AT_ONCE = 64
-# Counts of responses that are held at a time, over all resamples.
+# Upper limit on the counts held in memory at once, over all resamples.
 _COUNTS_AT_ONCE = 1 << 22
 
 
 def resample_counts(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Iterator[Floats]:
     """Draw questions with replacement; yield, a few resamples at a time, how often each question was drawn [r, Q].
 
-    The draw depends on the number of questions and the seed only, so two sets of responses to the same questions, in
-    the same order, share it.
+    The draw depends only on the number of questions and the seed, so two sets of responses to the same questions, in
+    the same order, get the same resamples.
 
     Example:
         >>> blocks = list(resample_counts(5, num_resamples=100, seed=1))
@@ -166,16 +166,16 @@ def question_bootstrap(
     """Compute metrics on resamples of the questions.
 
     Args:
-        confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
-        correct: Labels [N]; an unreadable response is a wrong one.
+        confidence: Confidences [N] in [0, 1]; any scores [N] if neither ECE nor Brier is requested.
+        correct: Labels [N]; unreadable responses count as wrong.
         question_index: The question of each response [N], as integers or strings.
         metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: R.
-        seed: Seeds the draw. With equal seeds and equal numbers of questions, the same sorted questions are drawn.
-        num_bins: Bins of equal width of the calibration error.
+        seed: Seeds the draw. Equal seeds and equal numbers of questions give the same resamples of sorted questions.
+        num_bins: Equal-width bins of the calibration error.
 
     Returns:
-        The values of the resamples [R] by key; NaN where a resample has none.
+        The values of the resamples [R] by key; NaN where undefined.
 
     Example:
         >>> resampled = question_bootstrap([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"], num_resamples=200)
@@ -200,13 +200,13 @@ def bootstrap_interval(
     """Compute metrics with intervals over resampled questions.
 
     Args:
-        confidence: Confidences [N] in [0, 1]; any scores [N] where neither ECE nor Brier is asked for.
-        correct: Labels [N]; an unreadable response is a wrong one.
+        confidence: Confidences [N] in [0, 1]; any scores [N] if neither ECE nor Brier is requested.
+        correct: Labels [N]; unreadable responses count as wrong.
         question_index: The question of each response [N], as integers or strings.
         metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: Number of resamples.
         seed: Seeds the draw.
-        num_bins: Bins of equal width of the calibration error.
+        num_bins: Equal-width bins of the calibration error.
         level: Share of the resamples inside the interval.
 
     Example:
@@ -238,15 +238,15 @@ def calibration_error_bounds(
     seed: int = 0,
     num_bins: int = 10,
 ) -> ErrorBounds:
-    """Compute the calibration error with its bounds on resamples of the questions, as :func:`bootstrap_interval` does.
+    """Compute the calibration error and its bounds over resampled questions, as :func:`bootstrap_interval` does.
 
     Args:
         confidence: Confidences [N] in [0, 1].
-        correct: Labels [N]; an unreadable response is a wrong one.
+        correct: Labels [N]; unreadable responses count as wrong.
         question_index: The question of each response [N], as integers or strings.
         num_resamples: R.
-        seed: Seeds the draw; :func:`question_bootstrap` says when two runs share it.
-        num_bins: Bins of equal width.
+        seed: Seeds the draw, as in :func:`question_bootstrap`.
+        num_bins: Number of equal-width bins.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
     return _error_bounds(columns, num_resamples=num_resamples, seed=seed)
@@ -265,12 +265,12 @@ def paired_bootstrap(
     """Compare two sets of responses to the same questions; every resample draws the same questions from both.
 
     Args:
-        before: Responses of the base model, for example. The number per question may differ from ``after``.
-        after: Responses of the calibrated model, for example.
+        before: Responses, e.g. of the base model. A question may have more or fewer responses than in ``after``.
+        after: Responses, e.g. of the calibrated model.
         metrics: Keys from ``BOOTSTRAP_METRICS``.
         num_resamples: Number of resamples.
         seed: Seeds the draw.
-        num_bins: Bins of equal width of the calibration error.
+        num_bins: Equal-width bins of the calibration error.
         level: Share of the resamples inside the interval.
 
     Example:
@@ -300,7 +300,7 @@ def paired_bootstrap(
 
 
 def error_change(before: ErrorBounds, after: ErrorBounds, *, level: float = 0.95) -> MetricChange:
-    """Return how a calibration error changes, from its bounds on the same resamples before and after."""
+    """Return the change of a calibration error, from its bounds before and after on the same resamples."""
     return MetricChange(
         ECE,
         before=Estimate.from_bounds(before, least=0.0, most=1.0, level=level),
@@ -318,7 +318,7 @@ def _change(metric: str, before: Floats, after: Floats, level: float) -> MetricC
 
 
 class _PerQuestion:
-    """What the metrics need of each question, so that a resample is a product with its counts."""
+    """Per-question sums, so that a metric on a resample is a product with the question counts."""
 
     def __init__(
         self, confidence: Array, correct: Array, question_index: Array, *, metrics: Sequence[str], num_bins: int
@@ -343,7 +343,7 @@ class _PerQuestion:
         concordant, pairs = concordant_pairs(scores, labels, codes, len(self.questions))
         self.is_mixed = (pairs > 0).astype(np.float64)
         self.within = np.divide(concordant, pairs, out=np.zeros_like(pairs), where=pairs > 0)
-        # AUROC: each right response stands above so many of the wrong ones, both sorted by confidence.
+        # AUROC: how many wrong responses each right one outranks, both sorted by confidence.
         order = np.argsort(scores, kind="stable")
         codes, scores, labels = codes[order], scores[order], labels[order]
         self.wrong_question, wrong = codes[~labels], scores[~labels]
@@ -352,11 +352,11 @@ class _PerQuestion:
         self.num_not_above = np.searchsorted(wrong, right, side="right")
 
     def values(self) -> dict[str, float]:
-        """Return the metrics on all questions; NaN where not defined."""
+        """Return the metrics on all questions; NaN where undefined."""
         return {metric: float(row[0]) for metric, row in self.weighted(np.ones((1, len(self.questions)))).items()}
 
     def weighted(self, counts: Floats) -> dict[str, Floats]:
-        """Return the metrics of resamples [r] in which each question stands ``counts`` [r, Q] times."""
+        """Return the metrics of resamples [r] in which each question occurs ``counts`` [r, Q] times."""
         functions = {
             ECE: self._ece,
             BRIER: self._brier,
@@ -394,7 +394,7 @@ class _PerQuestion:
         return np.divide(counts @ self.within, mixed, out=np.full_like(mixed, np.nan), where=mixed > 0)
 
     def _auroc(self, counts: Floats) -> Floats:
-        # Sums of whole numbers are exact, so neither the order of the responses nor the size of a part changes them.
+        # Sums of whole numbers are exact, so the order of the responses and the chunk size do not matter.
         at_once = max(1, _COUNTS_AT_ONCE // max(len(self.right_question) + len(self.wrong_question), 1))
         starts = range(0, len(counts), at_once)
         return np.concatenate([self._auroc_of_some(counts[start : start + at_once]) for start in starts])
@@ -409,7 +409,7 @@ class _PerQuestion:
 
 
 def _error_bounds(columns: _PerQuestion, *, num_resamples: int, seed: int) -> ErrorBounds:
-    """Return the calibration error with its bounds on ``num_resamples`` resamples."""
+    """Return the calibration error and its bounds over ``num_resamples`` resamples."""
     num_questions = len(columns.questions)
     blocks = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
     resampled = np.concatenate([columns.gaps(counts) for counts in blocks])
@@ -428,8 +428,8 @@ def _resampled(columns: _PerQuestion, *, num_resamples: int, seed: int) -> dict[
 def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Floats:
     """Return the weight of each question in the plain mean and in the means of resamples [Q, 1 + R].
 
-    ``values [P, Q] @ weights`` are then the means of P columns, which share their resamples. With one question there
-    is nothing to resample, so that R is 0.
+    ``values [P, Q] @ weights`` are then the means of P columns on the same resamples. R is 0 if there is only one
+    question.
     """
     count = 0 if num_questions < 2 else max(num_resamples, 0)
     weights = np.empty((num_questions, 1 + count), order="F")
@@ -442,14 +442,14 @@ def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int
 
 
 def estimate_of(column: Floats) -> Estimate:
-    """Return the estimate of a column [1 + R] whose first entry is the value; without resamples it has no interval."""
+    """Return the estimate of a column [1 + R] whose first entry is the value; no interval without resamples."""
     return Estimate.from_resamples(float(column[0]), column[1:])
 
 
 def estimate_or_never(column: Floats, *, never: float) -> Estimate:
-    """Return the estimate of a column [1 + R] in which NaN says that something is never reached.
+    """Return the estimate of a column [1 + R] in which NaN means that the target is never reached.
 
-    A resample without a value counts as the worst one, so that an end of the interval that lies among them is None.
+    Resamples that never reach it count as the worst, so an end of the interval that falls among them is None.
     """
     value, resamples = column[0], column[1:]
     if np.isnan(value):
@@ -457,7 +457,7 @@ def estimate_or_never(column: Floats, *, never: float) -> Estimate:
     if not len(resamples):
         return Estimate(float(value), None, None)
     filled = np.where(np.isnan(resamples), never, resamples)
-    # Ends are resamples themselves: between a number and infinity nothing can be interpolated.
+    # Each end is one of the resamples: interpolating between a number and infinity is impossible.
     low = float(np.quantile(filled, 0.025, method="lower"))
     high = float(np.quantile(filled, 0.975, method="higher"))
     ends = [end if np.isfinite(end) else None for end in (low, high)]
@@ -479,7 +479,7 @@ def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:
 def mean_over_seeds(columns: Floats) -> Floats:
     """Return the mean over seeds of columns [S, ..., 1 + R], each resample with its own draw of the seeds [..., 1 + R].
 
-    The first entry of a column is its value, the others those of resamples of the questions, the same for all seeds.
+    The first entry of a column is its value, the others are its resamples, which draw the same questions for all seeds.
     """
     weights = seed_weights(len(columns), num_resamples=columns.shape[-1] - 1)
     return np.einsum("s...r,rs->...r", columns, weights)

@@ -1,15 +1,15 @@
-"""Calibration error of a finite sample: a debiased value, and bounds that hold where the error is small.
+"""Calibration errors: plain and debiased, with bounds that also hold where the true error is small.
 
-``ECE = sum_b |g_b|`` with g_b the mean over all responses of (correct - confidence) in bin b. Absolute values do not
-average out: a perfectly calibrated confidence has an ECE above 0 on every sample, and resampling such a sample adds
-the same bias once more. So the percentiles of a bootstrap lie above the truth where the truth is small.
+``ECE = sum_b |g_b|`` with g_b the mean over all responses of (correct - confidence) in bin b. Noise in absolute
+values does not average out: even perfectly calibrated confidences measure an ECE above 0, and resampling adds the
+same bias a second time. So bootstrap percentiles lie above the true value where that is small.
 
 With h_b the deviation of a gap from its population value g_b, convexity gives
 
 ``sum_b sign(g_b) h_b  <=  sum_b |g_b + h_b| - sum_b |g_b|  <=  sum_b |h_b|``,
 
-where both ends meet in the bins whose sign is beyond doubt. The deviations of resampled gaps from those measured stand
-for h (the bootstrap is valid for means), and a sign is beyond doubt where the gap exceeds ``sqrt(2 ln Q)`` of its
+where a bin whose sign is certain adds the same to both ends. The deviations of resampled gaps from the measured ones
+estimate h (the bootstrap is valid for means), and a sign is certain where the gap exceeds ``sqrt(2 ln Q)`` of its
 standard errors, Q the number of questions. Quantiles of the two ends then bound how far the measured error may lie
 from the true one, whether that is 0 or not.
 
@@ -45,7 +45,7 @@ Binning = Literal["uniform", "quantile"]
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """What a reliability diagram shows. Bins are [lower, upper); the last one is closed.
+    """The data of a reliability diagram. Bins are [lower, upper); the last one is closed.
 
     Attributes:
         lower: Lower edges [B].
@@ -96,7 +96,7 @@ def reliability_bins(
     Args:
         confidence: Confidences [N] in [0, 1].
         correct: Labels [N].
-        num_bins: B. With "quantile" edges that fall together are merged, so there may be fewer.
+        num_bins: B. With "quantile", equal edges are merged, so there may be fewer.
         binning: "uniform" for bins of equal width, "quantile" for bins of about equal numbers of responses.
 
     Example:
@@ -110,7 +110,7 @@ def reliability_bins(
     check_same_length(confidence=probabilities, correct=labels)
     edges = uniform_edges(num_bins)
     if binning == "quantile" and len(probabilities):
-        # Each response falls into exactly one bin also where many confidences are equal.
+        # Each response falls into exactly one bin even if many confidences are equal.
         edges = np.unique(np.concatenate([[0.0], np.quantile(probabilities, edges[1:-1]), [1.0]]))
     index = bin_index(probabilities, edges)
     count, confidence_sum, correct_sum = (
@@ -188,7 +188,7 @@ class ErrorBounds:
     """A calibration error, or a change or ratio of two, with bounds of "measured minus true" in each of R resamples.
 
     Attributes:
-        value: As measured.
+        value: Measured value.
         least: Lower bound [R].
         most: Upper bound [R].
     """
@@ -219,17 +219,17 @@ class ErrorBounds:
 
     @classmethod
     def from_sums(cls, gaps: Floats, sizes: Floats, weights: Floats) -> ErrorBounds:
-        """Build the bounds from what each question adds to the gaps."""
+        """Build the bounds from the contribution of each question to the gaps."""
         totals = weights.T @ sizes
         means = (weights.T @ gaps) / np.where(totals > 0.0, totals, np.nan)[:, None]
         return cls.from_gaps(means[0], means[1:], num_questions=len(gaps))
 
     def minus(self, other: ErrorBounds) -> ErrorBounds:
-        """Return this error minus another one of the same resamples."""
+        """Return this error minus another on the same resamples."""
         return ErrorBounds(self.value - other.value, self.least - other.most, self.most - other.least)
 
     def over(self, other: ErrorBounds) -> ErrorBounds | None:
-        """Return this error divided by another one of the same resamples, to first order; None where that is 0."""
+        """Return this error divided by another on the same resamples, to first order; None if the other is 0."""
         if other.value == 0.0:
             return None
         ratio = self.value / other.value
@@ -237,9 +237,9 @@ class ErrorBounds:
         return ErrorBounds(ratio, least / other.value, most / other.value)
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the ends of an interval that holds the true value with about the chance ``level``, or more.
+        """Return the ends of an interval that contains the true value with a probability of about ``level`` or more.
 
-        Resamples in which it is not defined are left out.
+        Undefined resamples are left out.
         """
         low = self.value - float(np.nanquantile(self.most, 0.5 + level / 2.0))
         return low, self.value - float(np.nanquantile(self.least, 0.5 - level / 2.0))
@@ -248,16 +248,16 @@ class ErrorBounds:
 def debiased_calibration_error(
     confidence: Array, correct: Array, question_index: Array, *, num_bins: int = 10
 ) -> float | None:
-    """Compute the expected calibration error less what chance adds to it, at least 0.
+    """Compute the expected calibration error minus its estimated bias, at least 0.
 
-    ``max(0, 2 ECE - sum_b E|N(g_b, s_b^2)|)``: the bias is estimated by what chance adds to the gaps as measured, with
-    s_b the standard error of g_b over questions. It removes most of the bias, not all where the true error is near 0.
+    ``max(0, 2 ECE - sum_b E|N(g_b, s_b^2)|)``: the bias is what noise would add to the measured gaps, with s_b
+    the standard error of g_b over questions. Where the true error is near 0, some bias remains.
 
     Args:
         confidence: Confidences [N] in [0, 1].
         correct: Labels [N].
         question_index: The question of each response [N], as integers or strings.
-        num_bins: Bins of equal width.
+        num_bins: Number of equal-width bins.
 
     Example:
         >>> debiased_calibration_error([0.5] * 4, [True] * 4, [0, 1, 2, 3])  # all gaps are alike: no chance in them
@@ -286,17 +286,17 @@ def debiased_calibration_error(
 
 
 def half_budget_threshold(confidence: Array, question: Array) -> float | None:
-    """Return the highest threshold at which early stopping takes at most half of the responses; no labels are read.
+    """Return the highest threshold at which early stopping draws at most half of the responses, without labels.
 
-    Of n responses to a question, m of them at least as confident as the threshold, a random order reaches the first
-    such one after ``(n + 1) / (m + 1)`` responses in the mean, and without any it takes all n.
+    If m of the n responses to a question reach the threshold, a random order meets the first of them after
+    ``(n + 1) / (m + 1)`` responses on average. If none does, all n are drawn.
 
     Args:
         confidence: Confidence of each response [N], in [0, 1].
-        question: Which question it belongs to [N].
+        question: The question of each response [N].
 
     Returns:
-        A threshold in 0, .01 ... 1, or None where no question has two responses.
+        A threshold in 0, .01 ... 1, or None if no question has two responses.
 
     Example:
         >>> half_budget_threshold([0.9, 0.2, 0.9, 0.2, 0.3, 0.1, 0.3, 0.1], [0, 0, 0, 0, 1, 1, 1, 1])

@@ -1,7 +1,7 @@
-"""Errors of capability predictions against graded samples, corrected for the sampling noise.
+"""Errors of capability predictions against sampled responses, without counting sampling noise as error.
 
-The capability c* of a question is known only through n graded samples, whose share of right ones has the variance
-``c* (1 - c*) / n``. Debiased errors subtract its unbiased estimate, so that 8 samples give what 100 would.
+The capability c* of a question is known only from n verified samples, whose share of right ones has the variance
+``c* (1 - c*) / n``. Debiased errors subtract an unbiased estimate of it, so 8 samples and 100 agree on average.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
     """Compute the share of pairs of responses to one question that give the same answer, in [0, 1].
 
     ``sum_a n_a (n_a - 1) / (k (k - 1))`` with n_a of the k responses giving answer a: the unbiased estimate of the
-    chance that two samples agree. It needs no label, and stands in for c* where wrong answers scatter. Where a model is
-    consistently wrong it is too high: compare its mean with that of c* on any sample whose answers are known.
+    chance that two samples agree. It needs no labels, and approximates c* where wrong answers scatter. Where a model is
+    consistently wrong it is too high: compare its mean with that of c* on some labelled questions.
 
     Args:
-        answers: The k answers; None where a response could not be read. It agrees with nothing but counts in k.
+        answers: The k answers; None where a response could not be read. It agrees with nothing but counts towards k.
 
     Returns:
         The share; None for fewer than two responses.
@@ -44,10 +44,10 @@ def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
 def top_share(answers: Sequence[str | None]) -> float | None:
     """Compute the share of responses that give the most frequent answer, in [0, 1]: response consistency.
 
-    It is at least 1/k wherever an answer could be read, so it is biased upwards for small k; see ``agreeing_pairs``.
+    It is at least 1/k if any answer could be read, so it is biased upwards for small k; see ``agreeing_pairs``.
 
     Args:
-        answers: The k answers; None where a response could not be read. It is no answer but counts in k.
+        answers: The k answers; None where a response could not be read. It is no answer but counts towards k.
 
     Returns:
         The share; None without responses.
@@ -64,7 +64,7 @@ def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
 
     Args:
         num_samples: n [...], at least 1 each.
-        num_correct: c of them were right [...].
+        num_correct: c, how many of them were right [...].
 
     Example:
         >>> expected_accuracy([4, 10], [1, 10]).tolist()
@@ -77,15 +77,15 @@ def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
 def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
     """Estimate the chance that at least one of k sampled responses is right, without bias, in [0, 1].
 
-    ``1 - C(n - c, k) / C(n, k)``: the chance that k of the n samples, drawn without replacement, hold a right one.
+    ``1 - C(n - c, k) / C(n, k)``: the chance that k of the n samples, drawn without replacement, include a right one.
 
     Args:
         num_samples: n [...], at least 1 each.
-        num_correct: c of them were right [...].
-        k: Number of draws, at most n; a number or [...]. Nothing is found with 0.
+        num_correct: c, how many of them were right [...].
+        k: Number of draws, at most n; a number or [...]. 0 draws give 0.
 
     Returns:
-        Chances, of the shape that the three broadcast to.
+        Chances, in the broadcast shape of the three arguments.
 
     Example:
         >>> pass_at_k([4, 4, 4], [0, 1, 3], 2).round(6).tolist()  # C(3, 2) / C(4, 2) = 1 / 2
@@ -111,9 +111,9 @@ def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
 
 
 def simulated_pass_at_k(p: Array, k: Array | int) -> Floats:
-    """Compute ``1 - (1 - p)^k``, the chance that one of k samples is right where each is with chance p, in [0, 1].
+    """Compute ``1 - (1 - p)^k``, the chance that one of k samples is right if each is with chance p, in [0, 1].
 
-    It holds for a known p. Of an *estimate* of p it is too high for k > 1 (Jensen): see ``beta_pass_at_k``.
+    Exact for a known p. With an *estimate* of p it is biased for k > 1 (Jensen): see ``beta_pass_at_k``.
 
     Args:
         p: Chances [...].
@@ -149,7 +149,7 @@ def _votes(answers: Sequence[str | None]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class ErrorParts:
-    """The squared error of a prediction against single responses, taken apart: ``response = capability + spread``.
+    """Decomposition of a prediction's squared error against single responses: ``response = capability + spread``.
 
     Attributes:
         response: ``mean E(p - y)^2`` with y = 1 for a right response: what response calibration measures.
@@ -172,7 +172,7 @@ def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, 
         predicted: p, the predicted capability of each question [Q], in [0, 1].
         num_correct: Right samples of each question [Q].
         num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether the noise of the samples is subtracted.
+        debiased: Whether to subtract the sampling noise.
 
     Returns:
         Errors [Q].
@@ -191,13 +191,13 @@ def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, 
 def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
     """Compute the mean squared error of the predicted capability over the questions; lower is better.
 
-    See ``squared_errors``. Debiased it estimates ``E (p - c*)^2`` whatever n is, and may come out below 0 by chance.
+    See ``squared_errors``. If debiased, it estimates ``E (p - c*)^2`` for any n, and may be negative by chance.
 
     Args:
         predicted: p, the predicted capability of each question [Q], in [0, 1].
         num_correct: Right samples of each question [Q].
         num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether the noise of the samples is subtracted.
+        debiased: Whether to subtract the sampling noise.
 
     Returns:
         The mean; None without questions.
@@ -213,16 +213,16 @@ def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, d
 def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
     """Compute the share of the variance of capability that a prediction explains, at most 1; higher is better.
 
-    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so that a small error on questions that are all alike earns nothing.
+    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so a small error on equally hard questions earns nothing.
 
     Args:
         predicted: p, the predicted capability of each question [Q], in [0, 1].
         num_correct: Right samples of each question [Q].
         num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether the noise of the samples is taken out of both errors.
+        debiased: Whether to subtract the sampling noise from both errors.
 
     Returns:
-        The skill; None where the capabilities do not differ beyond their noise.
+        The skill; None if the capabilities do not differ beyond the noise.
 
     Example:
         >>> skill([0.25, 0.75], [0, 4], [4, 4]), skill([0.5, 0.5], [0, 4], [4, 4])
@@ -238,10 +238,10 @@ def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased:
 
 
 def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> ErrorParts | None:
-    """Take the squared error against single responses apart into error of capability and spread of the responses.
+    """Split the squared error against single responses into error of capability and spread of the responses.
 
-    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)`` for every p that does not look at the response. All three are
-    estimated without bias from the samples, and the equation holds to the last digit for the estimates too.
+    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)`` for every p that does not look at the response. All three
+    estimates are unbiased, and the equation holds exactly for them too.
 
     Args:
         predicted: p, the predicted capability of each question [Q], in [0, 1].
@@ -265,7 +265,7 @@ def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> Err
 
 
 def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: Array, k: int) -> Floats:
-    """Compute the squared error of the predicted pass@k of each question, without the noise of the samples.
+    """Compute the squared error of the predicted pass@k of each question, without sampling noise.
 
     ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
     ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
@@ -286,7 +286,7 @@ def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: 
 
 
 def random_brier(expected_accuracy: Array) -> float | None:
-    """Compute the squared error that a confidence drawn uniformly from [0, 1] has on average: what no skill costs.
+    """Compute the expected squared error of a confidence drawn uniformly from [0, 1]: the baseline without skill.
 
     ``mean(1/3 - c* + c*^2)``
 
@@ -325,12 +325,12 @@ def _noise(share: Floats, samples: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class TargetGap:
-    """How far the verdicts on one response a question are from the capabilities.
+    """Difference between the verdicts on one response per question and the capabilities.
 
     Attributes:
-        mae: Mean absolute difference; 0 where every question is answered always or never.
-        spearman: Rank correlation; None where one of them is constant.
-        kendall: Kendall's tau-b; None in the same cases.
+        mae: Mean absolute difference.
+        spearman: Rank correlation; None if either is constant.
+        kendall: Kendall's tau-b; None if either is constant.
     """
 
     mae: float

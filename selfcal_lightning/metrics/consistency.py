@@ -1,4 +1,4 @@
-"""How far the responses to one question agree: the targets of self-calibration."""
+"""Agreement among the responses to one question: the targets of self-calibration."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def soft_self_consistency(
     Args:
         answers: The N answers; None where a response could not be read.
         confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable.
-        drop_none: Unreadable responses leave both sums and get None. If False they form one class of their own, as in
+        drop_none: Leave unreadable responses out of both sums; they get None. If False, they form one class, as in
             the report of the reference's generator; a confidence of None then adds no mass.
 
     Returns:
-        N scores; None for unreadable responses that were dropped, and for all responses when the mass is zero.
+        N scores; None for unreadable responses that were dropped, and for all responses if the confidences sum to 0.
 
     Example:
         >>> soft_self_consistency(["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
@@ -47,7 +47,7 @@ def vote_share(answers: Sequence[str | None], *, drop_none: bool = True) -> list
 
     Args:
         answers: The N answers; None where a response could not be read.
-        drop_none: Unreadable responses leave both counts and get None. If False they form one class of their own.
+        drop_none: Leave unreadable responses out of both counts; they get None. If False, they form one class.
 
     Returns:
         N shares; None for unreadable responses that were dropped.
@@ -73,13 +73,13 @@ def leave_one_out(
 
     Args:
         answers: The N answers; None where a response could not be read.
-        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable. None
-            weighs all alike.
-        drop_none: Unreadable responses leave both sums and get None. If False they form one class of their own.
+        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable.
+            If omitted, all weigh the same.
+        drop_none: Leave unreadable responses out of both sums; they get None. If False, they form one class.
 
     Returns:
-        N scores; None for unreadable responses that were dropped, and where there is no other response, or none with
-        any mass.
+        N scores; None for unreadable responses that were dropped, and where there is no other response with a positive
+        confidence.
 
     Example:
         >>> leave_one_out(["7", "7", "7", "8", "9", None])
@@ -103,7 +103,7 @@ def leave_one_out(
 def consistency_bucket(target: float, num_buckets: int = 20) -> int:
     """Return the bucket of a target in [0, 1] among ``num_buckets`` equal ones; 1.0 belongs to the last.
 
-    A target a billionth below an edge is on it, so that .15, .3 and .35 are where they are expected in spite of floats.
+    A target a billionth below an edge counts as on it, so .15, .3 and .35 land in the expected bucket despite rounding.
 
     Args:
         target: Soft self-consistency or vote share.
@@ -122,7 +122,7 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
 def _weighed_classes(
     answers: Sequence[str | None], confidences: Sequence[float | None]
 ) -> tuple[list[object], list[float]]:
-    """Return the class of every response and its mass; without an answer or a confidence it is unreadable."""
+    """Return the class and mass of every response; one without an answer or a confidence is unreadable."""
     if len(answers) != len(confidences):
         lengths = len(answers), len(confidences)
         raise InputError(f"Expected `answers` and `confidences` to have the same length, but got {lengths}.")
@@ -149,14 +149,14 @@ def _class_shares(classes: Sequence[object], masses: Sequence[float], *, drop_no
     return [shares.get(label) for label in classes]
 
 
-# Keeps equal scores apart from a division by 0: all of them then weigh the same.
+# Avoids a division by 0 for equal scores, which then all weigh the same.
 _LEAST_SPREAD = 1e-9
 
 
 def standardised_weights(*scores: Array) -> Floats:
     """Compute ``exp(sum_j z_j)`` with ``z = (x - mean) / (std + 1e-9)`` over the responses to one question.
 
-    Higher scores weigh more; pass minus what should be low. The sum of the weights of equal answers is their vote.
+    Higher scores weigh more; negate a score where lower is better. Equal answers sum their weights in the vote.
     """
     if not scores:
         raise InputError("Expected at least one score of each response, but got none.")
@@ -166,7 +166,7 @@ def standardised_weights(*scores: Array) -> Floats:
 
 
 def masked_standardised_weights(scores: Floats) -> Floats:
-    """Compute :func:`standardised_weights` of many questions at once, to the same bit however many there are.
+    """Compute :func:`standardised_weights` of many questions at once, bit-identical for any number of questions.
 
     Example:
         >>> masked_standardised_weights(np.array([[1.0, 2.0], [3.0, np.nan]])).round(3).tolist()
@@ -174,7 +174,7 @@ def masked_standardised_weights(scores: Floats) -> Floats:
     """
     is_known = ~np.isnan(scores)
     values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
-    # Summed response by response: a mean in another order may differ in its last bit, and turn a tie.
+    # Summed response by response: another order may change the last bit and so break a tie.
     distance = np.where(is_known, values - _summed(values) / count, 0.0)
     spread = np.sqrt(_summed(distance**2) / count)
     return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)

@@ -1,4 +1,4 @@
-"""Accuracy against cost: what a curve reaches at a price, and what it pays for an accuracy."""
+"""Accuracy against cost: the accuracy within a budget, and the cost of reaching an accuracy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_labels,
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Share of wrong verdicts among the most confident ones.
+    """Error rate among the most confident answers, by coverage.
 
     Attributes:
         coverage: Share of the questions that are answered [K], rising to 1.
         risk: Share of wrong answers among them [K].
-        threshold: The confidence from which on they are answered [K], falling.
+        threshold: Lowest confidence that is answered [K], falling.
     """
 
     coverage: Floats
@@ -35,7 +35,7 @@ class Proportion:
         value: Successes divided by ``count``.
         low: Lower end.
         high: Upper end.
-        count: What was counted.
+        count: Number of trials.
     """
 
     value: float | None
@@ -47,13 +47,13 @@ class Proportion:
 def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
     """Return the least cost at which a curve reaches ``target``; None where it never does.
 
-    Between neighbours of the upper envelope the cost is interpolated: drawing for each question one of the two
-    settings at random does what the line between them says.
+    The cost is interpolated between neighbours on the upper envelope: picking one of the two settings at random for
+    each question reaches any point on the line between them.
 
     Args:
         cost: Cost of each setting [G].
-        value: What it reaches [G].
-        target: What is to be reached.
+        value: Value of each setting [G].
+        target: Value to reach.
 
     Example:
         >>> cost_to_reach(np.array([1.0, 3.0, 5.0]), np.array([0.5, 0.25, 0.75]), 0.625)
@@ -81,7 +81,7 @@ def costs_to_reach(cost: Floats, value: Floats, target: Floats) -> Floats:
     best = np.maximum.accumulate(value, axis=1)
     before = np.concatenate([np.full((len(value), 1), -np.inf), best[:, :-1]], axis=1)
     columns = np.arange(value.shape[1])
-    # Where the envelope stood last before each column.
+    # Column of the latest envelope point up to each column.
     record = np.maximum.accumulate(np.where(value > before, columns, 0), axis=1)
     rows = np.arange(len(value))
     return np.stack([_interpolated(cost, value, best, record, rows, wanted) for wanted in target])
@@ -101,13 +101,13 @@ def _interpolated(
 
 
 def setting_within(cost: Floats, budget: float) -> int | None:
-    """Return the index of the dearest setting that costs no more than ``budget`` on average, the first on ties.
+    """Return the index of the most expensive setting that costs no more than ``budget`` on average, the first on ties.
 
-    It looks at the cost alone, so that choosing by it on the questions that are reported does not flatter accuracy.
+    It uses only the cost, so choosing on the reported questions does not inflate accuracy.
 
     Args:
         cost: Mean cost of each setting [G].
-        budget: What may be spent; a rounding error above it is allowed.
+        budget: Largest mean cost; a rounding error above it is allowed.
 
     Example:
         >>> setting_within(np.array([1.0, 5.0, 3.0]), 4.0), setting_within(np.array([2.0]), 1.0)
@@ -120,12 +120,12 @@ def setting_within(cost: Floats, budget: float) -> int | None:
 def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | None:
     """Return the index of the best setting that costs no more than ``budget`` on average, the cheapest on ties.
 
-    Choose on other questions than those that are reported: the best of many is better than it will be again.
+    Choose on questions other than the reported ones: the best of many settings looks better than it is.
 
     Args:
         cost: Mean cost of each setting [G].
-        value: What it reaches [G].
-        budget: What may be spent; a rounding error above it is allowed.
+        value: Value of each setting [G].
+        budget: Largest mean cost; a rounding error above it is allowed.
 
     Example:
         >>> best_setting_within(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), 3.0)
@@ -140,12 +140,12 @@ def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | Non
 def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int | None:
     """Return the index of the cheapest setting whose value is at least ``target``, the better on ties.
 
-    Choose on other questions than those that are reported: what reaches a target by luck is among them.
+    Choose on questions other than the reported ones: some settings reach the target by luck.
 
     Args:
         cost: Mean cost of each setting [G].
-        value: What it reaches [G]; a rounding error below the target is allowed.
-        target: What is to be reached.
+        value: Value of each setting [G]; a rounding error below the target is allowed.
+        target: Value to reach.
 
     Example:
         >>> cheapest_setting_reaching(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.75]), 0.7)
@@ -186,9 +186,9 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
     ``(p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
 
     Args:
-        successes: Of ``total`` trials.
-        total: n.
-        level: Share of such intervals that hold the true probability, about.
+        successes: Number of successes in ``total`` trials.
+        total: n, the number of trials.
+        level: Approximate coverage of the interval.
 
     Example:
         >>> share = wilson_interval(9, 10)
@@ -210,11 +210,11 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
 
 
 def break_even(cost: float, saved: float | None) -> int | None:
-    """Return after how many questions a cost is earned back; None for never.
+    """Return the number of questions after which a cost pays off; None if never.
 
     Args:
-        cost: What was spent once, at least 0.
-        saved: What is saved a question in the same unit, or None where the comparison does not exist.
+        cost: One-off cost, at least 0.
+        saved: Saving per question in the same unit; None if unknown.
 
     Example:
         >>> break_even(1000.0, 3.0), break_even(1000.0, -1.0), break_even(0.0, 1.0)

@@ -1,7 +1,7 @@
-"""How well a score puts right responses above wrong ones. Any real score will do; higher is better.
+"""How well a score ranks right responses above wrong ones. Scores are any real numbers; higher is better.
 
-Every function takes sequences, NumPy arrays or tensors of shape [N], computes in float64 in O(N log N), treats equal
-scores alike whatever their order, and returns None where a value is not defined. An unreadable response is a wrong one.
+Every function takes sequences, NumPy arrays or tensors of shape [N], computes in float64 in O(N log N), does not
+depend on the order of equal scores, and returns None where undefined. Unreadable responses count as wrong.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WithinQuestion:
     """Discrimination among the responses to the same question.
 
     Attributes:
-        mean: Mean AUROC over the questions that have both right and wrong responses; None where there is none.
-        pooled: Share of concordant pairs among all pairs within those questions; None where there is none.
+        mean: Mean AUROC over the questions that have both right and wrong responses; None without any.
+        pooled: Share of concordant pairs among all pairs within those questions; None without any.
         num_questions: Number of such questions.
     """
 
@@ -39,7 +39,7 @@ class WithinQuestion:
 
 @dataclass(frozen=True)
 class RocCurve:
-    """Points of the receiver operating characteristic, from (0, 0) to (1, 1), one for every distinct score.
+    """Points of the ROC curve: (0, 0), then one per distinct score, up to (1, 1).
 
     Attributes:
         false_positive_rate: Share of wrong responses at or above the threshold [P].
@@ -60,7 +60,7 @@ def auroc(confidence: Array, correct: Array) -> float | None:
         correct: Labels [N].
 
     Returns:
-        The area under the ROC curve; None unless there are both right and wrong responses.
+        The area under the ROC curve; None without both right and wrong responses.
 
     Example:
         >>> auroc([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
@@ -75,9 +75,9 @@ def auroc(confidence: Array, correct: Array) -> float | None:
 
 
 def within_question_discrimination(confidence: Array, correct: Array, question_index: Array) -> WithinQuestion:
-    """Compute AUROC among the responses to each question: does the score know which response is right?
+    """Compute AUROC among the responses to each question: does the score tell which response is right?
 
-    AUROC over all responses also rewards a score that only knows how hard a question is; this one does not.
+    AUROC over all responses also rewards a score that only reflects how hard a question is; this does not.
 
     Args:
         confidence: Scores [N].
@@ -103,7 +103,7 @@ def within_question_discrimination(confidence: Array, correct: Array, question_i
 
 
 def roc_curve(confidence: Array, correct: Array) -> RocCurve | None:
-    """Compute the points of the ROC curve; None unless there are both right and wrong responses.
+    """Compute the points of the ROC curve; None without both right and wrong responses.
 
     Args:
         confidence: Scores [N].
@@ -136,7 +136,7 @@ def auprc(confidence: Array, correct: Array) -> float | None:
         correct: Labels [N].
 
     Returns:
-        The average precision; None where no response is right.
+        The average precision; None if no response is right.
 
     Example:
         >>> auprc([0.9, 0.8, 0.1], [True, False, False])
@@ -153,8 +153,8 @@ def auprc(confidence: Array, correct: Array) -> float | None:
 def aurc(confidence: Array, correct: Array) -> float | None:
     """Compute the area under the risk-coverage curve, in [0, 1]; lower is better.
 
-    ``AURC = 1/N sum_k r_k`` with ``r_k`` the share of wrong responses among the k with the highest scores. Within
-    equal scores the order is random, and ``r_k`` its expectation.
+    ``AURC = 1/N sum_k r_k`` with ``r_k`` the share of wrong responses among the k with the highest scores. For
+    equal scores, ``r_k`` is the expectation over a random order.
 
     Args:
         confidence: Scores [N].
@@ -189,7 +189,7 @@ def average_rank(values: Array) -> Floats:
 
 
 def pearson(first: Array, second: Array) -> float | None:
-    """Compute the linear correlation of two columns [N], in [-1, 1]; None where one of them is constant.
+    """Compute the linear correlation of two columns [N], in [-1, 1]; None if either is constant.
 
     Example:
         >>> pearson([0.0, 1.0, 2.0], [3.0, 2.0, 1.0])
@@ -197,7 +197,7 @@ def pearson(first: Array, second: Array) -> float | None:
     """
     x, y = as_scores(first, "first"), as_scores(second, "second")
     check_same_length(first=x, second=y)
-    # A constant may be off its mean by rounding, which is no variation.
+    # Rounding can move a constant off its mean; that is not variation.
     if not len(x) or np.ptp(x) == 0.0 or np.ptp(y) == 0.0:
         return None
     x, y = x - x.mean(), y - y.mean()
@@ -206,7 +206,7 @@ def pearson(first: Array, second: Array) -> float | None:
 
 
 def spearman(first: Array, second: Array) -> float | None:
-    """Compute the rank correlation of two columns [N], in [-1, 1]; None where one of them is constant.
+    """Compute the rank correlation of two columns [N], in [-1, 1]; None if either is constant.
 
     Example:
         >>> spearman([0.1, 0.5, 0.9], [1.0, 2.0, 30.0])
@@ -218,7 +218,7 @@ def spearman(first: Array, second: Array) -> float | None:
 
 
 def kendall(first: Array, second: Array) -> float | None:
-    """Compute Kendall's tau-b of two columns [N], in [-1, 1]; None where one of them is constant.
+    """Compute Kendall's tau-b of two columns [N], in [-1, 1]; None if either is constant.
 
     ``(concordant - discordant) / sqrt((P - ties of first) (P - ties of second))`` over the P pairs of rows.
 

@@ -1,6 +1,6 @@
-"""The style of all figures, and how a reliability diagram is drawn: by metrics, and by reports on top of them.
+"""Style of all figures, and the reliability diagram and ROC curve that metrics and reports draw.
 
-Colours: blue is the model before, orange after; green are right, red wrong responses. Both pairs differ in lightness.
+Colours: blue is before, orange after; green is right, red wrong. Both pairs also differ in lightness.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEW = 0.01
 
 
 def axes_to_draw_on(axes: Axes | None, *, size: tuple[float, float] = (4.2, 4.2)) -> tuple[Figure, Axes]:
-    """Return axes with their figure: those given, or new ones of ``size`` inches, without pyplot."""
+    """Return the given axes and their figure, or new ones of ``size`` inches made without pyplot."""
     if axes is None:
         figure = Figure(figsize=size, layout="constrained")
         return figure, figure.subplots()
@@ -34,7 +34,7 @@ def axes_to_draw_on(axes: Axes | None, *, size: tuple[float, float] = (4.2, 4.2)
 
 
 def draw_values(axes: Axes, values: Mapping[str, float]) -> None:
-    """Draw numbers as bars with their names, from above; what is not defined has no bar."""
+    """Draw named numbers as horizontal bars, top to bottom; undefined ones have no bar."""
     names = list(values)
     places = np.arange(len(names))
     axes.barh(places, [values[name] for name in names], color=BEFORE, height=0.7)
@@ -83,7 +83,7 @@ def draw_reliability_of(axes: Axes, bins: ReliabilityBins, *, outcome: str = "ac
 
 
 def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
-    """Draw a ROC curve with its area in the title; without both classes there is none."""
+    """Draw a ROC curve with its area in the title; no curve without both classes."""
     curve = roc_curve(confidence, correct)
     if curve is not None:
         axes.plot(curve.false_positive_rate, curve.true_positive_rate, color=AFTER, linewidth=1.8)
@@ -107,12 +107,12 @@ def draw_histogram(axes: Axes, bins: ReliabilityBins, *, colour: str) -> None:
 
 
 def histogram_limit(*all_bins: ReliabilityBins) -> float:
-    """Return the upper end of an axis that holds every share."""
+    """Return an upper axis limit above every share."""
     return max(0.1, *(1.1 * float(shares(bins.count).max()) for bins in all_bins))
 
 
 def frame(axes: Axes) -> None:
-    """Leave axes their left and lower spine, with a quiet grid behind."""
+    """Keep only the left and bottom spines, with a light grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
@@ -125,15 +125,15 @@ def shares(count: NDArray[np.int64]) -> Floats:
 
 
 def centres(bins: ReliabilityBins) -> Floats:
-    """Return where the bars of bins stand."""
+    """Return the centres of the bins."""
     return (bins.lower + bins.upper) / 2.0
 
 
 def widths(bins: ReliabilityBins) -> Floats:
-    """Return how wide they are."""
+    """Return the widths of the bars."""
     return 0.94 * (bins.upper - bins.lower)
 
 
 def number(value: float | None) -> str:
-    """Return a number with three places, and a dash for what is not defined."""
+    """Format a number with three decimals, or a dash if undefined."""
     return "–" if value is None else f"{value:.3f}"

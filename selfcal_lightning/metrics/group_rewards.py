@@ -1,7 +1,7 @@
-"""Rewards of the responses to one question that need no label: pure functions of the group's answers and confidences.
+"""Label-free rewards: pure functions of the answers and confidences of the responses to one question.
 
-Each gives one reward per response, higher is better. An unreadable response is a wrong one, so that its reward is 0;
-where nothing in the group can be read, nobody can judge and all rewards are None. An empty answer is unreadable too.
+Each gives one reward per response, higher is better. Unreadable responses count as wrong and get 0;
+if the whole group is unreadable, all rewards are None. An empty answer is unreadable too.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Literal
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.consistency import soft_self_consistency, vote_share
 
-# What a policy gradient learns from, by name; "none" where there is no policy gradient.
+# The reward of the policy gradient; "none" for no policy gradient.
 GroupReward = Literal[
     "none", "majority", "vote_share", "ssc", "self_certainty", "entropy", "equations", "fused", "reference"
 ]
-# Which pool of responses says how sure a response may be: that of its own round, that of round 0, or their mean.
+# Which pool sets a response's target confidence: its own round's, round 0's, or the mean of both.
 PoolTarget = Literal["round", "anchor", "mix"]
 
 
 @dataclass(frozen=True)
 class RewardQuality:
-    """What labels say of label-free rewards, for reports: never for training.
+    """Label-free rewards compared with labels. For reports only, never for training.
 
     Attributes:
-        reward_accuracy: Share of responses whose reward is above one half exactly where they are right.
-        mean_gap: Mean reward minus the share of right responses: above 0 where rewards are too kind.
+        reward_accuracy: Share of responses where "reward above one half" matches being right.
+        mean_gap: Mean reward minus the share of right responses: above 0 if rewards are too generous.
         count: Responses with a reward and a label.
     """
 
@@ -88,7 +88,7 @@ def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None
 
     Args:
         answers: The N answers; None where a response could not be read.
-        confidences: The N confidences, at least 0. A readable response without one has no reward: it was not verified.
+        confidences: The N confidences, at least 0. A readable response without one gets None.
 
     Example:
         >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
@@ -101,17 +101,17 @@ def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None
 def anchored_soft_share(
     answers: Sequence[str | None], anchor: Sequence[str | None], confidences: Sequence[float | None]
 ) -> list[float | None]:
-    """Return the share of an earlier pool's confidence that lies on the same answer; 0 for an answer not seen there.
+    """Return the share of an earlier pool's confidence on the same answer; 0 for an answer not seen there.
 
     ``sum_j c_j [a_j = a] / sum_j c_j`` over the readable responses j of the earlier pool: soft self-consistency there.
 
     Args:
-        answers: The N answers; None where a response could not be read, which has no share.
-        anchor: The M answers of the earlier pool; unreadable ones leave it.
-        confidences: Their M confidences, at least 0; without one a response leaves the pool.
+        answers: The N answers; None where a response could not be read.
+        anchor: The M answers of the earlier pool; unreadable ones are left out.
+        confidences: Their M confidences, at least 0; responses without one are left out.
 
     Returns:
-        Shares in [0, 1]; None for unreadable responses, and for all where the pool has no confidence.
+        Shares in [0, 1]; None for unreadable responses, and for all if the pool's confidences sum to 0.
 
     Example:
         >>> anchored_soft_share(["7", "9", None], ["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
@@ -130,11 +130,11 @@ def anchored_soft_share(
 def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:
     """Compare rewards with labels.
 
-    Rewards may be mostly right although the majority is wrong: scattered wrong answers get 0 either way.
+    Rewards can be mostly right even if the majority is wrong, since scattered wrong answers get 0 either way.
 
     Args:
-        rewards: Reward of each response, in [0, 1]; None where it has none.
-        correct: Their labels; None where nobody knows.
+        rewards: Reward of each response, in [0, 1], or None.
+        correct: Their labels; None if unknown.
 
     Example:
         >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
@@ -149,7 +149,7 @@ def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | Non
 
 
 def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None]) -> list[float | None]:
-    """Return the shares, with 0 for unreadable responses of a group in which some are verified."""
+    """Replace the shares of unreadable responses by 0, unless no response in the group has a share."""
     if all(value is None for value in shares):
         return [None] * len(shares)
     return [0.0 if answer is None else value for value, answer in zip(shares, answers, strict=True)]
@@ -165,18 +165,18 @@ def group_advantages(
     leave_one_out: bool = False,
     minimum_spread: float = 1e-6,
 ) -> list[list[float | None]]:
-    """Compute how much better each response is than its group, in units of a spread of rewards where one is wanted.
+    """Compute how much better each response is than its group, optionally in units of a reward spread.
 
-    ``A = (r - mean) / std``. The mean is that of the group, or of its others; a reward of None leaves its group. A
-    group whose spread is at most ``minimum_spread`` tells nothing: its advantages are 0, as is that of a lone reward.
+    ``A = (r - mean) / std``. The mean is over the group, or over its other members; None rewards are left out. In a
+    group whose spread is at most ``minimum_spread``, or with a single reward, all advantages are 0.
 
     Args:
-        rewards: Rewards by group, one group per question.
+        rewards: Rewards of the responses of each group, one group per question.
         scale: "group" divides by the standard deviation of the group (with n - 1, as GRPO's trainers do), "batch" by
             that of all rewards, "none" by nothing, which does not favour questions of small spread.
-        leave_one_out: Whether a response's own reward leaves the mean that it is compared with, which makes the
-            baseline independent of it: ``n / (n - 1)`` times as large a difference.
-        minimum_spread: Standard deviation that still counts as none, at least 0.
+        leave_one_out: Whether to compare a response with the mean of the others, which makes the baseline independent
+            of its own reward and the difference ``n / (n - 1)`` times as large.
+        minimum_spread: Largest standard deviation that counts as no spread, at least 0.
 
     Returns:
         Advantages in the shape of the rewards; None where the reward is None.
@@ -213,7 +213,7 @@ def group_advantages(
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the standard deviation with n - 1; 0 of fewer than two values."""
+    """Return the standard deviation with n - 1; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = math.fsum(values) / len(values)

@@ -1,9 +1,9 @@
-"""Thresholds with a guarantee: Learn then Test for the error rate among the questions that are answered.
+"""Thresholds with a guarantee: Learn then Test for the error rate among answered questions.
 
 A question is answered when the confidence of its verdict is at least a threshold, and the *selective risk* of a
 threshold is ``R = E[loss | answered]``. For each threshold of a grid, ``H: R > risk`` is tested on calibration
 questions; thresholds whose H is rejected are certified: with probability at least ``1 - delta`` over the calibration
-questions, none of them has a risk above ``risk``.
+questions, no certified threshold has a risk above ``risk``.
 
 Why the tests are valid although the number of answered questions is random: questions are drawn independently, and
 whether one is answered at a *fixed* threshold depends on that question alone. Given which ones are answered, their
@@ -57,7 +57,7 @@ def hoeffding_bentkus_p_value(mean_loss: Array, num_answered: Array, *, risk: fl
     and ``h(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))``.
 
     Args:
-        mean_loss: m [...], in [0, 1]; what it is without losses does not matter.
+        mean_loss: m [...], in [0, 1]; ignored where there are no losses.
         num_answered: n [...]; 0 gives 1.
         risk: The mean tested, in (0, 1).
 
@@ -75,23 +75,23 @@ def hoeffding_bentkus_p_value(mean_loss: Array, num_answered: Array, *, risk: fl
     mean = np.where(n > 0, np.asarray(mean_loss, dtype=np.float64), 1.0)
     low = np.minimum(mean, risk)
     hoeffding = np.exp(-n * (rel_entr(low, risk) + rel_entr(1.0 - low, 1.0 - risk)))
-    # A mean such as 3 / 10 comes back as 3.0000000000000004 when multiplied by ten: that is 3 and not 4.
+    # 3 / 10 times ten can give 3.0000000000000004, which must round up to 3 and not 4.
     bentkus = math.e * bdtr(np.minimum(np.ceil(n * mean - 1e-9), n), np.maximum(n, 1), risk)
     return np.asarray(np.where(n > 0, np.minimum(np.minimum(hoeffding, bentkus), 1.0), 1.0))
 
 
 def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: int = 1) -> NDArray[np.bool_]:
-    """Return which hypotheses are rejected [G], with a chance of at most ``delta`` to reject any true one.
+    """Return which hypotheses are rejected [G]; the chance of rejecting any true one is at most ``delta``.
 
-    "bonferroni" tests each at ``delta / G``. "fixed_sequence" goes through them in their order, each at the full
-    ``delta``, and stops at the first that is not rejected; with several starts, spread evenly, each start goes on its
-    own way at ``delta / num_starts``.
+    "bonferroni" tests each at ``delta / G``. "fixed_sequence" tests them in order, each at the full ``delta``,
+    and stops at the first that is not rejected; with several evenly spread starts, each runs its own sequence at
+    ``delta / num_starts``.
 
     Args:
-        p_values: G p-values in the order of testing, which must not depend on the data that they come from.
-        delta: Chance, in (0, 1).
-        procedure: How to pay for testing many.
-        num_starts: Starts of the fixed sequence.
+        p_values: G p-values in the order of testing, which must not depend on the data tested.
+        delta: Chance of any false rejection, in (0, 1).
+        procedure: Correction for multiple tests.
+        num_starts: Number of starts of the fixed sequence.
 
     Example:
         >>> reject([0.01, 0.04, 0.2, 0.01], delta=0.05, procedure="fixed_sequence").tolist()
@@ -118,7 +118,7 @@ def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: i
 
 
 def start_positions(num_thresholds: int, num_starts: int) -> NDArray[np.int64]:
-    """Return where the chains of a fixed sequence begin, spread evenly."""
+    """Return evenly spread start positions of a fixed sequence."""
     starts = min(num_starts, num_thresholds)
     return np.arange(starts) * num_thresholds // max(starts, 1)
 
@@ -148,17 +148,17 @@ MOST_QUESTIONS = 10_000_000
 def guided_grid(
     confidence: Array, loss: Array, *, num_questions: int, risk: float, num_thresholds: int = 100
 ) -> Floats:
-    """Choose thresholds and their order from *other* questions than those of the test, so that it loses no level.
+    """Choose thresholds and their order from questions *other* than those of the test, which keeps the test valid.
 
-    The candidates are quantiles of the confidences there. The first is the one that ``num_questions`` calibration
-    questions would most clearly certify if they were like these; after it come the lower ones in falling order.
+    The candidates are quantiles of those confidences. The first is the one that ``num_questions`` calibration
+    questions would most clearly certify if they were like these; the lower ones follow in falling order.
 
     Args:
         confidence: Confidence of the verdicts on the other questions [M]; -inf where there is nothing to answer.
         loss: Their losses in [0, 1] [M].
-        num_questions: Calibration questions of the test to come.
+        num_questions: Number of calibration questions in the later test.
         risk: Bound on the selective risk.
-        num_thresholds: Thresholds at most.
+        num_thresholds: Largest number of thresholds.
 
     Returns:
         Thresholds in the order of testing.
@@ -187,10 +187,10 @@ def guided_grid(
 
 
 def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float, delta: float) -> int | None:
-    """Estimate the calibration questions that would certify some threshold, were new ones like those seen.
+    """Estimate how many calibration questions would certify some threshold if new ones are like those seen.
 
-    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so that three right answers do not
-    promise the moon.
+    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so three right answers do not
+    look like certainty.
 
     Args:
         confidence: See ``risk_control.certify_threshold`` [N].
@@ -200,7 +200,7 @@ def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float
         delta: Level of a single test.
 
     Returns:
-        A number of questions in all; None where no threshold promises a risk below ``risk``.
+        The total number of questions; None if no threshold looks likely to have a risk below ``risk``.
     """
     from scipy.special import rel_entr
 
@@ -210,7 +210,7 @@ def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float
     if not promising.any():
         return None
     rates, answered = _guarded_rate(total, answered)[promising], answered[promising]
-    # Chernoff's bound says which threshold is the cheapest to certify; the exact test then says how much it takes.
+    # Chernoff's bound picks the threshold that is cheapest to certify; the exact test then counts the questions.
     divergence = rel_entr(rates, risk) + rel_entr(1.0 - rates, 1.0 - risk)
     best = int(np.argmax(divergence * answered))
     count = _answers_needed(float(rates[best]), risk, delta)
@@ -218,12 +218,12 @@ def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float
 
 
 def _answers_needed(rate: float, risk: float, delta: float) -> int | None:
-    """Return about how many answered questions reject at ``delta`` when a share ``rate`` of them is wrong."""
+    """Return about how many answered questions it takes to reject at ``delta`` if a share ``rate`` of them is wrong."""
     from scipy.special import betainc
 
     def rejects(count: int) -> bool:
-        # The binomial tail as an incomplete beta function goes on between whole numbers of wrong answers; so it falls
-        # with the count, where the exact one jumps at every further wrong answer.
+        # The incomplete beta function extends the binomial tail to fractional numbers of wrong answers, so it falls
+        # smoothly with the count, while the exact tail jumps at every further wrong answer.
         return float(betainc(count * (1.0 - rate), count * rate + 1.0, 1.0 - risk)) <= delta
 
     high = 1
@@ -248,17 +248,17 @@ Shortfall = Literal["questions", "start", "ranking"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """What Learn then Test found.
+    """Result of Learn then Test.
 
     Attributes:
-        threshold: The lowest certified threshold, the one that answers most; None where none is certified: abstain.
-        risk: Stated bound on the selective risk.
-        delta: Stated chance that the bound does not hold.
-        num_questions: Calibration questions.
-        num_answered: Those at or above the threshold; 0 without one.
+        threshold: The lowest certified threshold, the one that answers most; None if none is certified: abstain.
+        risk: Requested bound on the selective risk.
+        delta: Requested chance that the bound fails.
+        num_questions: Number of calibration questions.
+        num_answered: Number of them at or above the threshold; 0 without a threshold.
         loss: Sum of their losses: the number of wrong answers.
-        p_value: P-value of the threshold; 1 without one.
-        num_certified: Certified thresholds of the grid.
+        p_value: p-value of the threshold; 1 without a threshold.
+        num_certified: Number of certified thresholds of the grid.
         message: The outcome in a sentence; without a threshold, about how many more questions it would take.
         shortfall: Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first
             do not look good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
@@ -292,10 +292,10 @@ def certify_threshold(
     Args:
         confidence: Confidence of the verdict on each calibration question [N]; -inf where there is nothing to answer.
         loss: 1 wrong, 0 right [N]; any loss in [0, 1] with ``test="hoeffding_bentkus"``.
-        grid: Thresholds in the order of testing [G]: not a function of ``confidence`` and ``loss``. Of a fixed
-            sequence the first should be the most promising one: high, but not so high that few questions are answered.
+        grid: Thresholds in the order of testing [G]: not a function of ``confidence`` and ``loss``. For a fixed
+            sequence, put the most promising one first: high, but not so high that few questions are answered.
         risk: Bound on the selective risk, in (0, 1).
-        delta: Chance that the bound does not hold, in (0, 1).
+        delta: Chance that the bound fails, in (0, 1).
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
         procedure: See ``risk_tests.reject``.
         num_starts: See ``risk_tests.reject``.

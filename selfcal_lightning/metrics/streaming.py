@@ -1,4 +1,4 @@
-"""States that torchmetrics handles badly: rows that survive an empty process, and float64 that survives bfloat16."""
+"""Streaming metrics whose states survive a process without data and a cast to bfloat16."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_
 
 
 class ExactMetric(Metric):
-    """Base of the metrics here.
+    """Base class of these metrics.
 
     - States keep their dtype: ``module.to(torch.bfloat16)``, which is what ``precision="bf16-true"`` does, would round
       the sums of a plain ``Metric``.
-    - ``add_rows`` declares a state of gathered rows [n, width]. A process that saw no response joins the gathering with
-      no rows of the right dtype; a plain list state sends a one-dimensional float32 placeholder, which crashes.
+    - ``add_rows`` declares a state of gathered rows [n, width]. A process without responses sends an empty
+      tensor of the right dtype; a plain list state would send a one-dimensional float32 placeholder, which crashes.
     """
 
     is_differentiable = False
@@ -43,24 +43,24 @@ class ExactMetric(Metric):
         self._row_states[name] = (width, dtype)
 
     def rows(self, name: str) -> Tensor:
-        """Return the rows of the state ``name`` [n, width]: of all processes when synced, else of this one."""
+        """Return the rows of the state ``name`` [n, width]: from all processes if synced, else from this one."""
         self._fill(name)
         return dim_zero_cat(getattr(self, name))
 
     def synced(self) -> AbstractContextManager[None]:
-        """Return a context in which the states are those of all processes. Every process has to enter it."""
+        """Return a context in which states are joined over all processes. Every process must enter it."""
         return self.sync_context(
             dist_sync_fn=self.dist_sync_fn, should_sync=not self._is_synced, should_unsync=not self._is_synced
         )
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Join the states of all processes, after giving every row state at least a tensor without rows."""
+        """Join the states of all processes, after filling row states that have none with an empty tensor."""
         for name in self._row_states:
             self._fill(name)
         super().sync(*args, **kwargs)
 
     def plot(self, val: Any = None, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw the metric over all processes; every process has to call it. No pyplot is used, and nothing is shown."""
+        """Draw the metric over all processes; every process must call it. Does not use pyplot or show the figure."""
         if val is None:
             return self._diagram(ax)
         if isinstance(val, Mapping):
@@ -73,7 +73,7 @@ class ExactMetric(Metric):
         return figure, axes
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw what is known now: the numbers, where a class has no diagram of its own."""
+        """Draw the current values; classes with their own diagram override this."""
         value = self.compute()
         return self.plot(value if isinstance(value, Mapping) else {type(self).__name__: value}, ax)
 
@@ -112,8 +112,8 @@ def check_probabilities(values: Tensor, name: str) -> None:
 class BinnedCalibrationError(ExactMetric):
     """Expected or maximum calibration error over bins of equal width, the last one closed at 1.0.
 
-    torchmetrics' own gives 1.0 a bin of its own. Three float64 sums per bin are all that is kept and exchanged, so the
-    value over several processes is that of one process, also when a process saw nothing.
+    torchmetrics puts 1.0 in a separate bin. Only three float64 sums per bin are kept and exchanged, so several
+    processes give the value of one, even if some saw no data.
 
     As input to ``update``:
         confidence: Confidences [B] in [0, 1], of any floating dtype.
@@ -124,7 +124,7 @@ class BinnedCalibrationError(ExactMetric):
     Args:
         num_bins: Number of bins.
         norm: "l1" for the expected error, "max" for the maximum.
-        kwargs: Of ``torchmetrics.Metric``.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = BinnedCalibrationError()
@@ -179,7 +179,7 @@ class BinnedCalibrationError(ExactMetric):
         return figure, axes
 
     def bins(self) -> ReliabilityBins:
-        """Return what a reliability diagram shows, over all processes; every process has to call it."""
+        """Return the reliability bins over all processes; every process must call it."""
         with self.synced():
             return self._local_bins()
 
@@ -189,16 +189,16 @@ class BinnedCalibrationError(ExactMetric):
 
 
 class ConfidenceAUROC(ExactMetric):
-    """Chance that a right response has more confidence than a wrong one; a tie counts one half.
+    """Chance that a right response gets a higher confidence than a wrong one; a tie counts one half.
 
     As input to ``update``:
         confidence: Scores [B]; any real numbers.
         correct: Labels [B], 0 or 1.
 
-    As output of ``compute``: the area in [0, 1] as a float64 scalar; NaN unless there are right and wrong responses.
+    As output of ``compute``: the area in [0, 1] as a float64 scalar; NaN without both right and wrong responses.
 
     Args:
-        kwargs: Of ``torchmetrics.Metric``.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = ConfidenceAUROC()
@@ -219,7 +219,7 @@ class ConfidenceAUROC(ExactMetric):
         self.add_rows("responses", width=2, dtype=torch.float64)
 
     def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Keep the responses."""
+        """Store the responses."""
         check_vectors(confidence=confidence, correct=correct)
         self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
 
@@ -245,11 +245,11 @@ class WithinQuestionAUROC(ExactMetric):
         correct: Labels [B], 0 or 1.
         question_index: The question of each response [B], the same number in every process.
 
-    As output of ``compute``: a float64 scalar in [0, 1]; NaN where no question has right and wrong responses.
+    As output of ``compute``: a float64 scalar in [0, 1]; NaN if no question has both.
 
     Args:
         average: "question" for the mean over questions, "pair" for the share of concordant pairs of all questions.
-        kwargs: Of ``torchmetrics.Metric``.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = WithinQuestionAUROC()
@@ -272,7 +272,7 @@ class WithinQuestionAUROC(ExactMetric):
         self.add_rows("questions", width=1, dtype=torch.int64)
 
     def update(self, confidence: Tensor, correct: Tensor, question_index: Tensor) -> None:
-        """Keep the responses and their questions."""
+        """Store the responses and their questions."""
         check_vectors(confidence=confidence, correct=correct, question_index=question_index)
         self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
         self.questions.append(question_index.long()[:, None])

@@ -76,7 +76,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
 
 
 def add_lora(model: PeftModel, settings: LoraSettings, name: str, *, seed: int = 0) -> None:
-    """Put a further trainable adapter beside the one that ``attach_lora`` put there; the first one stays active.
+    """Add an auxiliary trainable adapter to the model of ``attach_lora``; the first one stays active.
 
     It starts as it would alone: from the same random stream. Its name must not be that of a layer.
     """

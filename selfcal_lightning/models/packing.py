@@ -225,7 +225,7 @@ def segment_attention(
         raise PackingError(
             f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}{WAY_OUT}"
         )
-    # Under autocast, rotated queries and keys may be float32 beside values in half precision. Fused kernels refuse it.
+    # Under autocast, rotated queries and keys may be float32 but values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
     output = prefix_trees.attend(query, key, value, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None

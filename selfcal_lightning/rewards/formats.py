@@ -201,7 +201,7 @@ def reward_format(name: str) -> RewardFormat:
 def quantiles_of(format: RewardFormat) -> RewardFormat:
     """Return the format of a model of ``format`` that was trained on: written and read alike, with quantiles.
 
-    Its score starts as what it was: outputs that mean right stay rows of the mean, held against the one that does not.
+    Its score starts as what it was: outputs that mean right stay rows of the mean, minus the one that means wrong.
     """
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
         raise InputError(

@@ -44,8 +44,8 @@ def read_head(
 def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = FIRST_GAP) -> nn.Module:
     """Return the head of a public model with added quantiles; its score is unchanged.
 
-    Its last layer gets one row for each output that means right, minus the row of the one that means wrong, and two gaps
-    that start equal everywhere; see ``rewards.quantiles.folded_outputs`` and ``functional.quantile_head_from``.
+    Its last layer gets one row per output that means right, minus the row of the one that means wrong, and two gaps, at
+    first equal everywhere; see ``rewards.quantiles.folded_outputs`` and ``functional.quantile_head_from``.
     """
     *before, last = cast("list[nn.Linear]", list(head) if isinstance(head, nn.Sequential) else [head])
     with torch.no_grad():

@@ -66,7 +66,7 @@ class Service:
         fields: Fields of the default strategy.
         task: How answers are read where a client does not say; None is free chat.
         seed: Seed where a client gives none.
-        load: Reads the fitted files anew, also on SIGHUP.
+        load: Reloads the fitted files, also on SIGHUP.
         fitted: A fitted threshold, which holds for requests that leave the strategy to the server.
         key: What clients must send; None lets everybody on this machine in.
         check_sampling: Raises where the engine cannot draw so.

@@ -163,7 +163,7 @@ class Desk:
 
     Attributes:
         engine: The engine, only for the thread (``do``); None where a server shows nothing but text.
-        source: Where samples come from, likewise.
+        source: Where samples come from, in the same way.
         died: What ended the engine; None while it works.
     """
 

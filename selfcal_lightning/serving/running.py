@@ -17,10 +17,10 @@ from selfcal_lightning.serving.app import Service
 
 
 def serve(service: Service, *, host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the fitted confidences anew.
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reloads the fitted confidences.
 
     Raises:
-        RunError: The engine stopped by itself; whoever watches the process may start it again.
+        RunError: The engine stopped; a supervisor may start the process again.
     """
     limits = service.limits
 

@@ -51,7 +51,7 @@ class SSCBatch(FrozenBatch):
         attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
         query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
         label_position: Position of the logits that predict each token of the responses with a positive generation
-            weight, int64, [N]. Includes the end-of-turn token where the model stopped by itself. A response's first
+            weight, int64, [N]. Includes the end-of-turn token where the model stopped. A response's first
             token is predicted from the last prompt token.
         label_id: Those tokens, int64, [N].
         label_row: The row of each, int64, [N].

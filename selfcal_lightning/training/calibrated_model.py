@@ -466,7 +466,7 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
             f"but got {list(module.chat.query.suffix_ids)}."
         )
     written = read_adapter_state(folder)
-    # Adapters beside the first one are exported for themselves, and score nothing here.
+    # Auxiliary adapters are exported separately and score nothing here.
     trained = {
         name: value
         for name, value in module.named_parameters()

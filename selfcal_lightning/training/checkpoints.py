@@ -191,7 +191,7 @@ def check_training_state(checkpoint: dict[str, Any]) -> None:
     if missing:
         raise InputError(
             f"Expected `ckpt_path` to hold the state of training, but got a checkpoint without {missing[0]!r}: it was "
-            "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start anew."
+            "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start over."
         )
 
 
@@ -206,7 +206,7 @@ def _way(path: Path) -> str:
     """Name the newest other complete checkpoint in the folder, judged by its last bytes."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
     if not others:
-        return " There is no other checkpoint in its folder: train anew, without `ckpt_path`."
+        return " There is no other checkpoint in its folder: train again, without `ckpt_path`."
     newest = max(others, key=lambda other: other.stat().st_mtime_ns)
     return f" Another one in its folder is {newest}: give its name instead."
 

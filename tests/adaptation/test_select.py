@@ -183,7 +183,7 @@ def test_a_moved_store_is_found_by_its_name_and_another_one_is_refused(store: Pa
     with pytest.raises(ValueError, match=r"to be the store that .* was made of, but got another one"):
         next(examples(selection, store_dir=other.path))
     fewer = sums_store(tmp_path / "fewer", num_questions=2)
-    with pytest.raises(ValueError, match=r"sampled anew\. Run `selfcal select` again"):
+    with pytest.raises(ValueError, match=r"sampled again\. Run `selfcal select` again"):
         list(examples(selection, store_dir=fewer.path))
 
 

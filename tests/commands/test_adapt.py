@@ -134,7 +134,7 @@ def test_a_selection_of_another_store_is_refused_by_the_check(tmp_path: Path) ->
     store = sums_store(tmp_path / "store")
     chosen = str(select(store.path, tmp_path / "chosen", threshold=0.5).path)
     other = sums_store(tmp_path / "other", num_questions=3)
-    with pytest.raises(InputError, match=r"sampled anew|but got another one"):
+    with pytest.raises(InputError, match=r"sampled again|but got another one"):
         adapt(tmp_path / "adapt", reward="none", selection=chosen, store_dir=str(other.path), check=True)
 
 

@@ -272,7 +272,7 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     shown = capsys.readouterr().err
     last = shown.splitlines()[-1]
     assert last.startswith("selfcal fit: stopped by Ctrl-C. Complete samples are kept")
-    assert "training begins anew, since no ModelCheckpoint" in last
+    assert "training starts over, since no ModelCheckpoint" in last
     assert "Traceback" not in shown
     assert not list(tmp_path.rglob("version_*"))
 

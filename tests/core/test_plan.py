@@ -84,7 +84,7 @@ def test_fit_shows_its_plan_and_does_nothing(
     assert "responses 10 to sample, 0 are in runs/demo/samples already" in plan  # (3 + 2) questions, 2 each
     assert "at most 1,200 (`max_new_tokens` is 120)" in plan  # 10 responses
     assert "training 219 optimiser steps of 32 rows in 1 epoch" in plan  # 7,000 / 32 = 218.75
-    assert "training begins anew, since no ModelCheckpoint" in plan
+    assert "training starts over, since no ModelCheckpoint" in plan
     assert "runs/demo/adapter (adapter)" in plan
     assert engines == []
     assert list(tmp_path.iterdir()) == []

@@ -188,7 +188,7 @@ def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) 
     assert (both.generation_total.item(), both.calibration_total.item()) == (5.0, 36.0)
 
     other = Pool(pool.model, tmp_path).write("other", answers_of("7", "7", "8", "9"), sampling=AT_ONE)
-    with pytest.raises(InputError, match="sampled anew"):
+    with pytest.raises(InputError, match="sampled again"):
         batches(data_of(pool, other, **learnt))
     with pytest.raises(InputError, match="selection"):
         batches(data_of(pool, plain, reward="none", selection=str(tmp_path / "nothing")))

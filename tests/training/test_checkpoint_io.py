@@ -130,7 +130,7 @@ def test_a_foreign_file_is_refused_with_a_way_out(path: Path, content: bytes, fo
     assert f"got {foreign}, " in str(refused.value)
     assert f"Another one in its folder is {path}: give its name instead" in str(refused.value)
     path.unlink()
-    with pytest.raises(ValueError, match="no other checkpoint in its folder: train anew"):
+    with pytest.raises(ValueError, match="no other checkpoint in its folder: train again"):
         AtomicCheckpointIO().load_checkpoint(foreign)
 
 

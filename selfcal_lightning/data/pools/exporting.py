@@ -32,7 +32,7 @@ class ExportReport:
     dropped: int = 0
 
     def __str__(self) -> str:
-        left_out = f"; {self.dropped:,} responses that nobody judged are left out" if self.dropped else ""
+        left_out = f"; {self.dropped:,} unverified responses are left out" if self.dropped else ""
         return f"{self.responses:,} responses to {self.questions:,} questions{left_out}"
 
 
@@ -87,8 +87,8 @@ def export_sampled(
             yield from written
         if not truths:
             raise InputError(
-                f"Expected {store_dir} to hold judged samples of split {split!r}, round {round} and task {task!r}, but "
-                f"got none, and {counts['dropped']:,} that nobody judged. Name another split, or questions with "
+                f"Expected {store_dir} to hold verified samples of split {split!r}, round {round}, task {task!r}, but "
+                f"got none, and {counts['dropped']:,} that are not verified. Name another split, or questions with "
                 "reference answers."
             )
 

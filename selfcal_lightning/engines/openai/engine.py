@@ -60,11 +60,11 @@ class OpenAIEngine:
         revision: Revision of the model on the hub.
         weights: Folder or hub name of the server's weights on this machine, hashed by ``describe``. A server does not
             tell its weights: None leaves them unknown.
-        adapter: Folder of the LoRA adapter that ``served_model`` names, likewise only to be hashed. With an activated
+        adapter: Folder of the LoRA adapter that ``served_model`` names; it is only hashed. With an activated
             one, which needs our plugin in the server, the model below it samples and the adapter reads the query; a
             self-test at the start holds both, and the confidences against those of transformers where ``weights`` are
             here and ``dtype`` is float32.
-        dtype: Data type that the server runs in, for ``describe`` likewise; None or "auto" is unknown.
+        dtype: Data type that the server runs in, for ``describe`` only; None or "auto" is unknown.
         max_context: Longest prompt + response + query in tokens; None takes one less than the server's limit, which
             counts one token more.
         chat: The chat format; None reads it from the tokenizer.

@@ -57,7 +57,7 @@ def read_key(name: str) -> str | None:
     """Return the key in the environment variable ``name``, None where it is unset or empty."""
     key = os.environ.get(name, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it anew.")
+        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it again.")
     return key or None
 
 
@@ -95,7 +95,7 @@ class BackgroundJobs:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run one coroutine beside the jobs, wait for it and return its result."""
+        """Run one coroutine alongside the jobs, wait for it and return its result."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

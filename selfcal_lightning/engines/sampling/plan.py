@@ -54,7 +54,7 @@ class SamplePlan:
             found = " and ".join(filter(None, [missing, further]))
             raise InputError(
                 f"Expected `plan` to name the questions of the run, but got {found}. Give `task`, `split`, `limit` and "
-                "`offset` as where the plan was made, or make it anew."
+                "`offset` as where the plan was made, or make it again."
             )
         return [question for question in questions if self.samples[question.id]]
 

@@ -146,7 +146,7 @@ def text_of(question: Question) -> str:
 
 
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
-    """Yield what a file beside the rollouts says of each prefix, JSON-able."""
+    """Yield what the file of prefixes says of each, as JSON."""
     for one in prefixes:
         yield {
             "id": one.question.id,

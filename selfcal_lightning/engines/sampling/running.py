@@ -242,7 +242,7 @@ def _start(job: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess
 
 
 def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
-    """Cut the lifelines and wait; a worker that does not end by itself is killed."""
+    """Cut the lifelines and wait; a worker that does not end is killed."""
     for worker in workers:
         if worker.stdin is not None:
             worker.stdin.close()
@@ -447,7 +447,7 @@ def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> 
 
 
 def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:
-    """Leave the resolved arguments beside the samples."""
+    """Write the resolved arguments next to the samples."""
     folder = store_dir / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     name = f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"

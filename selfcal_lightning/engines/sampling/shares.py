@@ -81,7 +81,7 @@ def open_existing(
     splits: Collection[str] = (),
     extend: bool = False,
 ) -> SampleStore | None:
-    """Return the store in ``store_dir`` if it has ``round``, held against what is asked for; None where it has not."""
+    """Return the store in ``store_dir`` if it has ``round``, checked against what is asked for; else None."""
     if not round_file(Path(store_dir), round).exists():
         return None
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype

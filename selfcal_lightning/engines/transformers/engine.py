@@ -52,8 +52,8 @@ class TransformersEngine:
     Args:
         model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
         revision: Revision on the hub.
-        adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept beside them
-            in half precision, where merging would round it. An activated one is kept beside them: the engine samples
+        adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept apart
+            in half precision, where merging would round it. An activated one is kept apart: the engine samples
             with the base model alone, and reads the confidence query with the adapter over the same cache.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         device: "auto" is the GPU where there is one.
@@ -319,7 +319,7 @@ class TransformersEngine:
             return model.network.disable_adapter()
         if self._adapter is None and self._adapter_sha256 is None:
             return nullcontext()
-        raise InputError("Expected an adapter beside the weights, but got one that is merged into them, in float32.")
+        raise InputError("Expected a separate adapter, but got one that is merged into the float32 weights.")
 
     def _require_model(self) -> CachedModel:
         if self._model is None:

@@ -100,7 +100,7 @@ def _read_configuration(read: Any, kind: type[PEFTHelper], lora_path: str, *args
 def _block_keys(
     generate: Any, request: Request, start: int, end: int, multimodal: int
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what a block's hash holds beside its tokens, without the adapter where it sleeps all through the block."""
+    """Return what a block's hash holds besides its tokens, without an adapter that is inactive in all of it."""
     keys, multimodal = generate(request, start, end, multimodal)
     wakes = wakes_at(request.lora_request, request.prompt_token_ids)
     if keys and wakes is not None and end <= wakes:

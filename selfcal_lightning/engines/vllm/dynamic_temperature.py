@@ -146,7 +146,7 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
     def _apply_by_slot(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         if not self._slot_on[ctx.idx_mapping_np].any():
             return logits
-        # Nearly every step holds queries beside samples. Rows that want no EDT are divided by 1, which shifts them: a
+        # Nearly every step holds both queries and samples. Rows that want no EDT are divided by 1, which shifts them: a
         # mask would cost a copy that waits for the device, and the asynchronous scheduling with it.
         parameters = self._slot_parameters[ctx.expanded_idx_mapping.long()].split(1, dim=1)
         return sharpen_logits_(logits, *parameters)

@@ -50,7 +50,7 @@ class VLLMEngine:
     N samples of a prompt and their P(True) queries share their prefix through the prefix cache, on token ids
     throughout. The process starts with the first request, after the files of a hub model were downloaded here; a first
     start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or gives no sign of
-    life while work is in flight, it is started anew and gets the unfinished requests again, whose seeds make the same
+    life while work is in flight, it is restarted and gets the unfinished requests again, whose seeds make the same
     texts. Requests that were in flight at a crash are then run in ever smaller groups until the one that kills the
     engine is alone; after ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that
     names it, and all others go on.
@@ -235,7 +235,7 @@ class VLLMEngine:
         return read_scores([answers[i * each : (i + 1) * each] for i in range(len(prompts))])
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model, and beside it what runs it."""
+        """Return what identifies the model and what runs it."""
         self._ensure_started()
         return {
             "engine": "vllm",
@@ -408,4 +408,4 @@ class VLLMEngine:
             self._closed = True
             last = f"the last time because {reason}. {way_out(report)}{report}"
             raise EngineCrashedError(f"The vLLM engine of {self.model!r} {self._crashes.told()}, {last}")
-        _logger.warning("The vLLM process was lost (%s); it starts anew. %s", reason, report)
+        _logger.warning("The vLLM process was lost (%s) and is restarted. %s", reason, report)

@@ -147,7 +147,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the child and all that it started, at once. The log stays."""
-        with contextlib.suppress(ProcessLookupError):  # the whole group may have ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the whole group may have ended already
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self.channel.close()

@@ -9,7 +9,7 @@ Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm.worker
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
 - ``close``: end.
 
-It ends by itself when the socket closes, that is, when its parent ends in whatever way.
+It ends when the socket closes, that is, when its parent ends in any way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How to share a number of samples among questions, so that as many as possible have a right one among theirs.
+"""How to allocate a number of samples to questions, so that as many as possible get at least one right sample.
 
 One sample at a time goes where the chance that it is the *first* right one is largest. These gains fall with every
-sample of a question, so that the greedy choice is the best one. It is meant for a verifier that knows a right answer;
-for a majority vote the gains are others: a second vote alone is worth nothing.
+sample of a question, so the greedy choice is optimal. It assumes a verifier that recognises a right answer; majority
+votes have other gains: a second vote alone is worth nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST_P = 1e-6
 
 @dataclass(frozen=True)
 class SequentialOutcome:
-    """What samples that are drawn one after another, and checked, come to.
+    """The outcome of samples that are drawn one after another and verified at once.
 
     Attributes:
         allocation: Samples of each question [Q].
@@ -45,16 +45,16 @@ class SequentialOutcome:
 
 
 def greedy_allocation(p: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
-    """Share samples where each is right with a known chance: the gain of sample k + 1 is ``p (1 - p)^k``."""
+    """Allocate samples, each right with a known probability: the gain of sample k + 1 is ``p (1 - p)^k``."""
     chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P).tolist()
     return _shared(lambda i, k: chances[i] * (1.0 - chances[i]) ** k, len(chances), total, minimum, maximum)
 
 
 def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
-    """Share samples where the chance of each question is only known as Beta(a, b).
+    """Allocate samples where the probability of each question is only known as Beta(a, b).
 
-    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. Against ``p (1 - p)^k`` it falls
-    faster at first, for a failure is also a sign that the question is harder than was thought, and ever more slowly.
+    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. It falls
+    faster than ``p (1 - p)^k`` at first, since a failure also shows that a question is hard, and then more slowly.
     """
     a, b = as_scores(right, "right"), as_scores(wrong, "wrong")
     check_same_length(right=a, wrong=b)
@@ -77,7 +77,7 @@ def interpolated_allocation(first: Array, second: Array, weight: float) -> Integ
 
 
 def round_to_total(values: Array, total: int) -> Integers:
-    """Round shares to whole numbers that add up to a total: down, and up again where most was cut off."""
+    """Round to whole numbers that add up to a total: down first, then up where the largest fractions were cut off."""
     shares = as_scores(values, "values")
     # A share a billionth below a whole number is one, in spite of floats.
     whole = np.floor(shares + 1e-9)
@@ -92,7 +92,7 @@ def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -
     """Compute the chance that each question has a right one among its samples, from samples drawn before.
 
     ``1 - C(n - c, b) / C(n, b)`` for b samples, drawn without replacement from n recorded ones with c right ones.
-    It is exact where a simulation has noise. The mean is the expected share of questions solved.
+    This is exact, unlike a simulation. The mean is the expected share of questions solved.
     """
     drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
     if (drawn > recorded).any():
@@ -108,7 +108,7 @@ def sequential_allocation(
 ) -> SequentialOutcome:
     """Draw recorded samples one at a time, each verified at once: the next goes to the likeliest open question.
 
-    The chance of an open question is its posterior mean ``a / (a + b + failures)``; the first right sample closes it.
+    An open question has the posterior mean ``a / (a + b + failures)``; the first right sample closes it.
     """
     rows = [as_labels(row, "outcomes") for row in outcomes]
     a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))

@@ -1,4 +1,4 @@
-"""What a budget of samples solves when it is shared by predicted capability, against an even share."""
+"""What a budget of samples solves when it is allocated by predicted capability, compared with a uniform allocation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pass_at_k_curves(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[PassAtKCurve]:
-    """Return the curves of every estimate that is a probability, by ``1 - (1 - p)^k``, distributions and maps.
+    """Return the pass@k curves of every estimate that is a probability: by ``1 - (1 - p)^k``, distributions and maps.
 
     By Jensen's inequality the first is too high for k > 1 unless p is known; the others need labelled calibration
     questions, and hold on questions like these.
@@ -118,13 +118,13 @@ _LEAST_P = 1e-3
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What one way to share samples solves, at each budget.
+    """What one allocation of samples solves, at each budget.
 
     Attributes:
-        way: How samples are shared.
+        way: How samples are allocated.
         budgets: Mean samples a question [B].
         solved: Expected share of questions with a right sample [B].
-        gain: That less what an even share solves, on the same resamples [B]; None for the even share.
+        gain: That minus the uniform allocation, on the same resamples [B]; None for the uniform allocation.
     """
 
     way: str
@@ -141,7 +141,7 @@ def compare_budgets(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[BudgetRow]:
-    """Return what each estimate solves when samples are shared by it: before any is drawn, and one at a time."""
+    """Return what each estimate solves when samples are allocated by it: all beforehand, and one at a time."""
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     chosen, columns = solved_columns(test, calibration, weights, budgets=budgets, seed=seed)
     even = columns[UNIFORM]
@@ -164,7 +164,7 @@ def solved_columns(
     budgets: Sequence[int] | None = None,
     seed: int = 0,
 ) -> tuple[tuple[int, ...], dict[str, Floats]]:
-    """Return the budgets, and what each way to share them solves on the resamples of ``weights`` [B, 1 + R]."""
+    """Return the budgets, and what each allocation solves on the resamples of ``weights`` [B, 1 + R]."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
     if not chosen or min(chosen) < 1 or max(chosen) > most:
@@ -222,7 +222,7 @@ def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
 def sharing_ways(
     test: TestQuestions, calibration: TestQuestions | None, most: int
 ) -> Mapping[str, Callable[[int], Integers]]:
-    """Return how a total of samples is shared, by name."""
+    """Return the allocations of a total of samples, by name."""
     ways: dict[str, Callable[[int], Integers]] = {}
     for name, values in test.estimates.items():
         if ((values < 0.0) | (values > 1.0)).any():
@@ -249,7 +249,7 @@ def _by_beta(values: Floats, concentration: float, most: int) -> Callable[[int],
 
 
 def solved_by(test: TestQuestions, given: Integers) -> Floats:
-    """Return the chance that each question has a right one among the samples that it is given [Q]."""
+    """Return the probability that each question gets at least one right sample [Q]."""
     return expected_solved(given, test.truth.num_samples, test.truth.num_correct)
 
 
@@ -258,13 +258,13 @@ EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class MixingRow:
-    """What a way to share samples solves when an even share is mixed into it.
+    """What an allocation solves when a uniform one is mixed into it.
 
     Attributes:
-        way: How samples are shared.
+        way: How samples are allocated.
         budget: Mean samples a question.
-        even_shares: Weights of the even share [A]; at 1 nothing else is left.
-        gain: Expected share of questions solved, less what the even share alone solves, on the same resamples [A].
+        even_shares: Weights of the uniform allocation [A]; 1 is uniform alone.
+        gain: Expected share of questions solved, minus that of the uniform allocation, on the same resamples [A].
     """
 
     way: str
@@ -282,7 +282,7 @@ def compare_mixing(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[MixingRow]:
-    """Return what plans solve as more and more of an even share is mixed in, ``a * even + (1 - a) * plan``."""
+    """Return what plans solve with more and more of a uniform allocation mixed in, ``a * even + (1 - a) * plan``."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
     if not 1 <= chosen <= most:

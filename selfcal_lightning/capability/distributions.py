@@ -1,4 +1,4 @@
-"""A distribution of capability around its prediction: what pass@k needs, since it is concave in the capability.
+"""A distribution of capability around its prediction; pass@k needs it, since it is concave in the capability.
 
 A question with predicted capability p has the capability ``theta ~ Beta(s p, s (1 - p))``: mean p, concentration s > 0.
 A small s puts theta near 0 and 1, an infinite one at p itself.
@@ -25,7 +25,7 @@ _LEAST_P = 1e-6
 
 @dataclass(frozen=True)
 class InflatedBeta:
-    """A Beta distribution with atoms at 0 and 1 that leave its mean where it is.
+    """A Beta distribution with atoms at 0 and 1 that keep its mean.
 
     ``theta`` is 1 with chance ``w p``, 0 with chance ``w (1 - p)``, and else drawn from ``Beta(s p, s (1 - p))``. With
     ``w = 0`` it is the Beta distribution.
@@ -49,7 +49,7 @@ class InflatedBeta:
 
 
 def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) -> Floats:
-    """Compute the expected chance that one of k samples is right where the capability is Beta distributed around p."""
+    """Compute expected pass@k where the capability is Beta distributed around p."""
     chances, draws, strength = np.broadcast_arrays(
         as_rates(p, "p"), as_counts(k, "k"), np.asarray(concentration, dtype=np.float64)
     )
@@ -63,16 +63,16 @@ def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) ->
 
 
 def fit_concentration(predicted: Array, num_correct: Array, num_samples: Array) -> float:
-    """Find the concentration s under which the counts are likeliest: ``c ~ BetaBinomial(n, s p, s (1 - p))``."""
+    """Find the maximum-likelihood concentration s of the counts: ``c ~ BetaBinomial(n, s p, s (1 - p))``."""
     p, correct, samples = _counts(predicted, num_correct, num_samples)
     return _least(lambda s: -float(_log_likelihood(p, correct, samples, s).sum()))
 
 
 def fit_inflated_beta(predicted: Array, num_correct: Array, num_samples: Array) -> InflatedBeta:
-    """Find the inflation and the concentration under which the counts are likeliest.
+    """Find the maximum-likelihood inflation and concentration of the counts.
 
     ``P(c) = w ((1 - p) [c = 0] + p [c = n]) + (1 - w) BetaBinomial(c; n, s p, s (1 - p))``. For each s the best w
-    is the root of a falling slope; s is searched within [0.01, 10000].
+    is the root of a decreasing derivative; s is searched within [0.01, 10000].
     """
     p, correct, samples = _counts(predicted, num_correct, num_samples)
     atoms = (1.0 - p) * (correct == 0) + p * (correct == samples)
@@ -156,7 +156,7 @@ class PassAtKMaps:
 
 
 def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Fit the rising function of least squared error; outside its knots it is meant to be constant."""
+    """Fit the increasing function of least squared error; it is constant outside of its knots."""
     from sklearn.isotonic import IsotonicRegression
 
     values, wanted = as_scores(scores, "scores"), as_rates(targets, "targets")
@@ -175,7 +175,7 @@ def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *,
 
 
 def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean", "first"] = "mean") -> Floats:
-    """Give scores the distribution of known values: the share of scores below one becomes the quantile that it gets.
+    """Map scores to the distribution of known values, by rank.
 
     ``quantile(distribution, (rank - 1) / (N - 1))`` with ranks from 1 to N; a lone score gets the median.
     """

@@ -1,4 +1,4 @@
-"""Estimators of capability: what reads the question alone, and what reads some of its responses."""
+"""Estimators of capability: those that read only the question, and those that read some of its responses."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ResponseEstimator:
     Attributes:
         estimate: Returns one value a question [Q]; nan where it is unknown.
         is_probability: Whether it lies in [0, 1].
-        needs_labels: Whether it looks at verdicts; such a one is an oracle.
-        least_samples: Responses that it needs; 0 where it reads none.
+        needs_labels: Whether it reads verdicts, which makes it an oracle.
+        least_samples: Responses that it needs; 0 if it reads none.
     """
 
     estimate: Callable[[QuestionTable], Floats]
@@ -60,7 +60,7 @@ RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
 
 
 def random_values(question_ids: Sequence[str]) -> Floats:
-    """Return a number in [0, 1) for each question [Q], uniform and always the same: what knowing nothing costs."""
+    """Return a fixed uniform number in [0, 1) for each question [Q], the baseline of knowing nothing."""
     return np.array([question_hash(name) / 2**63 for name in question_ids], dtype=np.float64)
 
 
@@ -126,7 +126,7 @@ def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
 def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int) -> Floats:
     """Return the mean of a confidence over the first ``stop`` responses of each question [Q]; nan where none has it.
 
-    A response without that confidence is left out of the mean: it has not been asked, or gave none.
+    Responses without that confidence are left out of the mean.
     """
     means = np.array([_mean([_value(sample, name) for sample in entry.samples[:stop]]) for entry in entries])
     if np.isnan(means).all():

@@ -1,4 +1,4 @@
-"""How far estimates of capability are from what the responses show, with paired intervals over questions."""
+"""Errors of capability estimates against verified responses, with paired intervals over questions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class TestQuestions:
         truth: What the responses say that no estimate has seen.
         estimates: Values by the name of the estimate [Q].
         costs: Responses that each estimate has taken of a question; 0 for one that reads the question alone.
-        needs_labels: Names of those that look at verdicts.
-        num_dropped: Questions that were left out, since an estimate has none for them.
+        needs_labels: Names of those that read verdicts.
+        num_dropped: Questions left out because an estimate has no value for them.
     """
 
     __test__ = False  # no class of tests, whatever its name
@@ -53,7 +53,7 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     """Put the estimates on the questions of a pool.
 
     Where an estimate reads responses, it gets the first ``estimate_samples`` of each question, and all estimates are
-    judged by the others.
+    evaluated on the others.
     """
     check_names(read, names, estimate_samples=estimate_samples)
     means = _means(read, names)
@@ -160,7 +160,7 @@ class CapabilityComparison:
 def compare_estimators(
     test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
 ) -> CapabilityComparison:
-    """Judge estimates, and the same ones mapped by isotonic regression on calibration questions."""
+    """Evaluate estimates, and the same ones after isotonic regression on calibration questions."""
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
     shares = truth.expected_accuracy
@@ -281,7 +281,7 @@ class DecompositionRow:
 
 @dataclass(frozen=True)
 class DefinitionGap:
-    """How far the two targets are from one another: verdicts on one response a question, and capabilities."""
+    """The difference of the two targets: verdicts on one response per question, and capabilities."""
 
     mae: float
     spearman: float | None
@@ -292,10 +292,10 @@ class DefinitionGap:
 def decompose_errors(
     test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
 ) -> tuple[DecompositionRow, ...]:
-    """Take the error of each estimate apart; one that is no probability is left out.
+    """Decompose the error of each estimate that is a probability.
 
-    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part estimated without bias; the equation holds for the
-    estimates to the last digit.
+    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part estimated without bias; the equation holds
+    exactly for the estimates.
     """
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
@@ -362,12 +362,12 @@ LEFT_OUT = (0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class AskingRow:
-    """What leaving questions out by one estimate comes to.
+    """The result of abstaining from questions by one estimate.
 
     Attributes:
         name: The estimate.
-        left_out: Shares of the questions that are left out, those of least capability [S].
-        lost: Share of all right responses that goes with them [S].
+        left_out: Shares of the questions abstained from, those of least capability [S].
+        lost: Share of all right responses lost with them [S].
         pass_at_1: Share of right responses to the questions that are asked [S].
     """
 
@@ -380,9 +380,9 @@ class AskingRow:
 def compare_asking(
     test: TestQuestions, *, left_out: Sequence[float] = LEFT_OUT, num_resamples: int = 1000, seed: int = 0
 ) -> list[AskingRow]:
-    """Return what each estimate loses when the questions it gives least are not asked, and the oracle.
+    """Return what each estimate, and the oracle, loses by abstaining from the questions of least value.
 
-    Any score does, a probability or not: the order alone decides. The intervals resample questions and keep which ones
+    Any score will do, since only the order matters. The intervals resample questions and keep which ones
     were left out.
     """
     if not left_out or min(left_out) < 0.0 or max(left_out) >= 1.0:

@@ -5,8 +5,8 @@ Layout of a folder::
     features.json            what the vectors are: model, template, levels; written once
     <digest>.safetensors     ``last_token`` and ``token_mean`` of some questions, with ids and digests of prompts
 
-A file appears whole or not at all, and is named after what it holds. So a killed run goes on, several processes may
-write at a time, and a question that was read twice is the same.
+A file appears whole or not at all, and is named after its content. So a killed run can continue, several processes
+may write at once, and reading a question twice does no harm.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ _HASHES = ("weights_sha256", "adapter_sha256")
 
 
 class PromptModel:
-    """A model that is given questions, and nothing else. Nothing is loaded before it is needed.
+    """A model that only reads questions. Nothing is loaded before it is needed.
 
-    An activated adapter sleeps over a prompt, so it takes no part: the capability is the base model's.
+    An activated adapter is inactive on a prompt: the capability is the base model's.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ def read_features(
 ) -> PromptStates:
     """Return the hidden states of questions in their order; those that are not in ``folder`` are read into it.
 
-    A run that was killed goes on: what one pass over ``CHUNK_QUESTIONS`` questions gave is on disk at once.
+    A killed run continues: the states of every ``CHUNK_QUESTIONS`` questions are written at once.
     """
     folder.open(feature_origin(model, settings))
     prompts = [model.chat.prompt_ids(question.messages) for question in questions]

@@ -1,7 +1,6 @@
-"""What labelled calibration questions say of predicted capabilities: maps and distributions, fitted once and kept.
+"""Maps and distributions of predicted capabilities, fitted on labelled calibration questions and saved.
 
-They hold on questions like those of the calibration, and for values that were computed as theirs; on other questions
-nothing is safe.
+They hold for questions like those of the calibration and for values computed in the same way, not for others.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def calibration_questions(
 
 
 def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore]) -> str:
-    """Return the digest of what computed the values of a store, and refuse questions that were scored otherwise."""
+    """Return the digest of what computed the values of a store; refuse questions that were scored differently."""
     record = QuestionAnnotation(store_dir, name).record
     digest = origin_digest({} if record is None else record.origin)
     if {one.scored_by for one in asked} - {None, digest}:
@@ -145,7 +144,7 @@ class CapabilityMaps:
 
 @dataclass(frozen=True)
 class KeptMaps:
-    """Maps with whose values they are, as they lie in a file."""
+    """Maps with the identity of their values, as saved in a file."""
 
     maps: CapabilityMaps
     estimator: str
@@ -225,7 +224,7 @@ def fit_capability_maps(
 
 
 def maps_of(found: CalibrationQuestions, estimator: str, *, ks: Sequence[int] | None = None) -> KeptMaps:
-    """Fit all maps to the labelled questions of a store, and note whose values they are."""
+    """Fit all maps to the labelled questions of a store, and record what computed the values."""
     table: QuestionTable = found.table
     fitted_on = FittedOn.from_questions(found.questions, num_responses=int(table.num_samples.sum()))
     maps = fit_capability_maps(found.predicted, table.num_correct, table.num_samples, ks=ks)

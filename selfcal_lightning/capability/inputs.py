@@ -1,4 +1,4 @@
-"""What the verbs about capability share: the questions, the model that they are put to, and where its states lie."""
+"""Shared by the verbs of capability: the questions, the model that reads them, and the folder of its states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CapabilityPool:
 def load_capability_pool(
     path: str, *, split: str | None, task: str | None, confidences: Sequence[str] = ()
 ) -> CapabilityPool:
-    """Read the questions of a pool with what is counted of their responses; texts and tokens are left behind."""
+    """Read the questions of a pool with the counts of their responses, without texts and tokens."""
     pool = load_recorded_pool(path, split=split, task=task, texts=False, confidences=confidences)
     place = Path(path)
     return CapabilityPool(place, pool, SampleStore(place).round_manifest().fingerprint if place.is_dir() else None)

@@ -31,7 +31,7 @@ FORMAT, VERSION = "selfcal_lightning.probe", 3
 
 @dataclass(frozen=True, eq=False)
 class ProbeHead:
-    """What follows the standardised features: linear layers with an activation between each two, and a link."""
+    """What follows the standardised features: linear layers with activations between them, and a link function."""
 
     weights: tuple[Floats, ...]
     biases: tuple[Floats, ...]
@@ -238,7 +238,7 @@ PENALTIES = tuple(float(value) for value in np.geomspace(1e-4, 1e4, 33))
 
 
 class RidgeFit(NamedTuple):
-    """A linear function, with the penalty a question under which it predicts questions best that it was not fitted on.
+    """A linear function, with the penalty per question of least leave-one-out error.
 
     ``error`` is the mean squared error of predicting each question from all others.
     """
@@ -270,7 +270,7 @@ def fit_probe(
     draws: int | None = None,
     seed: int = 0,
 ) -> CapabilityProbe:
-    """Fit a linear probe of hidden states to what responses say about their questions, in closed form."""
+    """Fit a linear probe of hidden states to the responses to their questions, in closed form."""
     wanted = checked_targets(question_table(entries), target, draws=draws, seed=seed)
     features = design(states, pooling)
     basis = probe_basis(

@@ -35,7 +35,7 @@ class ProbeBatch(NamedTuple):
 
     Attributes:
         features: Standardised features, float32 [B, D].
-        target: What is learnt, float32 [B], in [0, 1].
+        target: The training target, float32 [B], in [0, 1].
         num_correct: Right ones among the responses, float32 [B]; nan where one is not verified.
         num_samples: Responses, int64 [B].
     """
@@ -50,7 +50,7 @@ _ARRAYS = ("centre", "scale")
 
 
 def plain_basis(basis: ProbeBasis) -> dict[str, Any]:
-    """Return what a probe's input is as tensors and plain types, which a checkpoint may hold."""
+    """Return the description of a probe's input as tensors and plain types, for a checkpoint."""
     plain = {**vars(basis), "fitted_on": basis.fitted_on.as_json()}
     return {**plain, **{name: torch.as_tensor(np.array(plain[name])) for name in _ARRAYS}}
 
@@ -80,7 +80,7 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise InputError where the Trainer runs in a way that the training of a probe, of seconds, was not made for."""
+    """Raise InputError for Trainer settings that the training of a probe does not support."""
     found = {
         "one process": trainer.world_size == 1 or f"{trainer.world_size} processes",
         "`trainer.precision` 32-true or 64-true": trainer.precision in ("32-true", "64-true") or trainer.precision,
@@ -97,7 +97,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 
 
 def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
-    """Return the loss, where none is given the usual one of a head."""
+    """Return the loss; None takes the usual one of the head."""
     if loss is None:
         return "cross_entropy" if head == "classifier" else "bce"
     if (head == "classifier") != (loss == "cross_entropy"):
@@ -188,7 +188,7 @@ class LinearProbeModule(TrainedModule):
 
     ``ProbeDataModule`` reads the states; the model itself is not here. What is exported is a probe folder as
     ``selfcal fit-probe`` writes it, and is used in the same way. A trained linear probe does what the closed form does
-    in seconds; the heads and losses here are for what that cannot do.
+    in seconds; the other heads and losses are what that cannot do.
 
     Args:
         base_model: Folder or hub name of the model whose states are read; "bundled" is the small one in the package.
@@ -252,12 +252,12 @@ class LinearProbeModule(TrainedModule):
         self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse what a training of seconds does not run: several processes, accumulated batches, half precision."""
+        """Refuse several processes, accumulated batches and half precision, which this short training does not need."""
         if (trainer := trainer or trainer_of(self)) is not None:
             check_trainer(trainer)
 
     def configure_model(self) -> None:
-        """Build the layers, once, as soon as their width is known: from an export, the data, or a checkpoint later."""
+        """Build the layers once their width is known: from an export, the data, or a checkpoint."""
         if not self.identity:
             self.check_support()
             self.identity = base_model_identity(self.base_model, revision=self.revision)
@@ -348,7 +348,7 @@ class LinearProbeModule(TrainedModule):
     # ---- validation
 
     def validation_step(self, batch: ProbeBatch, batch_idx: int) -> None:
-        """Judge the questions of the validation split: by their targets, and where verdicts are known by these."""
+        """Evaluate the questions of the validation split on their targets, and on verdicts where these are known."""
         outputs = self._outputs(batch.features)
         predicted = linked(outputs, self.settings.link)
         size = len(batch.target)
@@ -357,7 +357,7 @@ class LinearProbeModule(TrainedModule):
         update(self.val_metrics, predicted, batch)
 
     def test_step(self, batch: ProbeBatch, batch_idx: int) -> None:
-        """Judge the questions of the test split."""
+        """Evaluate the questions of the test split."""
         update(self.test_metrics, self(batch.features), batch)
 
     def _log_metrics(self, stage: str) -> None:
@@ -373,7 +373,7 @@ class LinearProbeModule(TrainedModule):
             checkpoint[BASIS_KEY] = plain_basis(self.basis)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take up the layers; refuse those of other features, questions or targets where training is to go on."""
+        """Load the layers; refuse to resume a training on other features, questions or targets."""
         if BASIS_KEY in checkpoint:
             stored = basis_of(checkpoint[BASIS_KEY])
             if self.basis is None:

@@ -1,4 +1,4 @@
-"""What recorded responses say about questions: counts and agreement, a view that is computed when it is read."""
+"""Counts and agreement of the recorded responses to questions."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: 
 
 
 def redrawn(shares: Floats, question_ids: Sequence[str], *, draws: int, seed: int) -> Floats:
-    """Return shares as a few draws of each question would show them: ``Binomial(draws, share) / draws``."""
+    """Return shares as estimated from a few draws per question: ``Binomial(draws, share) / draws``."""
     generators = (np.random.default_rng([seed, question_hash(name)]) for name in question_ids)
     return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 
@@ -125,7 +125,7 @@ def _num_correct(samples: Sequence[Sample]) -> float:
 
 
 def _mean_logprob(samples: Sequence[Sample]) -> float:
-    """Return the mean over responses; one that is empty, or whose tokens are unknown, leaves it unknown."""
+    """Return the mean over responses; nan if one is empty or its tokens are unknown."""
     rates = [s.logprob / s.drawn_tokens for s in samples if s.logprob is not None and s.drawn_tokens]
     return sum(rates) / len(rates) if len(rates) == len(samples) else math.nan
 

@@ -56,7 +56,7 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> 
 
 
 def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
-    """Draw what sharing samples by an estimate solves beyond an even share, over the budget."""
+    """Draw what allocating samples by an estimate solves beyond a uniform allocation, over the budget."""
     gains = {row.way: row.gain for row in rows if row.gain is not None}
     figure, axes = _gains_figure(gains, rows[0].budgets if rows else ())
     if rows:
@@ -67,7 +67,7 @@ def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
 
 
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
-    """Draw what plans solve beyond an even share, over how much of it is mixed in."""
+    """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
     figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares if rows else ())
     budget = f", {rows[0].budget} samples a question" if rows else ""
     axes.set_xlabel(f"even share mixed in{budget}")
@@ -75,7 +75,7 @@ def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
 
 
 def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[float]) -> tuple[Figure, Axes]:
-    """Draw the gain over an even share of each way to share samples."""
+    """Draw the gain of each allocation over the uniform one."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for position, (way, estimates) in enumerate(gains.items()):
@@ -142,7 +142,7 @@ class ReportTable:
 
 
 def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
-    """Return the errors of estimates taken apart."""
+    """Return the decomposed errors of estimates."""
     headings = ("estimate", "error against responses", "= error of capability", "+ spread of responses")
     return ReportTable(headings, [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows])
 
@@ -174,7 +174,7 @@ def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
 
 
 def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
-    """Return what each way to share samples solves, or solves beyond an even share."""
+    """Return what each allocation solves, or solves beyond the uniform one."""
     headings = ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
     cells = [
         [row.way, *(_shown(one, signed=row.gain is not None) for one in (row.solved if row.gain is None else row.gain))]
@@ -184,14 +184,14 @@ def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
-    """Return what each way to share samples solves beyond an even share, by how much of that is mixed in."""
+    """Return what each allocation solves beyond the uniform one, by how much of that is mixed in."""
     first = f"beyond an even share, B = {rows[0].budget}" if rows else ""
     headings = [first, *(f"{share:.0%} even" for share in (rows[0].even_shares if rows else ()))]
     return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 
 def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
-    """Return what is lost where questions are left out by each estimate, then how right the others are."""
+    """Return what abstaining by each estimate loses, and the accuracy on the remaining questions."""
     shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
     return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
@@ -207,7 +207,7 @@ def comparison_markdown(
     asking: Sequence[AskingRow] = (),
     mixing: Sequence[MixingRow] = (),
 ) -> str:
-    """Return all tables in Markdown, with what a reader must know."""
+    """Return all tables in Markdown, with notes for the reader."""
     tables = [
         comparison_table(comparison).markdown(),
         what_to_know(comparison),

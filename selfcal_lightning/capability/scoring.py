@@ -106,7 +106,7 @@ def _is_share(value: object) -> bool:
 
 
 def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
-    """Raise InputError where a kept value is of another model than the responses, or of a probe fitted on them."""
+    """Raise InputError if a stored value is of another model than the responses, or of a probe fitted on them."""
     if read.fingerprint is None:
         return
     digests = {question_digest(question) for question in read.questions}
@@ -160,7 +160,7 @@ class QuestionScoring:
 def score_questions(
     run: QuestionScoring, questions: Sequence[Question], fingerprint: StoreFingerprint | None, store: Path | None
 ) -> tuple[list[float | None], dict[str, Any]]:
-    """Return the capability that the estimator gives each question, and what these values depend on."""
+    """Return the estimated capability of each question, and what these values depend on."""
     scale = VERBAL_ESTIMATORS.get(run.estimator)
     trained = trained_with(run.engine.adapter) if run.estimator == P_TRUE_BEFORE else {}
     asked_for = trained.get("query") or BEFORE_QUERY if scale is None else scale.before

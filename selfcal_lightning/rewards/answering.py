@@ -1,4 +1,4 @@
-"""What a reward model says of each response as soon as it is there, for strategies that read it as their confidence."""
+"""Scores of a reward model for responses as they arrive, for strategies that read them as confidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSettings) -> bool:
-    """Return whether ``name`` is a search, after refusing what it could not be run with; nothing is loaded."""
+    """Return whether ``name`` is a search, after checking its settings; nothing is loaded."""
     if name not in SEARCHES:
         return False
     format = check_rewards(reward)

@@ -1,4 +1,4 @@
-"""What a reward model says of a response, as confidences: of its steps, or of the whole."""
+"""Scores of a reward model as confidences: of the steps of a response, or of the whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RewardScore:
-    """What they have in common; a member says which models it reads and how scores of steps become one."""
+    """Base class; a member says which models it reads and how it combines the scores of steps."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class RewardScore:
 
 
 class StepReward(RewardScore):
-    """The score of a response's last step: of all that was written."""
+    """The score of a response's last step, that is, of the whole response."""
 
     name = "prm"
 

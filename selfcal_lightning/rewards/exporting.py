@@ -43,7 +43,7 @@ def merged_trunk(
     dtype: torch.dtype,
     is_public: bool = False,
 ) -> PreTrainedModel:
-    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training stays as it is."""
+    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training is unchanged."""
     name = cast("Dtype", str(dtype).removeprefix("torch."))
     trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
     if lora is None:
@@ -82,8 +82,8 @@ def about(head: nn.Module, public: RewardFormat | None) -> str:
 def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> None:
     """Write trunk and head as the ``...ForTokenClassification`` of their family, with named outputs.
 
-    A head of two layers has no stock class: its folder names the bare trunk as its class, so that nothing takes it for
-    a classifier, whose head would then be one of chance.
+    A head of two layers has no stock class: its folder names the bare trunk as its class, so that nothing loads it as
+    a classifier with a random head.
     """
     from transformers import AutoModel, AutoModelForTokenClassification
 

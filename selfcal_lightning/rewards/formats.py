@@ -1,4 +1,4 @@
-"""What a family of reward models is: how a response is written for it, where its score is read, and by which head."""
+"""Formats of reward models: how a response is written, where its score is read, and by which head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT_LAYER = ("lm_head",)
 
 
 class Score(NamedTuple):
-    """What a model says at one place: ``low <= mean <= high``; all the same where it has no quantiles."""
+    """A model's score at one position: ``low <= mean <= high``; all equal where it has no quantiles."""
 
     mean: float
     low: float
@@ -23,7 +23,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFormat:
-    r"""How a family of reward models is written to and read. The weights lie under the names of the public ones.
+    r"""How a family of reward models is written to and read. Weights have the names of the public models.
 
     Layouts:
 
@@ -199,9 +199,9 @@ def reward_format(name: str) -> RewardFormat:
 
 
 def quantiles_of(format: RewardFormat) -> RewardFormat:
-    """Return the format of a model of ``format`` that was trained on: written and read alike, with quantiles.
+    """Return ``format`` with quantiles: the format of a model whose training was continued from it.
 
-    Its score starts as what it was: outputs that mean right stay rows of the mean, minus the one that means wrong.
+    Its score starts unchanged: outputs that mean right stay rows of the mean, minus the one that means wrong.
     """
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
         raise InputError(

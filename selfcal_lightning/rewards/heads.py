@@ -1,4 +1,4 @@
-"""Heads of reward models: read by the names of their tensors, and turned into ones with quantiles, exactly."""
+"""Heads of reward models: loaded by tensor name, and extended by quantiles without changing their score."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
 
 
 def _check_names(folder: Path, format: RewardFormat) -> None:
-    """Raise where the configuration names the outputs of a head with quantiles, and otherwise than they are read."""
+    """Raise if the configuration names the outputs of a head with quantiles differently from how they are read."""
     config = read_json_object(folder / "config.json", what="the configuration of a model")
     stated = {str(number): name for number, name in (config.get("id2label") or {}).items()}
     unnamed = {number: f"LABEL_{number}" for number in stated}  # as transformers calls what nobody named

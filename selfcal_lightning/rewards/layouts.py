@@ -1,4 +1,4 @@
-"""A question and steps as the token ids that a reward model reads, and where its scores stand."""
+"""A question and steps as the token ids that a reward model reads, and the positions of its scores."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ class RewardEncoder:
         return RewardInput(ids, (len(ids) - 1,))
 
     def asked(self, question: Question, begun: Sequence[int] = ()) -> RewardInput:
-        """Return the chat that a policy is asked by and what it has begun with, read at the last token."""
+        """Return the chat given to a policy and what it has written so far, read at the last token."""
         ids = (*self._prompt_of(question), *begun)
         return RewardInput(ids, (len(ids) - 1,))
 
     def continued(self, entry: QuestionSamples, sample: Sample, steps: Steps) -> RewardInput | None:
-        """Return the ids and the K positions of a response behind the chat that its policy was asked by.
+        """Return the ids and the K positions of a response after the chat given to its policy.
 
         The tokens that were drawn are read where policy and reward model write the prompt alike; else its text is
         encoded. None where the response has no steps.
@@ -93,7 +93,7 @@ class RewardEncoder:
         return RewardInput((*prompt, *response), tuple(len(prompt) + end - 1 for end in ends))
 
     def _prompt_of(self, question: Question) -> tuple[int, ...]:
-        """Return the prompt of a question; the last one is kept, since its responses are read one after the other."""
+        """Return the prompt of a question; the last one is cached."""
         if self._last is None or self._last[0] != question.messages:
             self._last = question.messages, self._policy.prompt_ids(question.messages)
         return self._last[1]
@@ -171,7 +171,7 @@ class RewardEncoder:
 
 
 def bare_question(question: Question) -> str:
-    """Return the text of a question; where only the chat is known, what its user says last."""
+    """Return the text of a question, or the last user turn where only the chat is known."""
     if question.text:
         return question.text
     return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")
@@ -185,7 +185,7 @@ Group = list[RewardInput]
 
 
 class PackedRow(NamedTuple):
-    """Trees of inputs, one behind the other.
+    """Trees of inputs, one after the other.
 
     Attributes:
         ids: Token ids of the row [T].
@@ -199,7 +199,7 @@ class PackedRow(NamedTuple):
 
 
 def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
-    """Return the row of groups of inputs, each a tree; inputs of no common beginning are trees of their own."""
+    """Return the row of groups of inputs, each a tree; inputs without a common beginning are separate trees."""
     row = PackedRow([], [], [])
     for group in groups:
         for tree in [group] if common_start(group) else [[one] for one in group]:
@@ -208,7 +208,7 @@ def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
 
 
 def common_start(group: Sequence[RewardInput]) -> int:
-    """Return with how many tokens all inputs of a group begin.
+    """Return the number of tokens that all inputs of a group begin with.
 
     Example:
         >>> common_start([RewardInput((1, 2, 3), (2,)), RewardInput((1, 2), (1,))])

@@ -1,4 +1,4 @@
-"""Stop a policy that learns from itself when it collapses, and give it back the last adapter that had not."""
+"""Stop a self-training policy when it collapses, and restore the last adapter that had not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from selfcal_lightning.training.rounds import adapter_folder
 
 
 class AdaptationGuard(Callback):
-    """Holds every round against round 0, without labels, and ends the training of a policy that falls apart.
+    """Compares every round with round 0, without labels, and ends the training of a policy that collapses.
 
     The reward cannot tell: the share of the majority rises in good runs and in bad ones. What tells is whether the
     responses still give the answers that round 0 gave, whether they can be read, and how likely the responses of

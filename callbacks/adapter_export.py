@@ -75,7 +75,7 @@ class AdapterExport(Callback):
         self._base_domain: Domain | None = None
 
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
-        """Settle the folder while all processes are here, and refuse before training what would be lost after it."""
+        """Choose the folder while all processes are here, and refuse before training what cannot be written."""
         self._settle(trainer)
         if stage == TrainerFn.FITTING:
             self._check(pl_module, trainer.datamodule)
@@ -125,7 +125,7 @@ class AdapterExport(Callback):
         return {"best": self.best, "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the best value of the run that is resumed."""
+        """Restore the best value of the run that is resumed."""
         self.best, self.run = state_dict["best"], state_dict.get("run")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:

@@ -80,7 +80,7 @@ class PoolCurve(Callback, ABC):
         return {pool: [torch.tensor(column) for column in columns] for pool, columns in self._before.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the start of the run that is resumed."""
+        """Restore the start of the run that is resumed."""
         self._before = {pool: tuple(column.numpy() for column in columns) for pool, columns in state_dict.items()}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -231,7 +231,7 @@ POOL = "validation"
 
 
 class CapabilityCurve(PoolCurve):
-    """Draws the validation questions of a probe whose responses are judged.
+    """Draws the validation questions of a probe whose responses are verified.
 
     Tags of the figures in TensorBoard are ``capability_curve/before/validation/<figure>``, at step 0, and
     ``capability_curve/val/validation/<figure>`` after every validation, the one before drawn in for comparison.

@@ -1,4 +1,4 @@
-"""Write the confidences that ``predict`` computes into the sample store, beside the rows that they belong to."""
+"""Write the confidences that ``predict`` computes into the sample store."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ConfidenceWriter(Callback):
             )
 
     def on_predict_start(self, trainer: Trainer, pl_module: ScoringModule) -> None:
-        """Hold what will compute the values against what is in the store, before the long work."""
+        """Check what will compute the values against what is in the store, before the long work."""
         data, index = _scored(trainer)
         if self.name in index.confidences:
             raise InputError(

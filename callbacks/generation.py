@@ -133,7 +133,7 @@ def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place:
 def start_round_engine(
     options: EngineOptions, module: ConfidenceModel, chat: ChatFormat, *, adapter: str, place: EnginePlace
 ) -> Engine:
-    """Start the engine of a later round, beside the trainer on the same device.
+    """Start the engine of a later round, on the trainer's device.
 
     The transformers engine runs the trainer's own model, unless it is asked for another dtype; then it loads the base
     model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
@@ -358,7 +358,7 @@ def _check_quantized_engine(trainer: Trainer, module: ConfidenceModel, *, engine
 
 
 def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
-    """Refuse a callback that would stop training only after the next round has been sampled in vain."""
+    """Refuse a callback that would stop training only after the next round was sampled for nothing."""
     if isinstance(callback, EarlyStopping):
         way_out = "Set its `check_on_train_epoch_end: false`: it then checks after every validation."
     elif isinstance(callback, Timer):
@@ -381,7 +381,7 @@ def check_engine(
     round: int,
     shard: tuple[int, int],
 ) -> float:
-    """Hold the engine of ``round`` against the trainer's model, on responses of the round before."""
+    """Compare the engine of ``round`` with the trainer's model, on responses of the round before."""
     data = _data_module(trainer)
     index = _index(data, round - 1)
     store = SampleStore(data.store_dir, num_samples=data.num_samples)
@@ -535,7 +535,7 @@ class SSCGeneration(Callback):
         return {"training": self._training}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Note of which training the checkpoint is."""
+        """Record which training the checkpoint belongs to."""
         self._resumed_training = state_dict.get("training")
 
     def setup(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
@@ -569,7 +569,7 @@ class SSCGeneration(Callback):
         self._join(trainer, meeting, splits)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: ConfidenceModel, checkpoint: dict[str, Any]) -> None:
-        """Note where training goes on: its loop knows it only after the loaders are built."""
+        """Record where training resumes: its loop knows it only after the loaders are built."""
         self._resumed, self._unreported = resumed_at(checkpoint), []
 
     def on_fit_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:

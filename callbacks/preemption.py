@@ -1,4 +1,4 @@
-"""Stop at a signal, with a checkpoint, and go on when the same command is started again."""
+"""Stop at a signal, with a checkpoint, and resume when the same command is run again."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PreemptionCheckpoint(Callback):
         return Plan(stopped=(f"{names} first write a checkpoint into {folder}; the status is then {STOPPED_STATUS}.",))
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals back from Lightning, which has put its handlers in place since ``setup``."""
+        """Reinstall the signal handlers, since Lightning has installed its own after ``setup``."""
         self._take_over(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,7 +12,7 @@ BAR_WIDTH = 62  # columns of description, bar, counts, times and speed
 
 
 class OneLineProgressBar(RichProgressBar):
-    """The rich bar, which breaks its numbers over many lines where a terminal is narrow, held to one line.
+    """The rich bar, kept to one line where a terminal is narrow.
 
     The first numbers stay; all of them are in TensorBoard. The number of the log folder is left out.
     """

@@ -1,4 +1,4 @@
-"""Does an engine let an activated adapter sleep and wake? A few prompts, asked with it and without it. No torch."""
+"""Checks that an engine applies an activated adapter to its query only, on a few prompts. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = list[list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is asked: contexts, and the same with the query behind them."""
+    """The prompts: contexts, and the same contexts followed by the query."""
 
     contexts: tuple[tuple[int, ...], ...]
     query_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Probe:
 
     @property
     def asked(self) -> tuple[tuple[int, ...], ...]:
-        """The contexts, each with the query behind it."""
+        """The contexts, each followed by the query."""
         return tuple((*context, *self.query_ids) for context in self.contexts)
 
 

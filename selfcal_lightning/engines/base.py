@@ -23,7 +23,7 @@ class Failure:
 
 
 class RequestsFailedError(RunError):
-    """Some requests were not answered; all others go on."""
+    """Some requests were not answered; all others continue."""
 
     def __init__(self, failures: Mapping[str, Failure]) -> None:
         self.failures = dict(failures)
@@ -33,11 +33,11 @@ class RequestsFailedError(RunError):
 
 
 class EngineStoppedError(RunError):
-    """The engine cannot go on, or it would be in vain; what it delivered before is good."""
+    """The engine cannot continue; what it delivered before is valid."""
 
 
 class FailuresInARow:
-    """Counts requests that were not answered since the last answer, and stops the work when they are too many.
+    """Counts consecutive failed requests, and stops the work when there are too many.
 
     Requests that the engine refuses count once for each question: one prompt may be refused for all of its samples.
 
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Requests that it works on at a time; with fewer in flight, a part of it stands idle."""
+        """Requests that it works on at a time; with fewer in flight it is partly idle."""
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
         """Queue ``requests`` and return their ids. Raises ValueError where prompt + response + query cannot fit."""
@@ -101,7 +101,7 @@ class Engine(Protocol):
         """
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
-        """Drop requests and return what was thrown away: the response tokens drawn so far, by id.
+        """Drop requests and return the discarded response tokens, by id.
 
         A request that was queued but not begun cost nothing and is left out, as are ids that are unknown or were
         delivered. One that was begun is there, with 0 where no token was drawn yet; so is one that had finished and
@@ -137,7 +137,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Give back memory and processes. Closing twice is allowed."""
+        """Release memory and processes. Closing twice is allowed."""
 
 
 def generate(
@@ -265,7 +265,7 @@ def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
 
 
 def ends_with_query(prompt: Sequence[int], query_ids: Sequence[int] | None) -> bool:
-    """Return whether ``prompt`` is a query behind something, so that an activated adapter reads its end.
+    """Return whether ``prompt`` ends with the query, so that an activated adapter reads its end.
 
     Example:
         >>> ends_with_query((5, 6, 7), (6, 7)), ends_with_query((6, 7), (6, 7)), ends_with_query((5, 6, 7), None)

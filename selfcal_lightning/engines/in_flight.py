@@ -1,4 +1,4 @@
-"""What an engine that works elsewhere, in a child process or on a server, was asked for and has not delivered yet."""
+"""Requests in flight of an engine that works in a child process or on a server."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class InFlight:
         return thrown_away, {self._number_of.pop(name): name for name in dropped & self._number_of.keys()}
 
     def forget_all(self) -> None:
-        """Forget every request that is in flight."""
+        """Drop every request that is in flight."""
         self._number_of = {}
 
     def expect_scores(self, numbers: Iterable[int]) -> None:
@@ -98,7 +98,7 @@ class InFlight:
         self._scores |= dict.fromkeys(numbers)
 
     def expects_score(self, number: int) -> bool:
-        """Return whether ``number`` is that of scores which somebody waits for."""
+        """Return whether the scores ``number`` are still awaited."""
         return number in self._scores
 
     def score(self, number: int, answer: list[float] | Failure) -> None:

@@ -1,4 +1,4 @@
-"""The one place where an engine is opened by its name, and the options that everybody who opens one shares."""
+"""Opens engines by name, with their common options."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serve_model(
     quantization: str | None = None,
     query_ids: tuple[int, ...] | None = None,
 ) -> TransformersEngine:
-    """Return the transformers engine over a model that is in memory already."""
+    """Return the transformers engine over a model that is already in memory."""
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
     _check_engine_args(options, ["max_context"])
@@ -128,7 +128,7 @@ def _check_engine_args(options: EngineOptions, known: list[str]) -> None:
 
 
 def check_engine(options: EngineOptions, model: str) -> None:
-    """Refuse an engine, a model, an adapter or a server that there is not; nothing is loaded for it."""
+    """Refuse an engine, a model, an adapter or a server that does not exist; nothing is loaded."""
     if options.is_remote:
         check_installed("aiohttp", extra="openai")
         check_name(str(options.engine_args.get("tokenizer") or model), revision=options.revision)

@@ -247,7 +247,7 @@ class OpenAIEngine:
         return read_scores([[answer] for answer in answers])
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model. Revision, dtype and hashes are the caller's word: a server tells none."""
+        """Return what identifies the model. Revision, dtype and hashes are as the caller stated them."""
         self._ensure_started()
         known = self._identity
         weights, adapter, dtype = known["weights"], known["adapter"], known["dtype"]

@@ -1,4 +1,4 @@
-"""What a server is asked before the first request: its model, its limit, and whether it does what is counted on."""
+"""Checks of a server before the first request: its model, its limit, and the features that are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP to an OpenAI-compatible server: retries, a deadline for each request, streams, and errors that hold no key."""
+"""HTTP to an OpenAI-compatible server: retries, a deadline for each request, streams, and errors without the key."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ async def presentably(work: Awaitable[T], *, key: str | None) -> T:
 
 
 def is_refusal(error: ServerError) -> bool:
-    """Return whether a server refused a request for what it asks, so that asking once more is in vain."""
+    """Return whether a server refused a request for its content, so that a retry is pointless."""
     return isinstance(error, StatusError) and error.status in _OWN_FAULTS
 
 
@@ -312,7 +312,7 @@ class Transport:
         return ServerError(f"The server at {self.base_url} failed: {reason}")
 
     async def _translated(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run one attempt with the library's errors put into ours; theirs may hold headers, so they are not chained."""
+        """Run one attempt and translate the library's errors; theirs may hold headers, so they are not chained."""
         try:
             return await attempt()
         except (self._http.ClientSSLError, self._http.ClientResponseError) as error:  # no further attempt mends these

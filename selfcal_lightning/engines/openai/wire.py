@@ -19,7 +19,7 @@ TOO_MANY_REQUESTS = 429
 
 
 class TransientError(Exception):
-    """An attempt failed in a way that another attempt may mend."""
+    """An attempt failed in a way that a retry may mend."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -137,7 +137,7 @@ def edt_probe_body(token_id: int) -> dict[str, Any]:
 
 
 class SampleReader:
-    """Puts one response together from the events of a stream. Nothing that a server sends is taken on trust."""
+    """Assembles one response from the events of a stream. Everything that a server sends is checked."""
 
     def __init__(
         self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int, step_ids: Sequence[int] = ()

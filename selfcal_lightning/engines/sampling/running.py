@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What every process of a run has in common: the arguments of ``selfcal generate``, resolved.
+    """What all processes of a run share: the resolved arguments of ``selfcal generate``.
 
     With ``rollouts``, prefixes of stored responses stand in the place of the questions of tasks.
     """
@@ -96,7 +96,7 @@ class GenerationSettings:
         return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
 
     def check(self) -> None:
-        """Refuse what needs no model and no hub to be refused, in the order of what it costs to look."""
+        """Check everything that needs neither model nor hub, cheapest first."""
         for name in ("num_samples", "questions_per_shard", "max_failures"):
             if getattr(self, name) < 1:
                 raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
@@ -256,7 +256,7 @@ def _end(workers: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _watch_parent() -> None:
-    """Wait for the end of standard input, then interrupt the work, then end the process whatever it does."""
+    """Wait for the end of standard input, then interrupt the work, then kill the process."""
     # Not through `sys.stdin`, whose lock a daemon thread must not hold when the interpreter ends.
     while os.read(0, 1024):
         pass
@@ -266,7 +266,7 @@ def _watch_parent() -> None:
 
 
 def work() -> int:
-    """Run the job that stands on standard input. Returns the exit status."""
+    """Run the job given on standard input. Returns the exit status."""
     keep_bitsandbytes_quiet()
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_watch_parent, daemon=True).start()

@@ -208,7 +208,7 @@ class OpenAIEngine:
         flights = {number: self._flights.pop(number) for number in names}
         begun = self._jobs.drop(flights) if flights else set()
         for number, flight in flights.items():
-            if number in begun:
+            if number in begun or flight.received:  # or finished just now
                 thrown_away[flight.request.id] = flight.num_tokens
             self._tally.tokens_received += flight.received
         self._tally.cancelled += len(flights)

@@ -330,6 +330,12 @@ def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path
         (lm_eval_row(1, "2"), {"format": "sampled"}, "sampled.jsonl"),
         ({"custom_id": "a", "response": {}}, {"format": "verl"}, "`input`"),
         (lm_eval_row(1, "2"), {"format": "lm_eval"}, "'lm_eval'"),
+        ({"sample_id": "a", "evaluation": {}, "messages": ["x"]}, {}, "not as every_eval_ever writes it"),
+        (
+            {"sample_id": "a", "type": "sampling", "data": {"sampled": 3}},
+            {"format": "openai-evals"},
+            "without an output",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -294,9 +294,12 @@ def import_log(
     """
     before = Undecided.so_far()
     with Stage(f"Reading {path.name}, format {format}"):
-        responses = list(FORMATS[format].read(log))
+        try:
+            responses = list(FORMATS[format].read(log))
+        except (AttributeError, KeyError, TypeError) as error:  # a field of another type than the tool writes
+            raise InputError(f"{path} is not as {format} writes it: {error}. Name another `--format`.") from error
         if not responses:
-            reasons = f": all {log.skipped.total():,} rows are {_reasons(log.skipped)}" if log.skipped else ""
+            reasons = f"; left out are {_reasons(log.skipped)}" if log.skipped.total() else ""
             raise InputError(f"Expected {path} to hold responses, as {format} writes them, but got none{reasons}.")
         if task is None:
             task = guess_task(one.reference for one in responses)

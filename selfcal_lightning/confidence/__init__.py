@@ -33,9 +33,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "registry": [
             "EstimatorClass",
             "KnownConfidence",
-            "build_estimator",
             "check_name_tells",
-            "estimator_class",
             "estimator_settings",
             "recorded_confidences",
             "refuse_looking_ahead",

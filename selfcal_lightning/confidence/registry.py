@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, TwoSampleHybrid
-from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport
+from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport, SampleScorer
 from selfcal_lightning.confidence.estimators import (
     WEIGHTS,
     LowestGroupConfidence,
@@ -31,16 +31,17 @@ from selfcal_lightning.confidence.step_estimators import (
 )
 from selfcal_lightning.confidence.trajectories import TRAJECTORIES
 from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
-from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.engines.base import Engine
-
-if TYPE_CHECKING:
-    from selfcal_lightning.confidence.token_reader import TokenReader
-    from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.registry import Registry
 
 
 class EstimatorClass(Protocol):
-    """What the registry knows about an estimator before it is created."""
+    """An estimator before it is created: a class, or a row of a table.
+
+    Attributes:
+        reads: What it is created with: "engine" (an engine and its chat format), "tokens" (a reader of token
+            statistics), "rewards" (a reward model) or "pool" (nothing).
+    """
 
     name: str
     is_probability: bool
@@ -48,7 +49,7 @@ class EstimatorClass(Protocol):
     reads: str
 
     def __call__(self, *args: Any, **settings: Any) -> Estimator:
-        """Make one."""
+        """Create it."""
 
 
 # Rows of the neighbours above this room are named, as plug-ins are, and import no torch.
@@ -81,99 +82,37 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
     ),
 )
-ESTIMATORS: dict[str, EstimatorClass] = {estimator.name: estimator for estimator in _OWN}
+ESTIMATORS: Registry[EstimatorClass] = Registry("estimator", _OWN)
 REWARDS: RewardSupport = resolve_name("selfcal_lightning.rewards.estimator:REWARDS")
 READS = ("engine", "tokens", "rewards", "pool")
 _PARTS = ("name", "is_probability", "needs_pool", "reads", "score")
 
 
 def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
-    """Register an estimator class under its ``name``; usable as a decorator.
-
-    Raises:
-        InputError: The name is taken, or the class lacks required attributes.
-    """
-    missing = [name for name in _PARTS if name not in dir(estimator)]
-    if missing:
-        raise InputError(
-            f"Expected the estimator {estimator!r} to have {', '.join(_PARTS)}, but {', '.join(missing)} is missing."
-        )
+    """Register an estimator class under its ``name``; usable as a decorator."""
+    if missing := [name for name in _PARTS if name not in dir(estimator)]:
+        raise InputError(f"Expected the estimator {estimator!r} to have {', '.join(_PARTS)}; it lacks {missing}.")
     if estimator.reads not in READS:
         raise InputError(f"Expected `reads` of {estimator.name} to be one of {READS}, but got {estimator.reads!r}.")
-    if estimator.name in (*ESTIMATORS, *STORED):
-        raise InputError(f"Expected the estimator's `name` to be new, but {estimator.name!r} is taken already.")
-    ESTIMATORS[estimator.name] = estimator
-    return estimator
-
-
-def estimator_class(name: str) -> EstimatorClass:
-    """Return the class of the estimator ``name``."""
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    raise unknown_name("estimator", name, ESTIMATORS)
+    return ESTIMATORS.register(estimator, reserved=STORED)
 
 
 def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:
     """Return the estimator's settings, its defaults with ``changes``, for the record of a run."""
-    parameters = inspect.signature(estimator_class(name)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    if unknown := sorted(changes.keys() - defaults.keys()):
-        raise InputError(f"Expected settings of {name!r} among {sorted(defaults)}, but got {unknown}.")
-    return {**defaults, **changes}
-
-
-def build_estimator(
-    name: str,
-    *,
-    engine: Engine | None = None,
-    chat: ChatFormat | None = None,
-    tokens: TokenReader | None = None,
-    rewards: Any = None,
-    **settings: Any,
-) -> Estimator:
-    """Create the estimator ``name`` from the arguments that it accepts."""
-    estimator = estimator_class(name)
-    given: dict[str, tuple[Any, ...]] = {
-        "engine": (engine, chat),
-        "tokens": (tokens,),
-        "rewards": (rewards,),
-        "pool": (),
-    }
-    needed = given[estimator.reads]
-    if any(part is None for part in needed):
-        wanted = "`engine` and `chat`" if estimator.reads == "engine" else f"`{estimator.reads}`"
-        raise InputError(f"Expected {wanted} for the estimator {name!r}, but got None.")
-    return estimator(*needed, **settings)
-
-
-class KnownConfidence(Protocol):
-    """A confidence that knows whether it depends on other responses: a scaler, a fusion or a recorded confidence."""
-
-    @property
-    def name(self) -> str:
-        """Key of the confidence on a sample."""
-
-    @property
-    def requires(self) -> tuple[str, ...]:
-        """Names of the confidences that it is computed from."""
-
-    @property
-    def needs_pool(self) -> bool:
-        """Whether it depends on the question's other responses, directly or indirectly."""
+    parameters = inspect.signature(ESTIMATORS[name]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY} | changes
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedConfidence:
-    """A confidence found on samples, not computed here."""
+    """A confidence found on samples; ``needs_pool`` if it depends on the question's other responses."""
 
     name: str
     needs_pool: bool
+    requires: tuple[str, ...] = ()
 
-    @property
-    def requires(self) -> tuple[str, ...]:
-        """Nothing that is known."""
-        return ()
 
+KnownConfidence = RecordedConfidence | SampleScorer
 
 # Finished training targets, which imported responses carry among their confidences.
 TARGETS = tuple(
@@ -197,21 +136,18 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
 
 
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
-    """Raise ValueError if a strategy would read a confidence that depends on other responses."""
-    ahead = pool_dependent(names, known)
-    if ahead:
+    """Refuse confidences that depend on other responses, which a strategy has not seen yet."""
+    if ahead := pool_dependent(names, known):
         raise InputError(
-            f"Expected confidences that belong to one response, but got {', '.join(ahead)}, which depend on the other "
-            "responses to the question: a strategy that reads them looks ahead. Leave them out, with what was fitted "
-            "to them."
+            f"A strategy cannot read {', '.join(ahead)}, which depend on the other responses to the question. Leave "
+            "them out, with what was fitted to them."
         )
 
 
 def check_name_tells(confidence: KnownConfidence) -> None:
-    """Raise ValueError if a JSONL pool, which stores only names, would hide that a confidence looks ahead."""
+    """Refuse a name under which a JSONL pool, which stores only names, would hide that a confidence looks ahead."""
     if confidence.needs_pool and not pool_dependent([confidence.name]):
         raise InputError(
-            f"Expected a confidence that depends on the other responses to keep its estimator's name in a JSON-lines "
-            f"pool, but got {confidence.name!r}: by another name nobody would know. Leave the name as it is; a store "
-            "remembers the estimator of each of its annotations and may hold several."
+            f"Expected {confidence.name!r} to keep its estimator's name in a JSONL pool, since it depends on the other "
+            "responses. A store remembers the estimator of each annotation."
         )

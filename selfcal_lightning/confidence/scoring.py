@@ -18,11 +18,11 @@ import numpy as np
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
 from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.registry import (
+    ESTIMATORS,
     REWARDS,
     EstimatorClass,
     RecordedConfidence,
     check_name_tells,
-    estimator_class,
     estimator_settings,
 )
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
@@ -378,7 +378,7 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
         raise InputError(
             f"Expected one `estimator` where `name` is given, but got {list(chosen)}. Run them one by one."
         )
-    kinds = [estimator_class(one) for one in chosen]
+    kinds = [ESTIMATORS[one] for one in chosen]
     if consistency_samples is not None and "response_consistency" not in chosen:
         raise InputError(
             f"Expected `consistency_samples` with the estimator response_consistency only, but got it with "

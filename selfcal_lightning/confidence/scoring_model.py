@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import Estimator
-from selfcal_lightning.confidence.registry import REWARDS, build_estimator, estimator_class
+from selfcal_lightning.confidence.registry import ESTIMATORS, REWARDS
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import check_marker
@@ -110,11 +110,11 @@ class ScoringModel:
 
     def made_the_stored(self, name: str) -> bool:
         """Return whether the estimator ``name`` would reproduce the values stored with the samples."""
-        if estimator_class(name).reads == "rewards" or not self._sampled_the_store(self.identity):
+        if ESTIMATORS[name].reads == "rewards" or not self._sampled_the_store(self.identity):
             return False
         # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
         # computes in.
-        if estimator_class(name).reads != "engine":
+        if ESTIMATORS[name].reads != "engine":
             return True
         asked = PromptIdentity.from_json(self.chat.describe()), self.identity.get(ACTIVATED), self._head_dtype
         return asked == (self._prompt, self._sampled.activated_adapter_sha256, self._sampled.head_dtype)
@@ -136,7 +136,7 @@ class ScoringModel:
     def origin(self, name: str, estimator_settings: dict[str, Any]) -> dict[str, Any]:
         """Return everything the values of the estimator ``name`` depend on, as JSON types."""
         origin = {"estimator": name, "settings": estimator_settings}
-        reads = estimator_class(name).reads
+        reads = ESTIMATORS[name].reads
         if reads == "pool":
             return origin
         if reads == "rewards":
@@ -155,16 +155,16 @@ class ScoringModel:
 
     def build(self, name: str, settings: dict[str, Any]) -> Estimator:
         """Create the estimator ``name``, loading the models it needs."""
-        reads = estimator_class(name).reads
-        if reads == "pool":
-            return build_estimator(name, **settings)
+        kind = ESTIMATORS[name]
+        if kind.reads == "pool":
+            return kind(**settings)
         if "steps" in settings:
             check_marker(self.chat.tokenizer, settings["steps"])
-        if reads == "engine":
-            return build_estimator(name, engine=self._open_engine(), chat=self.chat, **settings)
-        if reads == "rewards":
-            return build_estimator(name, rewards=self._open_rewards(), **settings)
-        return build_estimator(name, tokens=self.tokens(), **settings)
+        if kind.reads == "engine":
+            return kind(self._open_engine(), self.chat, **settings)
+        if kind.reads == "rewards":
+            return kind(self._open_rewards(), **settings)
+        return kind(self.tokens(), **settings)
 
     def close(self) -> None:
         """Close the engine and the reward model."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.registry import Registry
 
 Judged = Literal["steps", "response"]
 Layout = Literal["marked", "pieces", "turns", "chat", "continued"]
@@ -176,25 +177,20 @@ _OWN = (
         name="qwen2.5-math-rm", judges="response", layout="chat", num_outputs=1, link="none", **_TWO_LAYERS
     ),
 )  # fmt: skip
-REWARD_FORMATS: dict[str, RewardFormat] = {one.name: one for one in _OWN}
+REWARD_FORMATS: Registry[RewardFormat] = Registry("reward.format", _OWN)
 
 
 def register_reward_format(format: RewardFormat) -> RewardFormat:
     """Add a format under its name, and return it."""
     if not isinstance(format, RewardFormat):
         raise InputError(f"Expected a `RewardFormat` to register, but got {format!r}.")
-    if format.name in REWARD_FORMATS:
-        raise InputError(f"Expected the reward format's `name` to be new, but {format.name!r} is taken already.")
-    REWARD_FORMATS[format.name] = format
-    return format
+    return REWARD_FORMATS.register(format)
 
 
 def reward_format(name: str) -> RewardFormat:
     """Return the format ``name``."""
     if name.startswith(QUANTILES_OF) and name.removeprefix(QUANTILES_OF) in REWARD_FORMATS:
         return quantiles_of(REWARD_FORMATS[name.removeprefix(QUANTILES_OF)])
-    if name not in REWARD_FORMATS:
-        raise unknown_name("reward.format", name, REWARD_FORMATS)
     return REWARD_FORMATS[name]
 
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.fakes import FakeChat, FakeEngine
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import STORED
-from selfcal_lightning.confidence.estimators import PTrue, ResponseConsistency
-from selfcal_lightning.confidence.registry import ESTIMATORS, build_estimator, estimator_class, estimator_settings
+from selfcal_lightning.confidence.estimators import ResponseConsistency
+from selfcal_lightning.confidence.registry import ESTIMATORS, estimator_settings
 
 
 def entry_of(answers: list[str | None], name: str = "q") -> Any:
@@ -71,25 +70,13 @@ def test_what_looks_at_other_responses_says_so() -> None:
     assert looking == {"response_consistency", *among, *meanings}
 
 
-def test_unknown_names_and_missing_parts() -> None:
+def test_unknown_names_are_answered_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"got 'self_certanty'\. Did you mean 'self_certainty'\?"):
-        estimator_class("self_certanty")
-    with pytest.raises(ValueError, match=r"to be one of p_true, verbalized, .* but got 'zzzz'"):
-        estimator_class("zzzz")
-    with pytest.raises(ValueError, match=r"Expected `rewards` for the estimator 'reward'"):
-        build_estimator("reward")
+        ESTIMATORS["self_certanty"]
 
 
-def test_estimators_are_built_from_what_they_read() -> None:
-    engine, chat = FakeEngine(), FakeChat()
-    assert isinstance(build_estimator("p_true", engine=engine, chat=chat), PTrue)
-    consistency = build_estimator("response_consistency", **estimator_settings("response_consistency", num_samples=1))
+def test_settings_are_the_defaults_with_changes() -> None:
+    consistency = ESTIMATORS["response_consistency"](**estimator_settings("response_consistency", num_samples=1))
     entry = entry_of(["7", "8"])
     assert sorted(consistency.score([entry])[0]) == [0.0, 1.0]
     assert consistency.score([replace(entry, samples=())]) == [[]]
-    with pytest.raises(ValueError, match="`engine` and `chat` for the estimator 'verbalized'"):
-        build_estimator("verbalized", engine=engine)
-    with pytest.raises(ValueError, match="`tokens` for the estimator 'token_entropy'"):
-        build_estimator("token_entropy", engine=engine, chat=chat)
-    with pytest.raises(ValueError, match=r"settings of 'p_true' among \['normalised'\], but got \['k'\]"):
-        estimator_settings("p_true", k=3)

@@ -19,7 +19,7 @@ from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.certainty import lowest_group_confidence, token_statistics, top_k_confidence
 from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.estimators import PTrue
-from selfcal_lightning.confidence.registry import build_estimator
+from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.confidence.step_estimators import StepSelfEvaluation
 from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
@@ -68,7 +68,7 @@ class _Spans:
 
 
 def _score(name: str, statistics: ResponseStatistics, spans: Sequence[tuple[int, int]] = (), **options: Any) -> float:
-    return build_estimator(name, tokens=_Spans(spans), **options).read(statistics)
+    return ESTIMATORS[name](_Spans(spans), **options).read(statistics)
 
 
 def _recorded(vectors: Vectors) -> tuple[dict[str, Any], ResponseStatistics]:
@@ -127,7 +127,7 @@ def test_trajectories_equal_the_vectors_and_undefined_ones_are_unknown(vectors: 
 def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, pool: Pool) -> None:
     """Of whole responses and of their steps, whatever is beside them in the batch."""
     steps = ("step_coe_c", "step_coe_c_normalised", "step_coe_r", "step_coe_r_normalised")
-    found = {name: build_estimator(name, tokens=tokens).score(pool) for name in ("coe_r", "coe_c_raw", *steps)}
+    found = {name: ESTIMATORS[name](tokens).score(pool) for name in ("coe_r", "coe_c_raw", *steps)}
     entry, sample = pool[0], pool[0].samples[0]
     ids = [*entry.prompt_ids, *sample.token_ids]
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_all_criteria_of_tokens_cost_one_pass(tokens: TokenReader, pool: Pool) -
     tokens.read(pool[:1])  # after which it is known whether the model can pack
     handle = tokens.network.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
     try:
-        estimators = [build_estimator(name, tokens=tokens) for name in names]
+        estimators = [ESTIMATORS[name](tokens) for name in names]
         scores = [estimator.score(pool) for estimator in estimators]
     finally:
         handle.remove()
@@ -173,7 +173,7 @@ def test_the_least_sure_stretch_is_that_of_the_function(tokens: TokenReader, poo
         logits = tokens.network(ids).logits[0, len(entry.prompt_ids) - 1 : -1]
     sure = top_k_confidence(logits, 20)
     for window, lowest in ((4, 0.0), (4, 0.5), (2048, 0.0)):
-        estimator = build_estimator("lowest_group_confidence", tokens=tokens, window=window, lowest=lowest)
+        estimator = ESTIMATORS["lowest_group_confidence"](tokens, window=window, lowest=lowest)
         found, options = estimator.score([entry])[0][0], {"window": window, "share": lowest}
         assert found == pytest.approx(lowest_group_confidence(sure, **options), abs=1e-5)
 
@@ -200,10 +200,10 @@ def test_weights_are_those_of_the_recorded_votes(vectors: Vectors) -> None:
 
 def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: Pool) -> None:
     entry = pool[0]
-    logprob = build_estimator("mean_logprob", tokens=tokens).score([entry])[0]
+    logprob = ESTIMATORS["mean_logprob"](tokens).score([entry])[0]
     spread = -np.array(tokens.scores([entry], lambda found: _spread(found.tokens.entropy))[0])
     steps = -np.array(tokens.scores([entry], lambda found: _step_spread(found.tokens.entropy))[0])
-    steady = build_estimator("token_steadiness", tokens=tokens).score([entry])[0]
+    steady = ESTIMATORS["token_steadiness"](tokens).score([entry])[0]
     assert steady == pytest.approx(spread.tolist(), abs=1e-9)
     expected = {
         "sasc_std": standardised_weights(spread), "sasc_certainty": standardised_weights(logprob),
@@ -211,11 +211,11 @@ def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: P
     }  # fmt: skip
     for name, weights in expected.items():
         options = {"steps": "line"} if name == "sasc_double" else {}
-        assert build_estimator(name, tokens=_TwoSteps(tokens), **options).score([entry])[0] == pytest.approx(
+        assert ESTIMATORS[name](_TwoSteps(tokens), **options).score([entry])[0] == pytest.approx(
             weights.tolist(), rel=1e-6
         )
     one = replace(entry, samples=entry.samples[:1])
-    assert build_estimator("sasc_std", tokens=tokens).score([one, *pool[1:]])[0] == [1.0], "nothing to stand out from"
+    assert ESTIMATORS["sasc_std"](tokens).score([one, *pool[1:]])[0] == [1.0], "nothing to stand out from"
 
 
 def _spread(entropy: torch.Tensor) -> float:
@@ -257,7 +257,7 @@ def test_none_where_there_is_no_step_or_no_room(engine: TransformersEngine, toke
     samples = (whole, failed, replace(failed, finish="stop"), replace(whole, text=whole.text * 40, token_ids=None))
     entry = replace(pool[0], samples=samples)
     for name in ("coe_c", "step_coe_c", "step_certainty", "lowest_group_confidence", "min_logprob", "sasc_double"):
-        found = build_estimator(name, tokens=tokens).score([entry])[0]
+        found = ESTIMATORS[name](tokens).score([entry])[0]
         assert [value is None for value in found] == [False, True, True, True], name
     found = StepSelfEvaluation(engine, engine.chat).score([entry])[0]
     assert [value is None for value in found] == [False, True, True, True]
@@ -307,9 +307,9 @@ def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
     [
         (lambda: CriteriaSettings(steps="word"), "criteria.steps"),
         (lambda: CriteriaSettings(over_steps="sum"), "criteria.over_steps"),
-        (lambda: build_estimator("step_certainty", tokens=_Spans([]), weight=2.0), r"`weight` to lie in \[0, 1\]"),
-        (lambda: build_estimator("lowest_group_confidence", tokens=_Spans([]), window=0), "`window` to be a positive"),
-        (lambda: build_estimator("lowest_group_confidence", tokens=_Spans([]), lowest=2.0), "`lowest` to lie in"),
+        (lambda: ESTIMATORS["step_certainty"](_Spans([]), weight=2.0), r"`weight` to lie in \[0, 1\]"),
+        (lambda: ESTIMATORS["lowest_group_confidence"](_Spans([]), window=0), "`window` to be a positive"),
+        (lambda: ESTIMATORS["lowest_group_confidence"](_Spans([]), lowest=2.0), "`lowest` to lie in"),
     ],
 )
 def test_wrong_settings_are_named(call: Callable[[], object], message: str) -> None:

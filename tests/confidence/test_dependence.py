@@ -126,7 +126,7 @@ def test_an_annotation_under_another_name_is_known_by_its_estimator(tmp_path: Pa
 
 def test_a_file_keeps_the_name_by_which_it_is_known(tmp_path: Path) -> None:
     pool = write_pool(tmp_path / "pool.jsonl")
-    with pytest.raises(ValueError, match="to keep its estimator's name in a JSON-lines pool, but got 'agreement'"):
+    with pytest.raises(ValueError, match="'agreement' to keep its estimator's name"):
         run_score(CONSISTENCY, pool=str(pool), output=str(tmp_path / "out.jsonl"), name="agreement")
     import_pool(pool, tmp_path / "store")
     run_score(CONSISTENCY, str(tmp_path / "store"), name="agreement")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.fakes import FakeChat, ReplyingEngine
 
-from selfcal_lightning.confidence.registry import build_estimator
+from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.confidence.verbalized import (
     NUMBERS,
     PERCENTAGES,
@@ -70,7 +70,7 @@ def test_each_estimator_asks_on_its_scale(name: str, query: str, reply: str, val
     sample = Sample("q", 0, 0, "4", chat.response_ids("4"), "stop", "4", True)
     question = Question("q", "word_problems", (Message("user", "2+2?"),))
     entry = QuestionSamples(question, (sample,), "test", chat.prompt_ids(question.messages))
-    assert build_estimator(name, engine=engine, chat=chat).score([entry]) == [[pytest.approx(value)]]
+    assert ESTIMATORS[name](engine, chat).score([entry]) == [[pytest.approx(value)]]
     turns = (Message("user", "2+2?"), Message("assistant", "4"), Message("user", query))
     assert engine.requests[0].prompt_ids == chat.prompt_ids(turns)
 

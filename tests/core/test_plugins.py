@@ -152,7 +152,7 @@ def test_a_file_with_the_name_of_a_module_of_others(tmp_path: Path) -> None:
         ("p.py", STRATEGY.replace('"last_word"', '"cges"'), "'cges' is registered already"),
         ("p.py", STRATEGY.replace("frozen=True", "frozen=False"), "to be a frozen dataclass"),
         ("p.py", STRATEGY.replace(": int = 4", ": int"), "to have defaults, but max_samples has none"),
-        ("p.py", ESTIMATOR.replace('"brevity"', '"p_true"'), "'p_true' is taken already"),
+        ("p.py", ESTIMATOR.replace('"brevity"', '"p_true"'), "'p_true' is registered already"),
         (
             "p.py",
             ESTIMATOR.replace('"pool"', '"tea"'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_new_data_set_is_one_class_and_one_line(tmp_path: Path, monkeypatch: p
         def read_row(self, row: Row, question_id: str) -> Item:
             return Item(row["text"], row["numeric_answer"])
 
-    monkeypatch.setattr("selfcal_lightning.data.tasks.registry.TASKS", dict(TASKS))
+    monkeypatch.setattr("selfcal_lightning.data.tasks.registry.TASKS", copy(TASKS))
     register_task(DatasetTask(MAWPS()))
     (tmp_path / "own.jsonl").write_text('{"text": "2 + 2?", "numeric_answer": 4.0}\n')
     (question,) = get_task("mawps").load("test", path=str(tmp_path / "own.jsonl"))

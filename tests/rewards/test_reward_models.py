@@ -185,7 +185,7 @@ def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.Monkey
     mine = replace(reward_format("reasoneval"), name="mine")
     monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", dict(REWARD_FORMATS))
     assert register_reward_format(mine) is mine
-    with pytest.raises(InputError, match="'mine' is taken already"):
+    with pytest.raises(InputError, match="'mine' is registered already"):
         register_reward_format(mine)
     with pytest.raises(InputError, match="a `RewardFormat` to register"):
         register_reward_format("mine")  # type: ignore[arg-type]

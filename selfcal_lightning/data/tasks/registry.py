@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import QuestionCount
+from selfcal_lightning.core.registry import Registry
 from selfcal_lightning.data.tasks.answer_types import (
     ExpressionAnswers,
     FreeTextAnswers,
@@ -44,7 +45,7 @@ from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.models.chat_format import Prompt, put_prompt
 from selfcal_lightning.records import Question
 
-TASKS: dict[str, Task] = {}
+TASKS: Registry[Task] = Registry("task")
 
 
 def register_task(task: Task) -> None:
@@ -53,9 +54,7 @@ def register_task(task: Task) -> None:
     Raises:
         InputError: If the name is taken.
     """
-    if task.name in TASKS:
-        raise InputError(f"Expected `task.name` to be new, but {task.name!r} is registered already.")
-    TASKS[task.name] = task
+    TASKS.register(task)
 
 
 def get_task(name: str) -> Task:
@@ -68,8 +67,6 @@ def get_task(name: str) -> Task:
         >>> get_task("gsm8k").answer_type
         'number'
     """
-    if name not in TASKS:
-        raise unknown_name("task", name, sorted(TASKS))
     return TASKS[name]
 
 

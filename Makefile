@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-clients setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real lint docs model clean
+.PHONY: help setup setup-clients setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -91,6 +91,16 @@ docs: $(VENV)/.ready  ## build the documentation into site/; broken links and st
 
 model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)
 	$(BIN)/python benchmarks/bundled_model/make_bundled_model.py
+
+# plot.js is committed, so that nobody else needs npm. Its licences stand in plot.licenses.txt.
+PAGE := selfcal_lightning/assets/report
+report-page:  ## rebuild the plot library of the report page from npm (needs Node.js)
+	rm -rf build/page && mkdir -p build && cp -r $(PAGE)/npm build/page
+	cd build/page && npm ci --silent --ignore-scripts
+	cd build/page && node_modules/.bin/esbuild plot.entry.js --bundle --minify --format=iife --global-name=Plot \
+	  --target=es2022 --legal-comments=none --log-level=warning --outfile=plot.js --metafile=meta.json
+	cd build/page && node licenses.js > plot.licenses.txt
+	cp build/page/plot.js build/page/plot.licenses.txt $(PAGE)
 
 clean:  ## remove runs and builds, not .venv
 	rm -rf runs build dist *.egg-info

@@ -104,6 +104,43 @@ def run_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
     return done.returncode, done.stderr[-2000:]
 
 
+def fork_once(verb: str, inputs: Path, run: Path) -> tuple[int, str]:
+    """Do the same in a fork of this process, which has imported all: a run costs its own work alone."""
+    run.mkdir(parents=True)
+    for name in COPIED:
+        if f"{{{name}}}" in VERBS[verb]:
+            shutil.copytree(inputs / name, run / name)
+    if (child := os.fork()) == 0:
+        os.chdir(run)
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv = ["selfcal", verb, *words(VERBS[verb], inputs, run)]
+        from selfcal_lightning.__main__ import main as entry
+
+        entry()  # leaves by SystemExit, as a process of its own does
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = (run / "err").read_text()
+    shutil.rmtree(run)
+    return status, said[-2000:]
+
+
+def import_all() -> None:
+    """Import what the verbs import, before any thread is started."""
+    import importlib
+    import pkgutil
+
+    import datasets  # noqa: F401
+    import pyarrow.dataset  # noqa: F401
+
+    import selfcal_lightning.commands as commands
+    from selfcal_lightning import callbacks, datamodules
+
+    for package in (commands, callbacks, datamodules):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(("serve", "__main__")):
+                importlib.import_module(module.name)
+
+
 def main() -> None:
     """Prepare the inputs, then run the verbs in turn until each has run often enough or time is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,6 +149,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--verbs", nargs="*", default=list(VERBS), choices=list(VERBS))
     parser.add_argument("--parallel", type=int, default=2 * (os.cpu_count() or 1), help="runs at a time")
+    parser.add_argument("--forked", action="store_true", help="fork each run from a process that has imported all")
     given = parser.parse_args()
     folder = given.folder.resolve()
     inputs, end = folder / "inputs", time.monotonic() + 60 * given.minutes
@@ -128,21 +166,28 @@ def main() -> None:
             mark.touch()
     statuses: dict[str, Counter[int]] = {verb: Counter() for verb in given.verbs}
 
+    start = fork_once if given.forked else run_once
+
     def count(job: tuple[int, str]) -> None:
         number, verb = job
         if time.monotonic() < end:
-            status, said = run_once(verb, inputs, folder / f"run_{number}")
+            status, said = start(verb, inputs, folder / f"run_{os.getpid()}_{number}")
             statuses[verb][status] += 1
             if status:
                 (folder / f"{verb}_{status}.txt").write_text(said)
-            (folder / "statuses.json").write_text(json.dumps(statuses, indent=1))
+            (folder / f"statuses_{os.getpid()}.json").write_text(json.dumps(statuses, indent=1))
 
     # The verbs in turn: when time is up, all have run equally often.
     jobs = [
         (number * len(given.verbs) + at, verb) for number in range(given.runs) for at, verb in enumerate(given.verbs)
     ]
-    with ThreadPoolExecutor(given.parallel) as runs:
-        list(runs.map(count, jobs))
+    if given.forked:  # one at a time, since a fork of a process with threads may never go on; start it several times
+        import_all()
+        for job in jobs:
+            count(job)
+    else:
+        with ThreadPoolExecutor(given.parallel) as runs:
+            list(runs.map(count, jobs))
     for verb, found in statuses.items():
         others = ", ".join(f"{count} of status {status}" for status, count in found.items() if status)
         print(f"{verb:<22}{found.total():>4} runs, {found[-6] + found[134]} aborts", others)

@@ -158,8 +158,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _write(path: Path, index: Mapping[str, Any], chunks: Iterable[list[dict[str, Any]]]) -> None:
-    script = _asset("page.js")
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_digest(script)}'"
+    plots, script = _asset("plot.js"), _asset("page.js")
+    allowed = f"'sha256-{_digest(plots)}' 'sha256-{_digest(script)}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_atomically(path) as file:
         for part in (
@@ -172,7 +173,7 @@ def _write(path: Path, index: Mapping[str, Any], chunks: Iterable[list[dict[str,
             file.write(part.encode())
         for number, texts in enumerate(chunks):
             file.write(f'<script type="text/plain" id="c{number}">{_packed(texts)}</script>\n'.encode())
-        file.write(f'<script type="module">{script}</script>\n</body></html>\n'.encode())
+        file.write(f'<script>{plots}</script>\n<script type="module">{script}</script>\n</body></html>\n'.encode())
 
 
 def _check_replaceable(path: Path) -> None:

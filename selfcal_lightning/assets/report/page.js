@@ -4,9 +4,7 @@ const unpack = async (id) => {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 };
 const el = (name, attributes = {}, ...children) => {
-  const node = name.startsWith("svg:")
-    ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
-    : document.createElement(name);
+  const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes))
     key.startsWith("on") ? node.addEventListener(key.slice(2), value) : node.setAttribute(key, value);
   node.append(...children.map((child) => (typeof child === "number" ? String(child) : child)));
@@ -162,17 +160,7 @@ function coloured(text, tokens) {
   return [...spans, characters.slice(start).join("")];
 }
 
-// ---- plots
-const SIZE = { w: 300, h: 240, l: 36, b: 30, t: 8, r: 16 };
-const px = (x) => SIZE.l + x * (SIZE.w - SIZE.l - SIZE.r), py = (y) => SIZE.h - SIZE.b - y * (SIZE.h - SIZE.b - SIZE.t);
-function frame(xlabel, ylabel, xticks, yticks, ...marks) {
-  return el("svg:svg", { viewBox: `0 0 ${SIZE.w} ${SIZE.h}`, role: "img", "aria-label": `${ylabel} over ${xlabel}` },
-    ...yticks.map(([y, text]) => el("svg:g", {}, el("svg:line", { class: "grid", x1: px(0), x2: px(1), y1: py(y), y2: py(y) }),
-      el("svg:text", { x: SIZE.l - 4, y: py(y) + 4, "text-anchor": "end" }, text))),
-    ...xticks.map(([x, text]) => el("svg:text", { x: px(x), y: SIZE.h - 14, "text-anchor": "middle" }, text)),
-    el("svg:text", { x: px(0.5), y: SIZE.h - 1, "text-anchor": "middle" }, xlabel), ...marks);
-}
-const TICKS = [0, 0.25, 0.5, 0.75, 1].map((x) => [x, x.toFixed(2)]);
+// ---- plots, by Observable Plot (plot.js)
 const EDGES = Array.from({ length: 10 }, (_, bin) => bin * 0.1);
 const binOf = (value) => { let bin = 9; while (bin > 0 && value < EDGES[bin]) bin -= 1; return bin; };
 function responses(system) {
@@ -191,41 +179,44 @@ function drawPlots() {
     for (const [value, correct] of rows) { const bin = sums[binOf(value)]; bin.count += 1; bin.correct += correct; bin.sure += value; }
     return sums;
   });
-  const width = (px(0.1) - px(0)) / systems.length;
-  const reliability = frame("confidence", "share right", TICKS, TICKS, el("svg:line", { class: "axis", x1: px(0), y1: py(0), x2: px(1), y2: py(1) }),
-    ...bins.flatMap((sums, system) => sums.map((bin, number) => bin.count === 0 ? "" : el("svg:rect", {
-      class: `bin s${system}`, tabindex: 0, x: px(number / 10) + system * width, width: width - 1, y: py(bin.correct / bin.count),
-      height: py(0) - py(bin.correct / bin.count) + 1, "data-bin": number, "data-system": system,
-      onclick: () => choose(system, number), onkeydown: (event) => { if (event.key === "Enter") choose(system, number); },
-    }, el("svg:title", {}, `${systems[system]}: ${bin.count} responses, confidence ${show(bin.sure / bin.count)}, right ${show(bin.correct / bin.count)}`)))));
+  const share = (label) => ({ label, domain: [0, 1], ticks: 5 });
+  const draw = (name, x, y, marks) => Plot.plot({ width: 300, height: 240, ariaLabel: name, x, y: { ...share(y), grid: true }, marks });
+  const colour = (system) => `var(--s${system})`;
+  const bars = bins.map((sums, system) => sums.map((bin, number) => ({
+    system, number, left: (number + system / systems.length) / 10, right: (number + (system + 1) / systems.length) / 10, share: bin.correct / bin.count,
+    text: `${systems[system]}: ${bin.count} responses, confidence ${show(bin.sure / bin.count)}, right ${show(bin.correct / bin.count)}`,
+  })).filter((bar) => sums[bar.number].count > 0));
+  const reliability = draw("Reliability diagram", share("confidence"), "share right", [
+    Plot.link([0], { x1: 0, y1: 0, x2: 1, y2: 1, stroke: "var(--soft)", strokeDasharray: "2 3" }),
+    ...bars.map((rows, system) => Plot.rect(rows, {
+      x1: "left", x2: "right", y1: 0, y2: "share", insetTop: -1, insetRight: 1, fill: colour(system), title: "text", className: "bins" }))]);
+  reliability.querySelectorAll(".bins").forEach((group, system) => group.querySelectorAll("rect").forEach((rect, i) => {
+    const bar = bars[system][i], pick = () => choose(system, bar.number);
+    for (const [key, value] of Object.entries({ class: "bin", tabindex: 0, "data-bin": bar.number, "data-system": system })) rect.setAttribute(key, value);
+    rect.addEventListener("click", pick);
+    rect.addEventListener("keydown", (event) => { if (event.key === "Enter") pick(); });
+  }));
   const risk = all.map((rows, system) => {
     const order = [...rows].sort((x, y) => y[0] - x[0]), points = [], step = Math.max(1, Math.floor(order.length / 200));
     let wrong = 0;
     order.forEach(([, correct], i) => { wrong += 1 - correct; if (i % step === 0 || i === order.length - 1) points.push([(i + 1) / order.length, wrong / (i + 1)]); });
-    return line(points, `s${system}`);
+    return Plot.line(points, { stroke: colour(system), strokeWidth: 2 });
   });
   const most = questions.reduce((longest, question) => Math.max(longest, ...question.s.map((run) => run?.a.length ?? 0)), 1);
+  const counts = Array.from({ length: Math.floor(Math.log2(most)) + 1 }, (_, power) => 2 ** power);
   const votes = systems.flatMap((_, system) => [true, false].map((weighted) => {
-    const points = [];
-    for (let count = 1; count <= most; count *= 2) {
-      let right = 0, number = 0;
-      for (const question of questions) {
-        const run = question.s[system];
-        if (!run || (state.test >= 0 && question.t !== state.test) || run.c.includes(-1)) continue;
-        number += 1; right += vote(run, count, weighted ? weightsOf(run) : null)[0]?.correct === 1;
-      }
-      if (number) points.push([most === 1 ? 0 : Math.log2(count) / Math.log2(most), right / number]);
-    }
-    return line(points, `s${system}${weighted ? "" : " dashed"}`);
+    const judged = questions.filter((question) => question.s[system] && (state.test < 0 || question.t === state.test) && !question.s[system].c.includes(-1));
+    const points = judged.length === 0 ? [] : counts.map((count) => [count, judged.filter((question) =>
+      vote(question.s[system], count, weighted ? weightsOf(question.s[system]) : null)[0]?.correct === 1).length / judged.length]);
+    return Plot.line(points, { stroke: colour(system), strokeWidth: 2, strokeDasharray: weighted ? null : "4 3" });
   }));
-  const counts = []; for (let count = 1; count <= most; count *= 2) counts.push([most === 1 ? 0 : Math.log2(count) / Math.log2(most), String(count)]);
-  const caption = (text) => el("figcaption", {}, text);
+  const figure = (text, plot) => el("figure", {}, el("figcaption", {}, text), plot);
   $("plots").replaceChildren(
-    el("figure", {}, caption("Reliability (click a bar for its responses)"), reliability),
-    el("figure", {}, caption("Risk of the most confident responses"), frame("share answered", "share wrong", TICKS, TICKS, ...risk)),
-    el("figure", {}, caption("Accuracy of votes, in recorded order: weighted, plain (dashed)"), frame("samples", "accuracy", counts, TICKS, ...votes)));
+    figure("Reliability (click a bar for its responses)", reliability),
+    figure("Risk of the most confident responses", draw("Risk over coverage", share("share answered"), "share wrong", risk)),
+    figure("Accuracy of votes, in recorded order: weighted, plain (dashed)", draw("Accuracy of votes over samples",
+      { label: "samples", type: "log", base: 2, domain: [1, Math.max(most, 2)], ticks: counts, tickFormat: String }, "accuracy", votes)));
 }
-const line = (points, kind) => el("svg:polyline", { class: `line ${kind}`, points: points.map(([x, y]) => `${px(x)},${py(y)}`).join(" ") });
 function choose(system, bin) {
   state.bin = state.bin && state.bin.system === system && state.bin.bin === bin ? null : { system, bin };
   refresh();

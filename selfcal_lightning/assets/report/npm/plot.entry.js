@@ -1,0 +1,1 @@
+export { plot, line, link, rect } from "@observablehq/plot";

@@ -16,7 +16,6 @@ import numpy as np
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import Array, Floats, as_counts, as_rates, as_scores, check_same_length
 from selfcal_lightning.metrics.capability import checked_counts, pass_at_k
-from selfcal_lightning.metrics.discrimination import average_rank
 
 LEAST_CONCENTRATION, LARGEST_CONCENTRATION = 1e-2, 1e4
 # A prediction of exactly 0 or 1 would make a single sample of the other kind impossible.
@@ -179,11 +178,13 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
 
     ``quantile(distribution, (rank - 1) / (N - 1))`` with ranks from 1 to N; a lone score gets the median.
     """
+    from scipy.stats import rankdata
+
     values, wanted = as_scores(scores, "scores"), as_scores(distribution, "distribution")
     if not len(wanted):
         raise InputError("Expected `distribution` to hold at least one value, but got none.")
     if not len(values):
         return np.zeros(0)
-    ranks = average_rank(values) if ties == "mean" else np.argsort(np.argsort(values, kind="stable")) + 1.0
+    ranks = rankdata(values, method="average" if ties == "mean" else "ordinal")
     places = (ranks - 1.0) / (len(values) - 1) if len(values) > 1 else np.array([0.5])
     return np.asarray(np.quantile(wanted, places), dtype=np.float64)

@@ -141,7 +141,7 @@ def roc_figure(curves: Mapping[str, tuple[Array, Array]], *, title: str = "") ->
     colours = [AFTER] if len(curves) == 1 else [BEFORE, AFTER, RIGHT, WRONG, GREY]
     for position, (name, (confidence, correct)) in enumerate(curves.items()):
         curve = roc_curve(confidence, correct)
-        points: Any = ([], []) if curve is None else (curve.false_positive_rate, curve.true_positive_rate)
+        points: Any = ([], []) if curve is None else curve[:2]
         label = f"{name}: AUROC {number(auroc(confidence, correct))}"
         style = "-" if position < len(colours) else "--"
         axes.plot(*points, style, color=colours[position % len(colours)], linewidth=1.8, label=label)

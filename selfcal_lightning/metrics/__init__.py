@@ -55,12 +55,10 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "wilson_interval",
         ],
         "discrimination": [
-            "RocCurve",
             "WithinQuestion",
             "auprc",
             "aurc",
             "auroc",
-            "average_rank",
             "kendall",
             "pearson",
             "roc_curve",

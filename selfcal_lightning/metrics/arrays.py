@@ -1,4 +1,4 @@
-"""Shared helpers of the metrics: checking arguments, binning, and counting pairs of right and wrong responses.
+"""Checks of the metrics' arguments, bins, and pairs of right and wrong responses.
 
 Torch is not imported here: sequences, NumPy arrays and tensors of any dtype and device become float64 arrays.
 """
@@ -48,9 +48,7 @@ def as_scores(values: Array, name: str = "confidence") -> Floats:
         raise InputError(f"Expected `{name}` to be one-dimensional, but got shape {scores.shape}.")
     if np.isnan(scores).any():
         position = int(np.flatnonzero(np.isnan(scores))[0])
-        raise InputError(
-            f"Expected `{name}` to be known for every response, but got None or NaN at position {position}."
-        )
+        raise InputError(f"Expected `{name}` to be known, but got None or NaN at position {position}.")
     return scores
 
 
@@ -58,14 +56,13 @@ def as_probabilities(values: Array, name: str = "confidence") -> Floats:
     """Return ``values`` as float64 of shape [N] in [0, 1]; rounding errors of up to a millionth are clipped."""
     scores = as_scores(values, name)
     if scores.size and (scores.min() < -_ROUNDING or scores.max() > 1.0 + _ROUNDING):
-        raise InputError(
-            f"Expected `{name}` to lie in [0, 1], but got values from {scores.min():g} to {scores.max():g}."
-        )
+        spread = f"{scores.min():g} to {scores.max():g}"
+        raise InputError(f"Expected `{name}` to lie in [0, 1], but got values from {spread}.")
     return scores.clip(0.0, 1.0)
 
 
 def as_labels(values: Array, name: str = "correct") -> NDArray[np.bool_]:
-    """Return ``values`` as booleans of shape [N]. Unreadable responses count as wrong."""
+    """Return ``values`` as booleans of shape [N]."""
     labels = as_scores(values, name)
     if not ((labels == 0.0) | (labels == 1.0)).all():
         raise InputError(f"Expected `{name}` to hold 0 or 1 only, but got {np.unique(labels)[:5].tolist()}.")
@@ -89,7 +86,7 @@ def as_counts(values: Array | int, name: str) -> Integers:
 
 
 def check_same_length(**arrays: NDArray[Any]) -> None:
-    """Raise ValueError unless all ``arrays`` have the same length; keywords are the names in the message."""
+    """Refuse ``arrays`` of different lengths; keywords are the names in the message."""
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         names = ", ".join(f"`{name}`" for name in lengths)
@@ -97,7 +94,7 @@ def check_same_length(**arrays: NDArray[Any]) -> None:
 
 
 def check_positive(value: int, name: str) -> None:
-    """Raise ValueError unless ``value`` is a positive integer."""
+    """Refuse a ``value`` that is no positive integer."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise InputError(f"Expected `{name}` to be a positive integer, but got {value!r}.")
 
@@ -126,7 +123,7 @@ def bin_index(confidence: Floats, edges: Floats) -> Integers:
 def concordant_pairs(
     confidence: Floats, correct: NDArray[np.bool_], codes: Integers, num_questions: int
 ) -> tuple[Floats, Floats]:
-    """Count, per question, the pairs of a right and a wrong response and those in which the right one scores higher."""
+    """Return, per question, the pairs that rank right above wrong (a tie counts one half), and all such pairs."""
     if not len(confidence):
         return np.zeros(num_questions), np.zeros(num_questions)
     order = np.argsort(confidence, kind="stable")

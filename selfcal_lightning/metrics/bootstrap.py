@@ -76,18 +76,12 @@ class Estimate:
 
     @classmethod
     def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
-        """Build the estimate from its value and the values of the resamples [R]; NaN means undefined.
-
-        Example:
-            >>> Estimate.from_resamples(0.5, np.arange(5) / 4, level=0.5)
-            Estimate(value=0.5, low=0.25, high=0.75, num_undefined=0)
-        """
+        """Build the estimate from its value and the values of the resamples [R]; NaN means undefined."""
         if not 0.0 < level < 1.0:
             raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         defined = resampled[~np.isnan(resampled)]
-        low, high = (None, None)
-        if len(defined):
-            low, high = (float(end) for end in np.quantile(defined, [0.5 - level / 2.0, 0.5 + level / 2.0]))
+        ends = 0.5 - level / 2.0, 0.5 + level / 2.0
+        low, high = np.quantile(defined, ends).tolist() if len(defined) else (None, None)
         return cls(None if np.isnan(value) else float(value), low, high, len(resampled) - len(defined))
 
     @classmethod
@@ -95,8 +89,6 @@ class Estimate:
         cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
     ) -> Estimate:
         """Build the estimate from bounds of a calibration error, with its interval clipped to the possible range."""
-        if not 0.0 < level < 1.0:
-            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
         if bounds is None or np.isnan(bounds.value):
             return cls(None, None, None)
         undefined = int(np.isnan(bounds.least).sum())
@@ -137,11 +129,6 @@ def resample_counts(num_questions: int, *, num_resamples: int = 1000, seed: int 
 
     The draw depends only on the number of questions and the seed, so two sets of responses to the same questions, in
     the same order, get the same resamples.
-
-    Example:
-        >>> blocks = list(resample_counts(5, num_resamples=100, seed=1))
-        >>> sum(len(block) for block in blocks), sorted(set(np.concatenate(blocks).sum(axis=1).tolist()))
-        (100, [5.0])
     """
     check_positive(num_questions, "num_questions")
     check_positive(num_resamples, "num_resamples")
@@ -163,24 +150,10 @@ def question_bootstrap(
     seed: int = 0,
     num_bins: int = 10,
 ) -> dict[str, Floats]:
-    """Compute metrics on resamples of the questions.
+    """Return the values of metrics on resamples of the questions [R] by key; NaN where undefined.
 
-    Args:
-        confidence: Confidences [N] in [0, 1]; any scores [N] if neither ECE nor Brier is requested.
-        correct: Labels [N]; unreadable responses count as wrong.
-        question_index: The question of each response [N], as integers or strings.
-        metrics: Keys from ``BOOTSTRAP_METRICS``.
-        num_resamples: R.
-        seed: Seeds the draw. Equal seeds and equal numbers of questions give the same resamples of sorted questions.
-        num_bins: Equal-width bins of the calibration error.
-
-    Returns:
-        The values of the resamples [R] by key; NaN where undefined.
-
-    Example:
-        >>> resampled = question_bootstrap([0.9, 0.8, 0.3, 0.4], [1, 1, 0, 1], ["a", "a", "b", "b"], num_resamples=200)
-        >>> sorted(set(resampled["accuracy/PassAt1"].tolist()))
-        [0.5, 0.75, 1.0]
+    Arguments are those of :func:`bootstrap_interval`. Equal seeds and equal numbers of questions give the same
+    resamples of the sorted questions.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
     return _resampled(columns, num_resamples=num_resamples, seed=seed)
@@ -204,7 +177,7 @@ def bootstrap_interval(
         correct: Labels [N]; unreadable responses count as wrong.
         question_index: The question of each response [N], as integers or strings.
         metrics: Keys from ``BOOTSTRAP_METRICS``.
-        num_resamples: Number of resamples.
+        num_resamples: R.
         seed: Seeds the draw.
         num_bins: Equal-width bins of the calibration error.
         level: Share of the resamples inside the interval.
@@ -238,16 +211,7 @@ def calibration_error_bounds(
     seed: int = 0,
     num_bins: int = 10,
 ) -> ErrorBounds:
-    """Compute the calibration error and its bounds over resampled questions, as :func:`bootstrap_interval` does.
-
-    Args:
-        confidence: Confidences [N] in [0, 1].
-        correct: Labels [N]; unreadable responses count as wrong.
-        question_index: The question of each response [N], as integers or strings.
-        num_resamples: R.
-        seed: Seeds the draw, as in :func:`question_bootstrap`.
-        num_bins: Number of equal-width bins.
-    """
+    """Compute the calibration error and its bounds over resampled questions, as :func:`bootstrap_interval` does."""
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
     return _error_bounds(columns, num_resamples=num_resamples, seed=seed)
 
@@ -264,14 +228,7 @@ def paired_bootstrap(
 ) -> dict[str, MetricChange]:
     """Compare two sets of responses to the same questions; every resample draws the same questions from both.
 
-    Args:
-        before: Responses, e.g. of the base model. A question may have more or fewer responses than in ``after``.
-        after: Responses, e.g. of the calibrated model.
-        metrics: Keys from ``BOOTSTRAP_METRICS``.
-        num_resamples: Number of resamples.
-        seed: Seeds the draw.
-        num_bins: Equal-width bins of the calibration error.
-        level: Share of the resamples inside the interval.
+    A question may have more responses in one set than in the other. Options are those of :func:`bootstrap_interval`.
 
     Example:
         >>> before = ScoredResponses([0.75, 0.75, 0.75, 0.75], [1, 1, 0, 0], [0, 0, 1, 1])
@@ -465,13 +422,7 @@ def estimate_or_never(column: Floats, *, never: float) -> Estimate:
 
 
 def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:
-    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S].
-
-    Example:
-        >>> weights = seed_weights(3, num_resamples=50)
-        >>> weights.shape, weights[0].round(3).tolist(), bool(np.allclose(weights.sum(axis=1), 1.0))
-        ((51, 3), [0.333, 0.333, 0.333], True)
-    """
+    """Return the weight of each seed in the mean, then in R draws of as many seeds with replacement [1 + R, S]."""
     draws = np.random.default_rng(0).multinomial(num_seeds, np.full(num_seeds, 1.0 / num_seeds), size=num_resamples)
     return np.vstack([np.ones(num_seeds), draws]) / num_seeds
 

@@ -24,11 +24,8 @@ def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
     chance that two samples agree. It needs no labels, and approximates c* where wrong answers scatter. Where a model is
     consistently wrong it is too high: compare its mean with that of c* on some labelled questions.
 
-    Args:
-        answers: The k answers; None where a response could not be read. It agrees with nothing but counts towards k.
-
-    Returns:
-        The share; None for fewer than two responses.
+    A response that could not be read (None) agrees with nothing but counts towards k. None for fewer than two
+    responses.
 
     Example:
         >>> agreeing_pairs(["7", "7", "7", "8"]), agreeing_pairs(["7", None]), agreeing_pairs(["7"])
@@ -46,12 +43,6 @@ def top_share(answers: Sequence[str | None]) -> float | None:
 
     It is at least 1/k if any answer could be read, so it is biased upwards for small k; see ``agreeing_pairs``.
 
-    Args:
-        answers: The k answers; None where a response could not be read. It is no answer but counts towards k.
-
-    Returns:
-        The share; None without responses.
-
     Example:
         >>> top_share(["7", "7", "8", None]), top_share([None]), top_share([])
         (0.5, 0.0, None)
@@ -61,10 +52,6 @@ def top_share(answers: Sequence[str | None]) -> float | None:
 
 def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
     """Compute the share of right samples, the plain estimate of c*, in [0, 1].
-
-    Args:
-        num_samples: n [...], at least 1 each.
-        num_correct: c, how many of them were right [...].
 
     Example:
         >>> expected_accuracy([4, 10], [1, 10]).tolist()
@@ -99,9 +86,7 @@ def pass_at_k(num_samples: Array, num_correct: Array, k: Array | int) -> Floats:
     samples, correct, draws = np.broadcast_arrays(samples, correct, draws)
     if (draws > samples).any():
         n, most = int(samples[draws > samples].flat[0]), int(draws[draws > samples].flat[0])
-        raise InputError(
-            f"Expected `k` to be at most the number of samples, but got k = {most} for {n}; see `simulated_pass_at_k`."
-        )
+        raise InputError(f"Expected `k` to be at most the number of samples, but got k = {most} for {n}.")
     # The chance of k wrong draws is prod_{j < k} (1 - c / (n - j)): no overflow, and small chances keep digits.
     step = np.arange(int(draws.max(initial=0)))
     share = correct[..., None] / np.maximum(samples[..., None] - step, 1)
@@ -114,10 +99,6 @@ def simulated_pass_at_k(p: Array, k: Array | int) -> Floats:
     """Compute ``1 - (1 - p)^k``, the chance that one of k samples is right if each is with chance p, in [0, 1].
 
     Exact for a known p. With an *estimate* of p it is biased for k > 1 (Jensen): see ``beta_pass_at_k``.
-
-    Args:
-        p: Chances [...].
-        k: Number of samples, at least 0; a number or [...].
 
     Example:
         >>> simulated_pass_at_k([0.0, 0.5, 1.0], 2).tolist()
@@ -172,14 +153,9 @@ def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, 
         predicted: p, the predicted capability of each question [Q], in [0, 1].
         num_correct: Right samples of each question [Q].
         num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether to subtract the sampling noise.
-
-    Returns:
-        Errors [Q].
+        debiased: Whether to subtract the sampling noise, which needs at least 2 samples.
 
     Example:
-        >>> squared_errors([0.5, 0.5], [1, 2], [2, 2], debiased=False).tolist()
-        [0.0, 0.25]
         >>> squared_errors([0.5, 0.5], [1, 2], [2, 2]).tolist()
         [-0.25, 0.25]
     """
@@ -189,18 +165,9 @@ def squared_errors(predicted: Array, num_correct: Array, num_samples: Array, *, 
 
 
 def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
-    """Compute the mean squared error of the predicted capability over the questions; lower is better.
+    """Compute the mean of :func:`squared_errors` over the questions; lower is better. None without questions.
 
-    See ``squared_errors``. If debiased, it estimates ``E (p - c*)^2`` for any n, and may be negative by chance.
-
-    Args:
-        predicted: p, the predicted capability of each question [Q], in [0, 1].
-        num_correct: Right samples of each question [Q].
-        num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether to subtract the sampling noise.
-
-    Returns:
-        The mean; None without questions.
+    If debiased, it estimates ``E (p - c*)^2`` for any n, and may be negative by chance.
 
     Example:
         >>> squared_error([1.0, 0.5], [3, 2], [4, 4], debiased=False)
@@ -213,16 +180,8 @@ def squared_error(predicted: Array, num_correct: Array, num_samples: Array, *, d
 def skill(predicted: Array, num_correct: Array, num_samples: Array, *, debiased: bool = True) -> float | None:
     """Compute the share of the variance of capability that a prediction explains, at most 1; higher is better.
 
-    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so a small error on equally hard questions earns nothing.
-
-    Args:
-        predicted: p, the predicted capability of each question [Q], in [0, 1].
-        num_correct: Right samples of each question [Q].
-        num_samples: n, the samples of each question [Q] or one number.
-        debiased: Whether to subtract the sampling noise from both errors.
-
-    Returns:
-        The skill; None if the capabilities do not differ beyond the noise.
+    ``1 - MSE(p) / MSE(mean c)``: 0 for a constant, so a small error on equally hard questions earns nothing. None if
+    the capabilities do not differ beyond the noise. Arguments are those of :func:`squared_errors`.
 
     Example:
         >>> skill([0.25, 0.75], [0, 4], [4, 4]), skill([0.5, 0.5], [0, 4], [4, 4])
@@ -241,15 +200,7 @@ def error_parts(predicted: Array, num_correct: Array, num_samples: Array) -> Err
     """Split the squared error against single responses into error of capability and spread of the responses.
 
     ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)`` for every p that does not look at the response. All three
-    estimates are unbiased, and the equation holds exactly for them too.
-
-    Args:
-        predicted: p, the predicted capability of each question [Q], in [0, 1].
-        num_correct: Right samples of each question [Q].
-        num_samples: n, the samples of each question [Q] or one number; at least 2.
-
-    Returns:
-        The parts; None without questions.
+    estimates are unbiased, and the equation holds exactly for them too. Every question needs at least 2 samples.
 
     Example:
         >>> error_parts([0.5], [1], [2])  # c* (1 - c*) is estimated by 1/4 * 2 / (2 - 1)
@@ -269,32 +220,16 @@ def pass_at_k_squared_errors(predicted: Array, num_samples: Array, num_correct: 
 
     ``p^2 - 2 p (1 - f_k) + 1 - 2 f_k + f_2k`` with ``f_k = C(n - c, k) / C(n, k)``, the unbiased estimate of
     ``(1 - c*)^k``. It has the expectation ``(p - pass@k)^2``; that of a single question may be negative.
-
-    Example:
-        >>> pass_at_k_squared_errors([0.5, 0.5], 2, [1, 2], 1).tolist()  # as `squared_errors`
-        [-0.25, 0.25]
-        >>> pass_at_k_squared_errors([0.75], 4, [2], 2).round(4).tolist()  # f_2 = 1/6, f_4 = 0
-        [-0.0208]
     """
     p = as_rates(predicted, "predicted")
     if (np.asarray(num_samples) < 2 * k).any():
-        raise InputError(
-            f"Expected `num_samples` to be at least {2 * k}, twice `k`, but got {int(np.min(num_samples))}."
-        )
+        raise InputError(f"Expected `num_samples` of at least {2 * k}, twice `k`, but got {int(np.min(num_samples))}.")
     once, twice = (1.0 - pass_at_k(num_samples, num_correct, size) for size in (k, 2 * k))
     return p**2 - 2.0 * p * (1.0 - once) + 1.0 - 2.0 * once + twice
 
 
 def random_brier(expected_accuracy: Array) -> float | None:
-    """Compute the expected squared error of a confidence drawn uniformly from [0, 1]: the baseline without skill.
-
-    ``mean(1/3 - c* + c*^2)``
-
-    Args:
-        expected_accuracy: c* of each question [Q].
-
-    Returns:
-        The error; None without questions.
+    """Compute ``mean(1/3 - c* + c*^2)``, the expected squared error of a confidence drawn uniformly from [0, 1].
 
     Example:
         >>> round(random_brier([0.5]), 6), round(random_brier([0.0, 1.0]), 6)
@@ -317,9 +252,7 @@ def _columns(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[
 def _noise(share: Floats, samples: Floats) -> Floats:
     """Return the unbiased estimate of the variance of each share [Q]."""
     if (samples < 2).any():
-        raise InputError(
-            "Expected `num_samples` to be at least 2, but got 1; `debiased=False` includes the noise of the samples."
-        )
+        raise InputError("Expected `num_samples` to be at least 2, but got 1; or set `debiased=False`.")
     return share * (1.0 - share) / (samples - 1.0)
 
 
@@ -339,14 +272,7 @@ class TargetGap:
 
 
 def target_gap(correct: Array, expected_accuracy: Array) -> TargetGap | None:
-    """Compare the verdicts on one response to each question with the capabilities.
-
-    Args:
-        correct: y of one response to each question [Q], 0 or 1.
-        expected_accuracy: c* of each question [Q], in [0, 1].
-
-    Returns:
-        The gap; None without questions.
+    """Compare the verdicts (0 or 1) on one response to each question with the capabilities; None without questions.
 
     Example:
         >>> target_gap([0, 1], [0.25, 0.75])
@@ -363,11 +289,6 @@ def target_gap(correct: Array, expected_accuracy: Array) -> TargetGap | None:
 
 
 def drawn_verdicts(expected_accuracy: Array, *, seed: int = 0) -> np.ndarray:
-    """Return the verdict on one response to each question [Q], drawn with its capability: 0.0 or 1.0.
-
-    Example:
-        >>> drawn_verdicts([0.0, 1.0]).tolist()
-        [0.0, 1.0]
-    """
+    """Return the verdict on one response to each question [Q], drawn with its capability: 0.0 or 1.0."""
     truth = as_scores(expected_accuracy, "expected_accuracy")
     return (np.random.default_rng(seed).random(len(truth)) < truth).astype(np.float64)

@@ -16,7 +16,7 @@ _UNREADABLE = object()
 def soft_self_consistency(
     answers: Sequence[str | None], confidences: Sequence[float | None], *, drop_none: bool = True
 ) -> list[float | None]:
-    r"""Compute the soft self-consistency (SSC) of every response to one question, in [0, 1].
+    """Compute the soft self-consistency (SSC) of every response to one question, in [0, 1].
 
     ``SSC(y) = sum_{i: y_i = y} c_i / sum_i c_i`` with ``c_i`` the confidence in response i and ``y_i`` its answer.
 
@@ -32,8 +32,6 @@ def soft_self_consistency(
     Example:
         >>> soft_self_consistency(["7", "7", "8", None], [0.5, 0.25, 0.25, 0.9])
         [0.75, 0.75, 0.25, None]
-        >>> soft_self_consistency(["7", "8"], [0.0, 0.0])
-        [None, None]
 
     Reference:
         Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 4.
@@ -43,18 +41,11 @@ def soft_self_consistency(
 
 
 def vote_share(answers: Sequence[str | None], *, drop_none: bool = True) -> list[float | None]:
-    """Compute the share of responses that give the same answer, in [0, 1]: self-consistency with equal weights.
+    """Compute the share of responses that give the same answer, in [0, 1]: SSC with equal weights.
 
-    Args:
-        answers: The N answers; None where a response could not be read.
-        drop_none: Leave unreadable responses out of both counts; they get None. If False, they form one class.
-
-    Returns:
-        N shares; None for unreadable responses that were dropped.
+    ``drop_none`` is that of :func:`soft_self_consistency`.
 
     Example:
-        >>> vote_share(["7", "7", "8", None])
-        [0.6666666666666666, 0.6666666666666666, 0.3333333333333333, None]
         >>> vote_share(["7", "7", "8", None], drop_none=False)
         [0.5, 0.5, 0.25, 0.25]
     """
@@ -65,29 +56,18 @@ def vote_share(answers: Sequence[str | None], *, drop_none: bool = True) -> list
 def leave_one_out(
     answers: Sequence[str | None], confidences: Sequence[float | None] | None = None, *, drop_none: bool = True
 ) -> list[float | None]:
-    r"""Compute how far each response to one question agrees with the *others*, in [0, 1]: SSC without one's own vote.
+    """Compute how far each response to one question agrees with the *others*, in [0, 1]: SSC without one's own vote.
 
     ``L(y_i) = sum_{j != i: y_j = y_i} c_j / sum_{j != i} c_j``; without confidences every ``c_j`` is 1. Unlike SSC and
     the vote share, it is an unbiased estimate of the chance that another sample agrees: a response that nobody repeats
-    gets 0, not 1 / N.
-
-    Args:
-        answers: The N answers; None where a response could not be read.
-        confidences: The N confidences, at least 0. A response whose confidence is None counts as unreadable.
-            If omitted, all weigh the same.
-        drop_none: Leave unreadable responses out of both sums; they get None. If False, they form one class.
-
-    Returns:
-        N scores; None for unreadable responses that were dropped, and where there is no other response with a positive
-        confidence.
+    gets 0, not 1 / N. A response without others of positive confidence gets None. Arguments are those of
+    :func:`soft_self_consistency`.
 
     Example:
         >>> leave_one_out(["7", "7", "7", "8", "9", None])
         [0.5, 0.5, 0.5, 0.0, 0.0, None]
         >>> leave_one_out(["7", "7", "8"], [0.5, 0.25, 0.75])
         [0.25, 0.4, 0.0]
-        >>> leave_one_out(["7", None])
-        [None, None]
     """
     classes, masses = _weighed_classes(answers, [1.0] * len(answers) if confidences is None else confidences)
     present = [i for i, label in enumerate(classes) if not (drop_none and label is _UNREADABLE)]
@@ -104,10 +84,6 @@ def consistency_bucket(target: float, num_buckets: int = 20) -> int:
     """Return the bucket of a target in [0, 1] among ``num_buckets`` equal ones; 1.0 belongs to the last.
 
     A target a billionth below an edge counts as on it, so .15, .3 and .35 land in the expected bucket despite rounding.
-
-    Args:
-        target: Soft self-consistency or vote share.
-        num_buckets: Number of buckets; 20 gives a width of .05.
 
     Example:
         >>> [consistency_bucket(target) for target in (0.0, 0.15, 0.35, 0.99, 1.0)]
@@ -166,22 +142,10 @@ def standardised_weights(*scores: Array) -> Floats:
 
 
 def masked_standardised_weights(scores: Floats) -> Floats:
-    """Compute :func:`standardised_weights` of many questions at once, bit-identical for any number of questions.
-
-    Example:
-        >>> masked_standardised_weights(np.array([[1.0, 2.0], [3.0, np.nan]])).round(3).tolist()
-        [[0.368, 1.0], [2.718, 0.0]]
-    """
+    """Compute :func:`standardised_weights` of many questions [N, Q] at once; unknown (NaN) scores weigh 0."""
     is_known = ~np.isnan(scores)
     values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
-    # Summed response by response: another order may change the last bit and so break a tie.
-    distance = np.where(is_known, values - _summed(values) / count, 0.0)
-    spread = np.sqrt(_summed(distance**2) / count)
+    # cumsum adds response by response: another order may change the last bit and so break a tie.
+    distance = np.where(is_known, values - np.cumsum(values, axis=0)[-1] / count, 0.0)
+    spread = np.sqrt(np.cumsum(distance**2, axis=0)[-1] / count)
     return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)
-
-
-def _summed(rows: Floats) -> Floats:
-    total: Floats = np.zeros(rows.shape[1])
-    for row in rows:
-        total = total + row
-    return total

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -29,14 +28,7 @@ class RiskCoverage:
 
 @dataclass(frozen=True)
 class Proportion:
-    """A share with its Wilson interval; all None where nothing was counted.
-
-    Attributes:
-        value: Successes divided by ``count``.
-        low: Lower end.
-        high: Upper end.
-        count: Number of trials.
-    """
+    """A share of ``count`` trials with its Wilson interval; all None where nothing was counted."""
 
     value: float | None
     low: float | None
@@ -58,24 +50,13 @@ def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
     Example:
         >>> cost_to_reach(np.array([1.0, 3.0, 5.0]), np.array([0.5, 0.25, 0.75]), 0.625)
         3.0
-        >>> cost_to_reach(np.array([1.0]), np.array([0.5]), 0.625) is None
-        True
     """
     found = costs_to_reach(cost[None], value[None], np.array([[target]]))[0, 0]
     return None if np.isnan(found) else float(found)
 
 
 def costs_to_reach(cost: Floats, value: Floats, target: Floats) -> Floats:
-    """Return :func:`cost_to_reach` of R curves at once, NaN where a curve never reaches its target.
-
-    Args:
-        cost: Costs [R, G].
-        value: Values [R, G].
-        target: T targets for each curve [T, R].
-
-    Returns:
-        The costs [T, R].
-    """
+    """Return :func:`cost_to_reach` of R curves [R, G] at T targets each [T, R]: costs [T, R], NaN for never."""
     order = np.lexsort((-value, cost), axis=1)
     cost, value = np.take_along_axis(cost, order, axis=1), np.take_along_axis(value, order, axis=1)
     best = np.maximum.accumulate(value, axis=1)
@@ -103,11 +84,7 @@ def _interpolated(
 def setting_within(cost: Floats, budget: float) -> int | None:
     """Return the index of the most expensive setting that costs no more than ``budget`` on average, the first on ties.
 
-    It uses only the cost, so choosing on the reported questions does not inflate accuracy.
-
-    Args:
-        cost: Mean cost of each setting [G].
-        budget: Largest mean cost; a rounding error above it is allowed.
+    It looks at cost alone, so choosing on the reported questions does not inflate accuracy.
 
     Example:
         >>> setting_within(np.array([1.0, 5.0, 3.0]), 4.0), setting_within(np.array([2.0]), 1.0)
@@ -121,11 +98,6 @@ def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | Non
     """Return the index of the best setting that costs no more than ``budget`` on average, the cheapest on ties.
 
     Choose on questions other than the reported ones: the best of many settings looks better than it is.
-
-    Args:
-        cost: Mean cost of each setting [G].
-        value: Value of each setting [G].
-        budget: Largest mean cost; a rounding error above it is allowed.
 
     Example:
         >>> best_setting_within(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), 3.0)
@@ -142,11 +114,6 @@ def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int
 
     Choose on questions other than the reported ones: some settings reach the target by luck.
 
-    Args:
-        cost: Mean cost of each setting [G].
-        value: Value of each setting [G]; a rounding error below the target is allowed.
-        target: Value to reach.
-
     Example:
         >>> cheapest_setting_reaching(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.75]), 0.7)
         1
@@ -159,10 +126,6 @@ def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int
 
 def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
     """Compute the risk among the answers whose confidence is at least t, for each distinct t.
-
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
 
     Example:
         >>> curve = risk_coverage([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
@@ -181,14 +144,7 @@ def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
 
 
 def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Proportion:
-    """Return the share of successes with its Wilson score interval.
-
-    ``(p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
-
-    Args:
-        successes: Number of successes in ``total`` trials.
-        total: n, the number of trials.
-        level: Approximate coverage of the interval.
+    """Return the share of ``successes`` in ``total`` trials with its Wilson score interval.
 
     Example:
         >>> share = wilson_interval(9, 10)
@@ -198,23 +154,18 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
     Reference:
         Wilson, Probable Inference, the Law of Succession, and Statistical Inference, 1927.
     """
+    from scipy.stats import binomtest
+
     if not 0 <= successes <= total:
         raise InputError(f"Expected `successes` to lie between 0 and {total}, but got {successes}.")
     if total == 0:
         return Proportion(None, None, None, 0)
-    z, share = NormalDist().inv_cdf(0.5 + level / 2.0), successes / total
-    centre = share + z * z / (2 * total)
-    half = z * math.sqrt(share * (1.0 - share) / total + z * z / (4 * total * total))
-    scale = 1.0 + z * z / total
-    return Proportion(share, max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale), total)
+    ends = binomtest(successes, total).proportion_ci(level, method="wilson")
+    return Proportion(successes / total, float(ends.low), float(ends.high), total)
 
 
 def break_even(cost: float, saved: float | None) -> int | None:
-    """Return the number of questions after which a cost pays off; None if never.
-
-    Args:
-        cost: One-off cost, at least 0.
-        saved: Saving per question in the same unit; None if unknown.
+    """Return after how many questions a one-off ``cost`` pays off; None if never, or if ``saved`` is unknown.
 
     Example:
         >>> break_even(1000.0, 3.0), break_even(1000.0, -1.0), break_even(0.0, 1.0)

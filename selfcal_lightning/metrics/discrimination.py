@@ -1,7 +1,7 @@
-"""How well a score ranks right responses above wrong ones. Scores are any real numbers; higher is better.
+"""How well a score ranks right responses above wrong ones: scores [N] are any real numbers, labels [N] are 0 or 1.
 
-Every function takes sequences, NumPy arrays or tensors of shape [N], computes in float64 in O(N log N), does not
-depend on the order of equal scores, and returns None where undefined. Unreadable responses count as wrong.
+Every function takes sequences, NumPy arrays or tensors, computes in float64, does not depend on the order of equal
+scores, and returns None where it is undefined. Unreadable responses count as wrong.
 """
 
 from __future__ import annotations
@@ -37,30 +37,10 @@ class WithinQuestion:
     num_questions: int
 
 
-@dataclass(frozen=True)
-class RocCurve:
-    """Points of the ROC curve: (0, 0), then one per distinct score, up to (1, 1).
-
-    Attributes:
-        false_positive_rate: Share of wrong responses at or above the threshold [P].
-        true_positive_rate: Share of right responses at or above the threshold [P].
-        threshold: Scores in falling order [P]; the first is infinite.
-    """
-
-    false_positive_rate: Floats
-    true_positive_rate: Floats
-    threshold: Floats
-
-
 def auroc(confidence: Array, correct: Array) -> float | None:
     """Compute the chance that a right response scores above a wrong one, in [0, 1]; a tie counts one half.
 
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
-
-    Returns:
-        The area under the ROC curve; None without both right and wrong responses.
+    None without both right and wrong responses.
 
     Example:
         >>> auroc([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
@@ -102,52 +82,37 @@ def within_question_discrimination(confidence: Array, correct: Array, question_i
     )
 
 
-def roc_curve(confidence: Array, correct: Array) -> RocCurve | None:
-    """Compute the points of the ROC curve; None without both right and wrong responses.
+def roc_curve(confidence: Array, correct: Array) -> tuple[Floats, Floats, Floats] | None:
+    """Return false and true positive rates with their thresholds [P]; None without both right and wrong responses.
 
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
+    The curve starts at (0, 0) with an infinite threshold and has one point per distinct score.
 
     Example:
-        >>> curve = roc_curve([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
-        >>> curve.false_positive_rate.tolist(), curve.true_positive_rate.tolist()
-        ([0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0])
+        >>> [column.tolist() for column in roc_curve([0.9, 0.5, 0.5, 0.1], [True, True, False, False])]
+        [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0], [inf, 0.9, 0.5, 0.1]]
     """
+    from sklearn import metrics
+
     scores, labels = _checked(confidence, correct)
     if labels.all() or not labels.any():
         return None
-    threshold, positives, sizes = _falling_groups(scores, labels)
-    positives, negatives = np.cumsum(positives), np.cumsum(sizes - positives)
-    return RocCurve(
-        false_positive_rate=np.append(0.0, negatives / negatives[-1]),
-        true_positive_rate=np.append(0.0, positives / positives[-1]),
-        threshold=np.append(np.inf, threshold),
-    )
+    return metrics.roc_curve(labels, np.nan_to_num(scores), drop_intermediate=False)
 
 
 def auprc(confidence: Array, correct: Array) -> float | None:
     """Compute the average precision, in [0, 1]: the area under the precision-recall curve, as a step function.
 
-    ``AP = sum_t (R_t - R_{t-1}) P_t`` over the distinct scores t in falling order, R recall and P precision.
-
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
-
-    Returns:
-        The average precision; None if no response is right.
+    ``AP = sum_t (R_t - R_{t-1}) P_t`` over the distinct scores t in falling order, R recall and P precision. None if no
+    response is right.
 
     Example:
         >>> auprc([0.9, 0.8, 0.1], [True, False, False])
         1.0
     """
+    from sklearn import metrics
+
     scores, labels = _checked(confidence, correct)
-    if not labels.any():
-        return None
-    _, positives, sizes = _falling_groups(scores, labels)
-    precision = np.cumsum(positives) / np.cumsum(sizes)
-    return float(np.sum(precision * positives) / positives.sum())
+    return float(metrics.average_precision_score(labels, np.nan_to_num(scores))) if labels.any() else None
 
 
 def aurc(confidence: Array, correct: Array) -> float | None:
@@ -155,10 +120,6 @@ def aurc(confidence: Array, correct: Array) -> float | None:
 
     ``AURC = 1/N sum_k r_k`` with ``r_k`` the share of wrong responses among the k with the highest scores. For
     equal scores, ``r_k`` is the expectation over a random order.
-
-    Args:
-        confidence: Scores [N].
-        correct: Labels [N].
 
     Example:
         >>> aurc([0.9, 0.5, 0.1], [True, True, False])
@@ -170,22 +131,10 @@ def aurc(confidence: Array, correct: Array) -> float | None:
     scores, labels = _checked(confidence, correct)
     if not len(scores):
         return None
-    _, positives, sizes = _falling_groups(scores, labels)
-    coverage = np.arange(1, len(scores) + 1)
-    wrong = np.interp(coverage, np.append(0, np.cumsum(sizes)), np.append(0.0, np.cumsum(sizes - positives)))
+    _, group, sizes = np.unique(-scores, return_inverse=True, return_counts=True)
+    coverage, errors = np.arange(1, len(scores) + 1), np.bincount(group, weights=~labels)
+    wrong = np.interp(coverage, np.append(0, np.cumsum(sizes)), np.append(0.0, np.cumsum(errors)))
     return float(np.mean(wrong / coverage))
-
-
-def average_rank(values: Array) -> Floats:
-    """Return the ranks of ``values`` [N] from 1 upwards; equal values share the mean of their ranks.
-
-    Example:
-        >>> average_rank([0.2, 0.1, 0.2, 0.3]).tolist()
-        [2.5, 1.0, 2.5, 4.0]
-    """
-    from scipy.stats import rankdata
-
-    return np.asarray(rankdata(as_scores(values, "values")), dtype=np.float64)
 
 
 def pearson(first: Array, second: Array) -> float | None:
@@ -212,9 +161,11 @@ def spearman(first: Array, second: Array) -> float | None:
         >>> spearman([0.1, 0.5, 0.9], [1.0, 2.0, 30.0])
         1.0
     """
+    from scipy.stats import rankdata
+
     columns = as_scores(first, "first"), as_scores(second, "second")
     check_same_length(first=columns[0], second=columns[1])
-    return pearson(*map(average_rank, columns))
+    return pearson(*map(rankdata, columns))
 
 
 def kendall(first: Array, second: Array) -> float | None:
@@ -236,16 +187,6 @@ def kendall(first: Array, second: Array) -> float | None:
 
 
 def _checked(confidence: Array, correct: Array) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return scores [N] and labels [N]."""
     scores, labels = as_scores(confidence), as_labels(correct)
     check_same_length(confidence=scores, correct=labels)
     return scores, labels
-
-
-def _falling_groups(scores: Floats, labels: NDArray[np.bool_]) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """Return the distinct scores in falling order [G], and how many right responses [G] and responses [G] have them."""
-    order = np.argsort(-scores, kind="stable")
-    ordered = scores[order]
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    positives = np.add.reduceat(labels[order].astype(np.float64), starts)
-    return ordered[starts], positives, np.diff(np.append(starts, len(ordered)))

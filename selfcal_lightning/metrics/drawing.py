@@ -86,7 +86,7 @@ def draw_roc(axes: Axes, confidence: Array, correct: Array) -> None:
     """Draw a ROC curve with its area in the title; no curve without both classes."""
     curve = roc_curve(confidence, correct)
     if curve is not None:
-        axes.plot(curve.false_positive_rate, curve.true_positive_rate, color=AFTER, linewidth=1.8)
+        axes.plot(*curve[:2], color=AFTER, linewidth=1.8)
     frame_roc(axes)
     axes.set_title(f"AUROC {number(auroc(confidence, correct))}", fontsize=11)
 
@@ -100,7 +100,6 @@ def frame_roc(axes: Axes) -> None:
 
 
 def draw_histogram(axes: Axes, bins: ReliabilityBins, *, colour: str) -> None:
-    """Draw the share of responses in each bin."""
     axes.bar(centres(bins), shares(bins.count), width=widths(bins), color=colour)
     frame(axes)
     axes.set_ylim(0.0, histogram_limit(bins))
@@ -120,17 +119,14 @@ def frame(axes: Axes) -> None:
 
 
 def shares(count: NDArray[np.int64]) -> Floats:
-    """Return the share of each bin in all responses."""
     return count / max(int(count.sum()), 1)
 
 
 def centres(bins: ReliabilityBins) -> Floats:
-    """Return the centres of the bins."""
     return (bins.lower + bins.upper) / 2.0
 
 
 def widths(bins: ReliabilityBins) -> Floats:
-    """Return the widths of the bars."""
     return 0.94 * (bins.upper - bins.lower)
 
 

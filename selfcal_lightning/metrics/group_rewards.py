@@ -7,6 +7,7 @@ if the whole group is unreadable, all rewards are None. An empty answer is unrea
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,9 +53,6 @@ def majority_answer(answers: Sequence[str | None]) -> str | None:
 def majority(answers: Sequence[str | None]) -> list[float | None]:
     """Return 1 for responses that give the majority's answer and 0 for others: the reward of TTRL.
 
-    Args:
-        answers: The N answers; None where a response could not be read.
-
     Example:
         >>> majority(["7", "7", "8", None])
         [1.0, 1.0, 0.0, 0.0]
@@ -68,9 +66,6 @@ def majority(answers: Sequence[str | None]) -> list[float | None]:
 
 def share(answers: Sequence[str | None]) -> list[float | None]:
     """Return the share of the readable responses that give the same answer: the reward of EMPO.
-
-    Args:
-        answers: The N answers; None where a response could not be read.
 
     Example:
         >>> share(["7", "7", "8", None])
@@ -86,9 +81,7 @@ def share(answers: Sequence[str | None]) -> list[float | None]:
 def soft_share(answers: Sequence[str | None], confidences: Sequence[float | None]) -> list[float | None]:
     """Return the soft self-consistency of each response: votes weighted by confidence.
 
-    Args:
-        answers: The N answers; None where a response could not be read.
-        confidences: The N confidences, at least 0. A readable response without one gets None.
+    A readable response without a confidence gets None.
 
     Example:
         >>> soft_share(["7", "7", "8", None, "7"], [0.5, 0.25, 0.25, 0.9, None])
@@ -128,13 +121,9 @@ def anchored_soft_share(
 
 
 def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:
-    """Compare rewards with labels.
+    """Compare rewards in [0, 1] with labels, where both are known.
 
     Rewards can be mostly right even if the majority is wrong, since scattered wrong answers get 0 either way.
-
-    Args:
-        rewards: Reward of each response, in [0, 1], or None.
-        correct: Their labels; None if unknown.
 
     Example:
         >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
@@ -178,14 +167,9 @@ def group_advantages(
             of its own reward and the difference ``n / (n - 1)`` times as large.
         minimum_spread: Largest standard deviation that counts as no spread, at least 0.
 
-    Returns:
-        Advantages in the shape of the rewards; None where the reward is None.
-
     Example:
         >>> group_advantages([[1.0, 0.0, None], [1.0, 1.0]], scale="none")
         [[0.5, -0.5, None], [0.0, 0.0]]
-        >>> group_advantages([[1.0, 0.0]], scale="none", leave_one_out=True)
-        [[1.0, -1.0]]
 
     Reference:
         Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1 (group); Liu et al., arXiv 2503.20783 (no scale);
@@ -213,8 +197,4 @@ def group_advantages(
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the standard deviation with n - 1; 0 for fewer than two values."""
-    if len(values) < 2:
-        return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return statistics.stdev(values) if len(values) > 1 else 0.0

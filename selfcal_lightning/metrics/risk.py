@@ -19,6 +19,7 @@ Reference:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,10 +35,7 @@ Procedure = Literal["fixed_sequence", "bonferroni"]
 def binomial_p_value(num_wrong: Array, num_answered: Array, *, risk: float) -> Floats:
     """Compute ``P(Bin(num_answered, risk) <= num_wrong)``, the exact p-value of "the error rate exceeds ``risk``".
 
-    Args:
-        num_wrong: Wrong answers [...].
-        num_answered: Answered questions [...]; 0 gives 1.
-        risk: The error rate tested, in (0, 1).
+    Without answered questions it is 1.
 
     Example:
         >>> binomial_p_value([0, 1], [2, 2], risk=0.5).tolist()  # .25; .25 + .5
@@ -54,12 +52,7 @@ def hoeffding_bentkus_p_value(mean_loss: Array, num_answered: Array, *, risk: fl
     """Compute a p-value of "the mean of losses in [0, 1] exceeds ``risk``"; for 0-1 losses the binomial one is better.
 
     ``min(exp(-n h(min(m, risk), risk)), e P(Bin(n, risk) <= ceil(n m)))`` with m the mean loss, n the number of losses
-    and ``h(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))``.
-
-    Args:
-        mean_loss: m [...], in [0, 1]; ignored where there are no losses.
-        num_answered: n [...]; 0 gives 1.
-        risk: The mean tested, in (0, 1).
+    (0 gives 1) and ``h(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))``.
 
     Example:
         >>> round(float(hoeffding_bentkus_p_value(0.0, 4, risk=0.5)), 4)  # .5 ** 4, which e times it exceeds
@@ -124,12 +117,7 @@ def start_positions(num_thresholds: int, num_starts: int) -> NDArray[np.int64]:
 
 
 def selective_counts(confidence: Floats, loss: Floats, thresholds: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Return the number of answered questions [G] and the sum of their losses [G] at each threshold (``>=``).
-
-    Example:
-        >>> selective_counts(np.array([0.2, 0.8, 0.5]), np.array([1.0, 0.0, 1.0]), np.array([0.5, 0.0]))
-        (array([2, 3]), array([1., 2.]))
-    """
+    """Return the number of answered questions [G] and the sum of their losses [G] at each threshold (``>=``)."""
     order = np.argsort(confidence, kind="stable")
     below = np.searchsorted(confidence[order], thresholds, side="left")
     from_here = np.append(np.cumsum(loss[order][::-1])[::-1], 0.0)
@@ -137,7 +125,7 @@ def selective_counts(confidence: Floats, loss: Floats, thresholds: Floats) -> tu
 
 
 def check_rate(value: float, name: str) -> None:
-    """Raise ValueError unless ``value`` lies strictly between 0 and 1."""
+    """Refuse a ``value`` that does not lie strictly between 0 and 1."""
     if not 0.0 < value < 1.0:
         raise InputError(f"Expected `{name}` to lie in (0, 1), but got {value}.")
 
@@ -159,9 +147,6 @@ def guided_grid(
         num_questions: Number of calibration questions in the later test.
         risk: Bound on the selective risk.
         num_thresholds: Largest number of thresholds.
-
-    Returns:
-        Thresholds in the order of testing.
 
     Example:
         >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
@@ -189,18 +174,9 @@ def guided_grid(
 def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float, delta: float) -> int | None:
     """Estimate how many calibration questions would certify some threshold if new ones are like those seen.
 
-    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so three right answers do not
-    look like certainty.
-
-    Args:
-        confidence: See ``risk_control.certify_threshold`` [N].
-        loss: Losses [N].
-        grid: Thresholds [G].
-        risk: Bound on the selective risk.
-        delta: Level of a single test.
-
-    Returns:
-        The total number of questions; None if no threshold looks likely to have a risk below ``risk``.
+    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so three right answers do not look
+    like certainty. Arguments are those of :func:`certify_threshold`, with ``delta`` the level of a single test. None if
+    no threshold looks likely to have a risk below ``risk``.
     """
     from scipy.special import rel_entr
 
@@ -224,22 +200,14 @@ def _answers_needed(rate: float, risk: float, delta: float) -> int | None:
     def rejects(count: int) -> bool:
         # The incomplete beta function extends the binomial tail to fractional numbers of wrong answers, so it falls
         # smoothly with the count, while the exact tail jumps at every further wrong answer.
-        return float(betainc(count * (1.0 - rate), count * rate + 1.0, 1.0 - risk)) <= delta
+        return bool(betainc(count * (1.0 - rate), count * rate + 1.0, 1.0 - risk) <= delta)
 
-    high = 1
-    while not rejects(high):
-        high *= 2
-        if high > MOST_QUESTIONS:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if rejects(middle) else (middle, high)
-    return high
+    found = bisect_left(range(MOST_QUESTIONS + 1), True, lo=1, key=rejects)
+    return found if found <= MOST_QUESTIONS else None
 
 
 def _guarded_rate(total: Floats, answered: NDArray[np.int64]) -> Floats:
-    return np.asarray((total + 0.5) / (answered + 1.0))
+    return (total + 0.5) / (answered + 1.0)
 
 
 Test = Literal["binomial", "hoeffding_bentkus"]
@@ -297,8 +265,8 @@ def certify_threshold(
         risk: Bound on the selective risk, in (0, 1).
         delta: Chance that the bound fails, in (0, 1).
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
-        procedure: See ``risk_tests.reject``.
-        num_starts: See ``risk_tests.reject``.
+        procedure: See :func:`reject`.
+        num_starts: See :func:`reject`.
 
     Example:
         >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)

@@ -95,7 +95,7 @@ class ExactMetric(Metric):
 
 
 def check_vectors(**columns: Tensor) -> None:
-    """Raise ValueError unless all ``columns`` are one-dimensional and equally long; keywords are the names."""
+    """Refuse ``columns`` that are not one-dimensional and equally long; keywords are the names."""
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(column.ndim != 1 for column in columns.values()):
         names = ", ".join(f"`{name}`" for name in shapes)
@@ -103,7 +103,7 @@ def check_vectors(**columns: Tensor) -> None:
 
 
 def check_probabilities(values: Tensor, name: str) -> None:
-    """Raise ValueError unless ``values`` lie in [0, 1]; NaN does not."""
+    """Refuse ``values`` outside of [0, 1]; NaN is outside."""
     outside = ~((values >= 0.0) & (values <= 1.0))
     if outside.any():
         raise InputError(f"Expected `{name}` to lie in [0, 1], but got {values[outside][:3].tolist()}.")
@@ -113,13 +113,8 @@ class BinnedCalibrationError(ExactMetric):
     """Expected or maximum calibration error over bins of equal width, the last one closed at 1.0.
 
     torchmetrics puts 1.0 in a separate bin. Only three float64 sums per bin are kept and exchanged, so several
-    processes give the value of one, even if some saw no data.
-
-    As input to ``update``:
-        confidence: Confidences [B] in [0, 1], of any floating dtype.
-        correct: Labels [B], 0 or 1.
-
-    As output of ``compute``: the error in [0, 1] as a float64 scalar; NaN before any response.
+    processes give the value of one, even if some saw no data. ``update`` takes confidences [B] in [0, 1] and labels
+    [B]; ``compute`` returns the error in [0, 1] as a float64 scalar, NaN before any response.
 
     Args:
         num_bins: Number of bins.
@@ -152,7 +147,6 @@ class BinnedCalibrationError(ExactMetric):
             self.add_state(name, default=torch.zeros(num_bins, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Add responses to the sums of their bins."""
         check_vectors(confidence=confidence, correct=correct)
         check_probabilities(confidence, "confidence")
         check_probabilities(correct, "correct")
@@ -167,13 +161,11 @@ class BinnedCalibrationError(ExactMetric):
         self.correct_sum += sums[:, 2]
 
     def compute(self) -> Tensor:
-        """Return the calibration error over all responses of all processes."""
         bins = self._local_bins()
         error = bins.expected_error if self.norm == "l1" else bins.maximum_error
         return torch.tensor(float("nan") if error is None else error, dtype=torch.float64, device=self.device)
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw accuracy over confidence."""
         figure, axes = axes_to_draw_on(ax)
         draw_reliability_of(axes, self.bins())
         return figure, axes
@@ -191,14 +183,8 @@ class BinnedCalibrationError(ExactMetric):
 class ConfidenceAUROC(ExactMetric):
     """Chance that a right response gets a higher confidence than a wrong one; a tie counts one half.
 
-    As input to ``update``:
-        confidence: Scores [B]; any real numbers.
-        correct: Labels [B], 0 or 1.
-
-    As output of ``compute``: the area in [0, 1] as a float64 scalar; NaN without both right and wrong responses.
-
-    Args:
-        kwargs: Passed to ``torchmetrics.Metric``.
+    ``update`` takes scores [B] (any real numbers) and labels [B]; ``compute`` returns the area in [0, 1] as a float64
+    scalar, NaN without both right and wrong responses.
 
     Example:
         >>> metric = ConfidenceAUROC()
@@ -219,17 +205,14 @@ class ConfidenceAUROC(ExactMetric):
         self.add_rows("responses", width=2, dtype=torch.float64)
 
     def update(self, confidence: Tensor, correct: Tensor) -> None:
-        """Store the responses."""
         check_vectors(confidence=confidence, correct=correct)
         self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
 
     def compute(self) -> Tensor:
-        """Return the area over all responses of all processes."""
         responses = self.rows("responses").cpu()
         return _scalar(auroc(responses[:, 0], responses[:, 1]), self.device)
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
-        """Draw the ROC curve."""
         with self.synced():
             responses = self.rows("responses").cpu()
         figure, axes = axes_to_draw_on(ax)
@@ -240,12 +223,8 @@ class ConfidenceAUROC(ExactMetric):
 class WithinQuestionAUROC(ExactMetric):
     """AUROC among the responses to each question, averaged over the questions that have right and wrong responses.
 
-    As input to ``update``:
-        confidence: Scores [B]; any real numbers.
-        correct: Labels [B], 0 or 1.
-        question_index: The question of each response [B], the same number in every process.
-
-    As output of ``compute``: a float64 scalar in [0, 1]; NaN if no question has both.
+    ``update`` takes scores [B] (any real numbers), labels [B] and the question of each response [B], the same number in
+    every process; ``compute`` returns a float64 scalar in [0, 1], NaN if no question has both.
 
     Args:
         average: "question" for the mean over questions, "pair" for the share of concordant pairs of all questions.
@@ -272,18 +251,15 @@ class WithinQuestionAUROC(ExactMetric):
         self.add_rows("questions", width=1, dtype=torch.int64)
 
     def update(self, confidence: Tensor, correct: Tensor, question_index: Tensor) -> None:
-        """Store the responses and their questions."""
         check_vectors(confidence=confidence, correct=correct, question_index=question_index)
         self.responses.append(torch.stack([confidence.detach().double(), correct.double()], dim=1))
         self.questions.append(question_index.long()[:, None])
 
     def compute(self) -> Tensor:
-        """Return the value over all responses of all processes."""
         responses, questions = self.rows("responses").cpu(), self.rows("questions").cpu()
         result = within_question_discrimination(responses[:, 0], responses[:, 1], questions[:, 0])
         return _scalar(result.mean if self.average == "question" else result.pooled, self.device)
 
 
 def _scalar(value: float | None, device: torch.device) -> Tensor:
-    """Return ``value`` as a float64 scalar; None as NaN."""
     return torch.tensor(float("nan") if value is None else value, dtype=torch.float64, device=device)

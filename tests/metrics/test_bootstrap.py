@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
 
 from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC
@@ -106,14 +106,6 @@ def test_questions_are_drawn_uniformly() -> None:
     assert counts.var() == pytest.approx(0.98, abs=0.02)
 
 
-def test_interval_of_the_mean_has_the_width_of_the_normal_one() -> None:
-    generator = np.random.default_rng(5)
-    correct = generator.random(400) < 0.3
-    estimate = bootstrap_interval(np.full(400, 0.5), correct, np.arange(400), metrics=[PASS_AT_1])[PASS_AT_1]
-    half_width = 1.96 * np.sqrt(correct.mean() * (1 - correct.mean()) / 400)
-    assert estimate.high - estimate.low == pytest.approx(2 * half_width, rel=0.08)
-
-
 def test_responses_to_one_question_are_drawn_together() -> None:
     # 20 questions of 50 equal responses carry the information of 20, not of 1000.
     correct = np.repeat(np.arange(20) % 2 == 0, 50)
@@ -158,23 +150,24 @@ def test_undefined_resamples_are_left_out_and_counted() -> None:
     assert set(never.values()) == {Estimate(None, None, None, 10)}
 
 
-def test_string_questions_and_any_scores_for_ranking() -> None:
-    by_name = question_bootstrap([-3.0, 5.0, 0.0], [0, 1, 1], ["b", "b", "a"], metrics=[AUROC], num_resamples=20)
-    by_number = question_bootstrap([-3.0, 5.0, 0.0], [0, 1, 1], [1, 1, 0], metrics=[AUROC], num_resamples=20)
-    np.testing.assert_array_equal(by_name[AUROC], by_number[AUROC])
-
-
-def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="Expected `metrics` to be among"):
-        question_bootstrap([0.5], [True], [0], metrics=["ECE"])
-    with pytest.raises(ValueError, match="Expected `confidence` to hold at least one response"):
-        question_bootstrap([], [], [])
-    with pytest.raises(ValueError, match=r"to lie in \[0, 1\]"):
-        question_bootstrap([-3.0], [True], [0], metrics=[BRIER])
-    with pytest.raises(ValueError, match="Expected `level` to lie in"):
-        bootstrap_interval([0.5], [True], [0], level=95.0)
-    with pytest.raises(ValueError, match=r"same questions, but got 2 that only one of them has, such as \[0, 1\]"):
-        paired_bootstrap(ScoredResponses([0.5], [True], [0]), ScoredResponses([0.5], [True], [1]))
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda: question_bootstrap([0.5], [True], [0], metrics=["ECE"]), r"`metrics` .* \['ECE'\]"),
+        (lambda: question_bootstrap([], [], []), "at least one response"),
+        (lambda: question_bootstrap([-3.0], [True], [0], metrics=[BRIER]), r"\[0, 1\]"),
+        (lambda: bootstrap_interval([0.5], [True], [0], level=95.0), "`level` .* 95"),
+        (
+            lambda: paired_bootstrap(ScoredResponses([0.5], [True], [0]), ScoredResponses([0.5], [True], [1])),
+            r"same questions, .* \[0, 1\]",
+        ),
+        (lambda: wilson_interval(3, 2), "`successes` .* got 3"),
+        (lambda: break_even(-1.0, 1.0), "`cost` .* -1"),
+    ],
+)
+def test_wrong_arguments_are_named(refused: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refused()
 
 
 def _reference_mixture_cost(cost: np.ndarray, value: np.ndarray, target: float) -> float | None:
@@ -232,23 +225,9 @@ def test_risk_coverage_without_ties_has_the_area_of_aurc(seed: int) -> None:
     assert curve.risk[-1] == pytest.approx(1.0 - labels.mean())
 
 
-@pytest.mark.parametrize(("successes", "total"), [(0, 5), (5, 5), (3, 7), (90, 100)])
-def test_wilson_interval_against_scipy(successes: int, total: int) -> None:
-    found, expected = wilson_interval(successes, total), binomtest(successes, total).proportion_ci(method="wilson")
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
-
-
-def test_shares_of_nothing_and_impossible_counts() -> None:
-    assert wilson_interval(0, 0).value is None
-    with pytest.raises(ValueError, match="between 0 and 2, but got 3"):
-        wilson_interval(3, 2)
-
-
 def test_break_even_by_hand() -> None:
     assert break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
     assert break_even(10.0, 0.0) is break_even(10.0, None) is break_even(10.0, math.nan) is None
-    with pytest.raises(ValueError, match="`cost` to be at least 0"):
-        break_even(-1.0, 1.0)
 
 
 def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:

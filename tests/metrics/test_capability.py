@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -15,14 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from scipy import integrate, stats
+from scipy import stats
 
-from selfcal_lightning.capability.metrics import CAPABILITY_QUESTIONS, KEYS, CapabilityErrorParts, CapabilityMetrics
+from selfcal_lightning.capability.metrics import CAPABILITY_QUESTIONS, CapabilityErrorParts, CapabilityMetrics
 from selfcal_lightning.metrics.capability import (
     agreeing_pairs,
     drawn_verdicts,
     error_parts,
-    expected_accuracy,
     pass_at_k,
     random_brier,
     simulated_pass_at_k,
@@ -43,13 +41,6 @@ def _reference_exact_pass_at_k(num_samples: int, num_correct: int, k: int) -> Fr
     return 1 - Fraction(math.comb(num_samples - num_correct, k), math.comb(num_samples, k))
 
 
-def _reference_listed_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Look at every way to draw k of the samples."""
-    right = [True] * num_correct + [False] * (num_samples - num_correct)
-    draws = list(itertools.combinations(right, k))
-    return sum(any(draw) for draw in draws) / len(draws)
-
-
 def _reference_listed_pairs(answers: list[str | None]) -> float | None:
     pairs = list(itertools.combinations(answers, 2))
     return sum(a is not None and a == b for a, b in pairs) / len(pairs) if pairs else None
@@ -65,16 +56,6 @@ def test_pass_at_k_equals_the_vectors(vectors: Vectors) -> None:
         else:
             assert pass_at_k(case["n"], case["c"], case["k"]) == pytest.approx(case["pass_at_k"], abs=1e-9)
     assert refused < len(vectors("pass_at_k")["cases"])
-
-
-def test_dataset_pass_at_k_equals_the_vectors(vectors: Vectors) -> None:
-    for case in vectors("actual_passk_dataset")["cases"]:
-        samples, correct = np.array(list(case["counts"].values())).T
-        for k, mean in zip(case["out"]["k_values"], case["out"]["mean"], strict=True):
-            assert pass_at_k(samples, correct, k).mean() == pytest.approx(mean, abs=1e-9)
-        for k in case["out"]["skipped_k"]:
-            with pytest.raises(ValueError, match=f"got k = {k} for {samples.min()}"):
-                pass_at_k(samples, correct, k)
 
 
 def test_simulated_pass_at_k_equals_the_vectors(vectors: Vectors) -> None:
@@ -99,33 +80,9 @@ def test_errors_of_instances_equal_the_vectors(vectors: Vectors) -> None:
             assert pearson(found, wanted) == pytest.approx(out["pearson_r"], abs=1e-9)
 
 
-def test_clipped_predictions_equal_the_vectors(vectors: Vectors) -> None:
-    """What lies below a threshold counts as hopeless: its pass@k is 0 for every k."""
-    for case in vectors("passk_clipping")["cases"]:
-        p = np.array(list(case["confidence"].values()))
-        kept = np.where(p >= case["threshold"], p, 0.0)
-        assert kept.tolist() == list(case["out"].values())
-        assert (simulated_pass_at_k(kept, 64)[p < case["threshold"]] == 0.0).all()
-
-
-def test_many_samples_are_not_cut(vectors: Vectors) -> None:
-    """The reference cuts right samples at its limit of 100, so that 150 of 200 become 100 of 100."""
-    for case in vectors("load_model_data_cap_bug")["cases"]:
-        names, samples, correct = zip(*case["rows"], strict=True)
-        wanted = [case["expected_accuracy"][name] for name in names]
-        assert_allclose(expected_accuracy(samples, correct), wanted, atol=1e-12)
-        assert_allclose(pass_at_k(samples, correct, 1), wanted, atol=1e-12)
-        cut = np.array([case["counts_after_cap"][name] for name in names])
-        assert (np.abs(cut[:, 1] / cut[:, 0] - wanted) > 0.1).any()
-        # Scaled instead of cut, the counts say the same.
-        scaled = np.rint(np.array(wanted) * cut[:, 0])
-        assert_allclose(expected_accuracy(cut[:, 0], scaled), wanted, atol=1e-12)
-
-
 @settings(deadline=None)
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n))))
-def test_pass_at_k_equals_all_draws(case: tuple[int, int, int]) -> None:
-    assert pass_at_k(*case) == pytest.approx(_reference_listed_pass_at_k(*case), abs=1e-12)
+def test_pass_at_k_equals_exact_fractions(case: tuple[int, int, int]) -> None:
     assert pass_at_k(*case) == pytest.approx(float(_reference_exact_pass_at_k(*case)), abs=1e-12)
 
 
@@ -135,12 +92,6 @@ def test_large_counts_keep_their_digits() -> None:
     assert pass_at_k(5000, 1, 4999) == pytest.approx(0.9998, rel=1e-12)
     assert pass_at_k(5000, 2500, 64) == pytest.approx(float(_reference_exact_pass_at_k(5000, 2500, 64)), rel=1e-12)
     assert simulated_pass_at_k(1e-12, 100) == pytest.approx(1e-10, rel=1e-9)
-
-
-@settings(deadline=None)
-@given(st.floats(0.0, 1.0), st.integers(0, 200))
-def test_simulated_pass_at_k_equals_the_power(p: float, k: int) -> None:
-    assert simulated_pass_at_k(p, k) == pytest.approx(1.0 - (1.0 - p) ** k, abs=1e-12)
 
 
 def test_shapes_broadcast() -> None:
@@ -173,35 +124,33 @@ def test_agreeing_pairs_have_no_bias_and_the_top_share_has_one() -> None:
     assert top > 0.6
 
 
-def test_unreadable_answers_count_but_never_agree() -> None:
-    assert agreeing_pairs([None, None, None]) == 0.0
-    assert agreeing_pairs(["7", "7", None]) == pytest.approx(1.0 / 3.0)
-    assert top_share(["7", None, None]) == pytest.approx(1.0 / 3.0)
-    assert top_share([]) is None
-    assert agreeing_pairs(["7"]) is None
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("function", "arguments", "message"),
     [
-        (([0], [0], 0), "Expected `num_samples` to be at least 1 everywhere, but got 0"),
-        (([4], [5], 1), "Expected `num_correct` to be at most `num_samples`, but got 5 of 4"),
-        (([4], [-1], 1), "Expected `num_correct` to hold whole numbers of at least 0, but got -1"),
-        (([4], [1.5], 1), "Expected `num_correct` to hold whole numbers of at least 0, but got 1.5"),
-        (([4], [None], 1), "Expected `num_correct` to be known"),
-        (([4, 2], [1, 1], 3), "Expected `k` to be at most the number of samples, but got k = 3 for 2"),
+        (pass_at_k, ([0], [0], 0), "`num_samples` .* got 0"),
+        (pass_at_k, ([4], [5], 1), "`num_correct` .* got 5 of 4"),
+        (pass_at_k, ([4], [-1], 1), "`num_correct` .* got -1"),
+        (pass_at_k, ([4], [1.5], 1), "`num_correct` .* got 1.5"),
+        (pass_at_k, ([4], [None], 1), "`num_correct`"),
+        (pass_at_k, ([4, 2], [1, 1], 3), "`k` .* got k = 3 for 2"),
+        (simulated_pass_at_k, ([1.5], 2), "`p`"),
+        (simulated_pass_at_k, ([0.5], -1), "`k`"),
+        (target_gap, ([1], [1.5]), "expected_accuracy"),
+        *(
+            (function, arguments, name)
+            for function in (squared_errors, error_parts)
+            for arguments, name in (
+                (([0.5], [1], 1), "`num_samples`"),
+                (([1.5], [1], 2), "`predicted`"),
+                (([0.5, 0.5], [1], 2), "same length"),
+                (([[0.5]], [1], 2), "one-dimensional"),
+            )
+        ),
     ],
 )
-def test_wrong_arguments_are_named(arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_are_named(function: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pass_at_k(*arguments)
-
-
-def test_wrong_chances_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Expected `p` to lie in \[0, 1\]"):
-        simulated_pass_at_k([1.5], 2)
-    with pytest.raises(ValueError, match="Expected `k` to hold whole numbers"):
-        simulated_pass_at_k([0.5], -1)
+        function(*arguments)
 
 
 COUNTS = st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.floats(0.0, 1.0)))
@@ -212,16 +161,9 @@ def _reference_listed_response_error(p: float, num_correct: int, num_samples: in
     return sum((p - label) ** 2 for label in labels) / num_samples
 
 
-def _reference_integrated_brier(mu: float) -> float:
-    return integrate.quad(lambda u: (u - mu) ** 2, 0.0, 1.0)[0]
-
-
-def test_random_brier_equals_the_vectors_and_the_integral(vectors: Vectors) -> None:
+def test_random_brier_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("random_brier_baseline")["cases"]:
         assert random_brier(case["expected_accuracy"]) == pytest.approx(case["random_brier"], abs=1e-9)
-        assert 1.0 - random_brier(case["expected_accuracy"]) == pytest.approx(case["performance_1_minus"], abs=1e-9)
-        wanted = np.mean([_reference_integrated_brier(mu) for mu in case["expected_accuracy"]])
-        assert random_brier(case["expected_accuracy"]) == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 8])
@@ -235,20 +177,6 @@ def test_debiased_error_has_the_right_expectation(num_samples: int, truth: float
     assert found == pytest.approx((0.3 - truth) ** 2, abs=1e-12)
     raw = weights @ squared_errors(predicted, counts, num_samples, debiased=False)
     assert raw == pytest.approx((0.3 - truth) ** 2 + truth * (1.0 - truth) / num_samples, abs=1e-12)
-
-
-def test_few_samples_say_what_many_say() -> None:
-    generator = np.random.default_rng(0)
-    truth = generator.beta(0.5, 0.5, 20_000)
-    predicted = np.clip(truth + generator.normal(0.0, 0.2, len(truth)), 0.0, 1.0)
-    few, many = generator.binomial(8, truth), generator.binomial(100, truth)
-    true_error = np.mean((predicted - truth) ** 2)
-    assert squared_error(predicted, few, 8) == pytest.approx(true_error, abs=0.002)
-    assert squared_error(predicted, many, 100) == pytest.approx(true_error, abs=0.002)
-    assert squared_error(predicted, few, 8, debiased=False) > true_error + 0.01
-    true_skill = 1.0 - true_error / np.var(truth)
-    assert skill(predicted, few, 8) == pytest.approx(true_skill, abs=0.02)
-    assert skill(predicted, few, 8, debiased=False) < true_skill - 0.05
 
 
 @settings(deadline=None)
@@ -281,27 +209,6 @@ def test_nothing_gives_none() -> None:
     assert skill([0.1, 0.9], [2, 2], 4) is None  # the capabilities do not differ
 
 
-@pytest.mark.parametrize("function", [squared_errors, squared_error, skill, error_parts])
-def test_capability_errors_wrong_arguments_are_named(function: Callable[..., Any]) -> None:
-    for arguments, message in (
-        (([0.5], [1], 1), "Expected `num_samples` to be at least 2"),
-        (([1.5], [1], 2), r"Expected `predicted` to lie in \[0, 1\]"),
-        (([0.5, 0.5], [1], 2), "Expected `predicted`, `num_correct` to have the same length"),
-        (([[0.5]], [1], 2), "Expected `predicted` to be one-dimensional"),
-        (([0.5], [3], 2), "Expected `num_correct` to be at most `num_samples`, but got 3 of 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            function(*arguments)
-
-
-def test_one_sample_is_enough_for_the_raw_error() -> None:
-    assert squared_error([0.5, 1.0], [1, 0], 1, debiased=False) == pytest.approx((0.25 + 1.0) / 2)
-
-
-def _reference_scipy_kendall(first: np.ndarray, second: np.ndarray) -> float:
-    return float(stats.kendalltau(first, second)[0])
-
-
 def test_values_equal_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> None:
     for case in vectors("metric_diff")["cases"]:
         found, out = target_gap(case["response"], case["capability"]), case["out"]
@@ -311,21 +218,12 @@ def test_values_equal_the_vectors(vectors: Callable[[str], dict[str, Any]]) -> N
         assert found.kendall == pytest.approx(out["kendall_correlation"], abs=1e-6)
 
 
-@pytest.mark.parametrize("levels", [2, 5, 1000])
-def test_kendall_equals_scipy(levels: int) -> None:
-    rng = np.random.default_rng(levels)
-    first, second = rng.integers(0, levels, 60).astype(float), rng.integers(0, 7, 60).astype(float)
-    assert kendall(first, second) == pytest.approx(_reference_scipy_kendall(first, second))
-
-
 def test_what_is_not_defined() -> None:
     assert target_gap([], []) is None
     assert kendall([1.0, 1.0], [0.0, 1.0]) is None
     gap = target_gap([1, 1], [0.5, 1.0])
     assert gap is not None
     assert (gap.mae, gap.spearman, gap.kendall) == (0.25, None, None)
-    with pytest.raises(ValueError, match="expected_accuracy"):
-        target_gap([1], [1.5])
 
 
 def test_drawn_verdicts_have_the_capabilities_as_their_mean() -> None:
@@ -350,10 +248,6 @@ def _computed(*columns: torch.Tensor, step: int = 90, **options: Any) -> dict[st
     return metric.compute()
 
 
-def _reference_scipy_correlations(predicted: np.ndarray, share: np.ndarray) -> tuple[float, float]:
-    return float(stats.pearsonr(predicted, share)[0]), float(stats.spearmanr(predicted, share)[0])
-
-
 def test_capability_values_equal_the_vectors(vectors: Vectors) -> None:
     """Counts of 100 samples. Correlations of a constant, which the reference calls 0, are not defined here."""
     for case in vectors("capability_metrics")["cases"]:
@@ -368,14 +262,6 @@ def test_capability_values_equal_the_vectors(vectors: Vectors) -> None:
         assert found[CAPABILITY_QUESTIONS] == out["num_examples"]
 
 
-def test_correlations_equal_scipy() -> None:
-    predicted, correct, samples = _questions()
-    found = _computed(predicted, correct, samples)
-    wanted = _reference_scipy_correlations(predicted.numpy(), (correct / samples).numpy())
-    assert (found["capability/Pearson"], found["capability/Spearman"]) == pytest.approx(wanted, abs=1e-6)
-    assert set(found) == set(KEYS)
-
-
 @pytest.mark.parametrize("debiased", [True, False])
 def test_errors_equal_the_functions_in_any_batches(debiased: bool) -> None:
     columns = _questions()
@@ -387,22 +273,6 @@ def test_errors_equal_the_functions_in_any_batches(debiased: bool) -> None:
     assert found["capability/Skill"] == pytest.approx(skill(predicted, correct, samples, debiased=debiased), abs=1e-12)
     assert _computed(*columns, step=7, debiased=debiased) == found
     assert _computed(*(column.flip(0) for column in columns), debiased=debiased) == found
-
-
-def test_a_squared_error_below_zero_has_the_root_zero() -> None:
-    found = _computed(torch.tensor([0.5]), torch.tensor([1]), torch.tensor([2]))
-    assert found["capability/MSE"] == -0.25
-    assert found["capability/RMSE"] == 0.0
-    assert math.isnan(found["capability/Skill"])
-
-
-def test_impossible_values_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Expected `predicted` to lie in \[0, 1\]"):
-        CapabilityMetrics().update(torch.tensor([1.5]), torch.tensor([1]), torch.tensor([2]))
-    metric = CapabilityMetrics()
-    metric.update(torch.tensor([0.5]), torch.tensor([1]), torch.tensor([1]))
-    with pytest.raises(ValueError, match="Expected `num_samples` to be at least 2"):
-        metric.compute()
 
 
 P, RIGHT, SAMPLES = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([1, 2, 3]), torch.tensor([2, 4, 4])
@@ -419,16 +289,6 @@ def test_the_parts_by_hand() -> None:
     assert found["capability/CapabilityError"] == pytest.approx(
         found["capability/ResponseError"] - found["capability/ResponseSpread"]
     )
-
-
-def test_batches_pickles_and_the_other_metric_agree() -> None:
-    whole, parts, other = CapabilityErrorParts(), CapabilityErrorParts(), CapabilityMetrics()
-    for metric in (whole, other):
-        metric.update(P, RIGHT, SAMPLES)
-    for at in (2, 0, 1):
-        parts.update(P[at : at + 1], RIGHT[at : at + 1], SAMPLES[at : at + 1])
-    assert pickle.loads(pickle.dumps(parts)).compute() == whole.compute()  # noqa: S301
-    assert whole.compute()["capability/CapabilityError"] == pytest.approx(other.compute()["capability/MSE"])
 
 
 def test_nothing_and_bad_input() -> None:

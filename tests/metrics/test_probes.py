@@ -18,8 +18,6 @@ from torch.nn import functional as F  # noqa: N812
 from selfcal_lightning.capability.probe import PENALTIES, fit_ridge_leaving_one_out
 from selfcal_lightning.capability.probe_heads import (
     ACTIVATIONS,
-    class_confidence,
-    class_loss,
     head_outputs,
     linked,
     nearest_class,
@@ -50,25 +48,6 @@ def test_nearest_class_equals_the_vectors(vectors: Vectors) -> None:
     assert differing > 0
 
 
-def test_class_loss_by_hand() -> None:
-    # Three classes for 0, 1/2, 1. Target .6 is nearest to the middle: -log softmax of the middle logit.
-    logits = torch.tensor([[0.0, math.log(2.0), 0.0]])
-    assert class_loss(logits, torch.tensor([0.6])).item() == pytest.approx(math.log(2.0))
-    assert class_loss(logits, torch.tensor([0.0])).item() == pytest.approx(math.log(4.0))
-    assert class_confidence(logits).item() == pytest.approx(0.5)
-    assert class_confidence(torch.tensor([0.0, 0.0, 90.0])).item() == pytest.approx(1.0)
-
-
-def test_training_on_the_class_loss_recovers_the_share() -> None:
-    logits = torch.zeros(1, 11, requires_grad=True)
-    optimizer = torch.optim.SGD([logits], lr=5.0)
-    for _ in range(200):
-        optimizer.zero_grad()
-        class_loss(logits, torch.tensor([0.7])).sum().backward()
-        optimizer.step()
-    assert class_confidence(logits).item() == pytest.approx(0.7, abs=0.01)
-
-
 MODULES = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 
@@ -85,14 +64,6 @@ def test_outputs_are_those_of_torch(activation: str) -> None:
     layers, x = [nn.Linear(5, 7), nn.Linear(7, 4), nn.Linear(4, 3)], torch.randn(6, 5)
     found = head_outputs(x, [one.weight for one in layers], [one.bias for one in layers], activation=activation)
     torch.testing.assert_close(found, _reference_torch_sequential(x, layers, activation))
-
-
-def test_dropout_acts_in_training_alone() -> None:
-    sizes = {"weights": [torch.ones(64, 2), torch.ones(1, 64)], "biases": [torch.zeros(64), torch.zeros(1)]}
-    x = torch.ones(1, 2)
-    assert head_outputs(x, **sizes, dropout=0.5).item() == 128.0
-    torch.manual_seed(0)
-    assert head_outputs(x, **sizes, dropout=0.5, training=True).item() != 128.0
 
 
 def test_classes_are_linked_as_the_vectors_do(vectors: Vectors) -> None:
@@ -149,27 +120,10 @@ def test_the_penalty_is_that_of_least_error_over_n_fits(questions: int, width: i
     assert_allclose(fit.weights, Ridge(alpha=fit.penalty * questions).fit(x, y).coef_, atol=1e-9)
 
 
-def test_a_feature_that_never_changes_does_no_harm() -> None:
-    x, y = data(30, 4)
-    with_constant = np.column_stack([x, np.full(30, 7.0)])
-    plain, fit = fit_ridge_leaving_one_out(x, y), fit_ridge_leaving_one_out(with_constant, y)
-    np.testing.assert_allclose(fit.weights, [*plain.weights, 0.0], atol=1e-9)
-
-
-def test_features_of_noise_end_at_the_mean() -> None:
-    rng = np.random.default_rng(1)
-    fit = fit_ridge_leaving_one_out(rng.normal(size=(50, 200)), rng.normal(size=50))
-    assert np.abs(fit.weights).max() < 0.01
-
-
 def _layer(rows: int, *, hidden: int = 16, vocabulary: int = 40, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, hidden), (vocabulary, hidden), (vocabulary,))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def _reference_torch_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight, bias), ids, reduction="none")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -225,7 +179,7 @@ def test_token_losses_are_a_cross_entropy_with_its_gradient(with_bias: bool, row
     scale = torch.linspace(0.0, 2.0, 8, dtype=torch.float64)
     gradients = []
     for losses_of in (
-        lambda h: _reference_torch_cross_entropy(h, weight, bias, ids),
+        lambda h: F.cross_entropy(F.linear(h, weight, bias), ids, reduction="none"),
         lambda h: negative_log_likelihood(h, weight, ids, bias, rows=rows),
     ):
         leaf = hidden.clone().requires_grad_()
@@ -235,13 +189,6 @@ def test_token_losses_are_a_cross_entropy_with_its_gradient(with_bias: bool, row
     torch.testing.assert_close(gradients[0], gradients[1])
     check = hidden.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda h: negative_log_likelihood(h, weight, ids, bias, rows=rows), check)
-
-
-def test_no_tokens_are_no_loss() -> None:
-    hidden, weight, _ = _layer(0)
-    losses = negative_log_likelihood(hidden.requires_grad_(), weight, torch.zeros(0, dtype=torch.long))
-    losses.sum().backward()
-    assert hidden.grad.shape == (0, 16)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -17,7 +17,7 @@ from selfcal_lightning.core.config_files import read_config
 from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.data.tasks.base import Part, take_part
-from selfcal_lightning.data.tasks.dataset import DatasetTask, OwnFormat
+from selfcal_lightning.data.tasks.dataset import DatasetTask, has_question_rows
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.data.tasks.rows import Columns, QuestionRow, is_hub_name, read_question_file
 from selfcal_lightning.engines.settings import EngineSettings
@@ -192,7 +192,7 @@ def own_task(name: str) -> str:
         ('local_number', 'local_text', 'word_problems')
     """
     task = get_task(name)
-    has_own_columns = isinstance(task, DatasetTask) and not isinstance(task.dataset, OwnFormat)
+    has_own_columns = isinstance(task, DatasetTask) and not has_question_rows(task.dataset)
     return LOCAL_TASKS[task.answer_type] if has_own_columns else name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from selfcal_lightning.data.tasks.answer_types import expressions_equal, numbers_equal, short_texts_equal
+from selfcal_lightning.data.tasks.answer_types import ShortTextAnswers, expressions_equal, numbers_equal
 from selfcal_lightning.data.tasks.expressions import read_expression
 from selfcal_lightning.data.tasks.extraction import (
     canonical_number,
@@ -22,6 +22,7 @@ from selfcal_lightning.models.chat_format import NO_TEXTS, YES_TEXTS
 from selfcal_lightning.records import normalised_p_true
 
 Vectors = Callable[[str], dict[str, Any]]
+same_text = ShortTextAnswers().verify
 
 
 def test_numbers_and_names_equal_the_vectors(vectors: Vectors) -> None:
@@ -31,7 +32,7 @@ def test_numbers_and_names_equal_the_vectors(vectors: Vectors) -> None:
         if case["gold"] in ("5 apples", "1e3"):
             continue
         answer = str(case["pred"])
-        assert (numbers_equal(answer, case["gold"]) or short_texts_equal(answer, case["gold"])) == case["ok"]
+        assert (numbers_equal(answer, case["gold"]) or same_text(answer, case["gold"])) == case["ok"]
         compared += 1
     assert compared >= 5
 
@@ -41,7 +42,7 @@ def test_a_part_of_a_name_is_not_the_name(vectors: Vectors) -> None:
     refused = 0
     for case in vectors("triviaqa_string_match")["cases"]:
         gold = case["gold"]
-        found = short_texts_equal(case["extracted"], json.dumps([gold, *case["aliases"]]))
+        found = same_text(case["extracted"], json.dumps([gold, *case["aliases"]]))
         assert found == (case["extracted"].replace(".", "").lower() == gold.lower())
         refused += case["ok"] and not found
     assert refused >= 3

@@ -6,43 +6,28 @@ import subprocess
 import sys
 from copy import copy
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
-from selfcal_lightning.data.tasks.base import verifier_form
+from selfcal_lightning.data.tasks.base import AnswerType, verifier_form
 from selfcal_lightning.data.tasks.dataset import DatasetTask, Item
 from selfcal_lightning.data.tasks.registry import TASKS, get_task, register_task
 from selfcal_lightning.data.tasks.rows import HubSource, Row
 
 
-def test_all_data_sets_of_the_self_calibration_paper_are_there() -> None:
-    names = "gsm8k svamp sciq commonsense_qa winogrande openbookqa reclor arc_easy arc_challenge logiqa math_qa "
-    names += "object_counting aqua_rat gpqa math500 word_problems"
-    for name in names.split():
-        assert get_task(name).name == name
-
-
-def test_all_data_sets_of_the_capability_paper_are_there() -> None:
-    splits = {
-        "triviaqa": "train validation", "simpleqa_verified": "test", "simpleqa_train": "train", "gsm8k": "train test",
-        "math500": "test", "math": "train validation", "aime25": "test", "aime_train": "train", "aime": "test",
-        "mmlu": "validation test", "gpqa": "test train validation main extended",
-    }  # fmt: skip
-    for name, wanted in splits.items():
-        for split in wanted.split():
-            get_task(name).check_source(split)
-    judged = {name: verifier_form(get_task(name)) for name in splits}
-    assert {name for name, form in judged.items() if form == "facts"} == {
-        "triviaqa", "simpleqa_verified", "simpleqa_train",
-    }  # fmt: skip
-    assert {name for name, form in judged.items() if form == "mathematics"} == {"math500", "math"}
+def test_free_answers_may_be_verified_by_a_model() -> None:
+    forms = {name: verifier_form(task) for name, task in TASKS.items() if not name.startswith("local")}
+    facts = {"triviaqa", "simpleqa_verified", "simpleqa_train"}
+    assert {name for name, form in forms.items() if form == "facts"} == facts
+    assert {name for name, form in forms.items() if form == "mathematics"} == {"math500", "math"}
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_contract(name: str) -> None:
     task = get_task(name)
-    assert task.answer_type in ("number", "option letter", "expression", "short text")
+    assert task.answer_type in get_args(AnswerType)
     assert task.extract("") is None
     assert task.verify(None, "5") is False
     answers = [None, "2", None, "2", "3"]

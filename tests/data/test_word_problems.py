@@ -200,7 +200,7 @@ def test_verify_and_group() -> None:
     ("arguments", "message"),
     [
         ({"split": "test"}, "Expected `split` to be one of pretrain, train"),
-        ({"split": "test_id", "limit": -1}, "Expected `limit` to be None or at least 0, but got -1"),
+        ({"split": "test_id", "limit": -1}, "Expected `limit` to be at least 0, but got -1"),
         ({"split": "test_id", "chain_of_thought": False}, "Expected `chain_of_thought` to be True.*`local_number`"),
     ],
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from selfcal_lightning.data.tasks.base import AnswerType
 from selfcal_lightning.data.tasks.expressions import is_text, is_within_limits, normalise_expression, read_expression
@@ -34,27 +35,11 @@ _BASED = re.compile(r"(\w+)_\{?(\d+)\}?")
 
 
 def numbers_equal(answer: str | None, reference: str | None) -> bool:
-    """Return whether two numbers differ by at most 1e-6 (relative below 1); None equals nothing.
-
-    Numbers that are too long to calculate with are equal when they are written alike.
-    """
+    """Return whether two numbers differ by at most 1e-6 (relative below 1), or are long and written alike."""
     left, right = _number(answer), _number(reference)
     if left is None or right is None:
         return answer is not None and answer == reference and is_number(answer)
     return _close(left, right)
-
-
-def letters_equal(answer: str | None, reference: str | None) -> bool:
-    """Return whether two option letters are the same, whatever their case; None equals nothing."""
-    return answer is not None and reference is not None and answer.upper() == reference.upper()
-
-
-def short_texts_equal(answer: str | None, reference: str | None) -> bool:
-    """Return whether an answer equals the reference, or one of its aliases, after normalisation."""
-    if answer is None or reference is None:
-        return False
-    normalised = normalise_short_text(answer)
-    return normalised != "" and normalised in {normalise_short_text(alias) for alias in split_aliases(reference)}
 
 
 def split_aliases(reference: str) -> list[str]:
@@ -72,11 +57,8 @@ def expressions_equal(answer: str | None, reference: str | None, *, pool: MathPo
     r"""Return whether two expressions are mathematically equal; None equals nothing."""
     if answer is None or reference is None:
         return False
-    left = normalise_expression(answer, keep_percent=True)
-    right = normalise_expression(reference, keep_percent=True)
-    if not left or not right:
-        return False
-    return _equal(left, right, pool)
+    left, right = (normalise_expression(text, keep_percent=True) for text in (answer, reference))
+    return bool(left and right) and _equal(left, right, pool)
 
 
 def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]) -> list[str | None]:
@@ -164,33 +146,36 @@ def _entries(text: str) -> list[str] | None:
     return entries if len(entries) > 1 and all(entries) else None
 
 
-class Answers(Protocol):
+class Answers(ABC):
     """How answers of one type are read and verified."""
 
     answer_type: AnswerType
     hint: str
 
+    @abstractmethod
     def canonical(self, gold: Any) -> str | None:
-        """Return a data set's gold answer in canonical form, or None when it is no answer of this type."""
+        """Return a data set's gold answer in canonical form, or None if it is not an answer of this type."""
 
+    @abstractmethod
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the canonical answer that a response gives, or None; of a cut one only what it states."""
+        """Return the canonical answer of a response, or None; of a truncated one, only an explicitly stated answer."""
 
+    @abstractmethod
     def verify(self, answer: str | None, reference: str) -> bool:
         """Return whether an answer equals the reference."""
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with equal ones replaced by the first seen of their class."""
+        """Return the answers with equal ones replaced by the first seen; by default only equal texts are equal."""
+        return list(answers)
 
 
-class NumberAnswers:
+class NumberAnswers(Answers):
     """Numbers, compared within 1e-6."""
 
     answer_type: AnswerType = "number"
     hint = "one number, for example 42"
 
     def canonical(self, gold: Any) -> str | None:
-        """Return the number that ``gold`` (a number or text) holds, or None."""
         if isinstance(gold, bool) or gold is None:
             return None
         if isinstance(gold, float):
@@ -198,20 +183,17 @@ class NumberAnswers:
         return canonical_number(str(gold))
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the number that a response gives, or None."""
         return read_number(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the answer is the reference within 1e-6."""
         return numbers_equal(answer, reference)
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with equal numbers replaced by the first seen."""
         return group_equal(answers, numbers_equal)
 
 
-class LetterAnswers:
-    """Option letters.
+class LetterAnswers(Answers):
+    """Option letters; with ``digits``, 1 stands for A and so on.
 
     Example:
         >>> LetterAnswers(digits=True).canonical("3"), LetterAnswers().extract("Answer: (b)")
@@ -222,30 +204,22 @@ class LetterAnswers:
     hint = "the letter of one option, for example B"
 
     def __init__(self, letters: str = LETTERS, *, digits: bool = False) -> None:
-        self.letters = letters
-        self.digits = digits
+        self.letters, self.digits = letters, digits
 
     def canonical(self, gold: Any) -> str | None:
-        """Return the letter that ``gold`` names, in upper case, or None."""
         text = "" if gold is None else str(gold).strip().upper()
         if self.digits and text.isdecimal() and 1 <= int(text) <= len(self.letters):
             return self.letters[int(text) - 1]
         return text if len(text) == 1 and text in self.letters else None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the option letter that a response gives, or None."""
         return read_letter(text, self.letters, digits=self.digits, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the answer is the reference's letter."""
-        return letters_equal(answer, reference)
-
-    def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers as they are: canonical letters are equal only when their text is."""
-        return list(answers)
+        return answer is not None and answer.upper() == reference.upper()
 
 
-class ExpressionAnswers:
+class ExpressionAnswers(Answers):
     r"""Mathematical expressions, compared by normal form and math-verify.
 
     Example:
@@ -257,28 +231,21 @@ class ExpressionAnswers:
     answer_type: AnswerType = "expression"
     hint = r"one expression in LaTeX, for example $\frac{3}{4}$"
 
-    def __init__(self, pool: MathPool | None = None) -> None:
-        self.pool = pool
-
     def canonical(self, gold: Any) -> str | None:
-        """Return the normal form of ``gold``, with its percent sign, or None when it is empty."""
         return None if gold is None else normalise_expression(str(gold), keep_percent=True) or None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the normal form of the expression that a response gives, or None."""
         return read_expression(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the answer is mathematically equal to the reference."""
-        return expressions_equal(answer, reference, pool=self.pool)
+        return expressions_equal(answer, reference)
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with mathematically equal ones replaced by the first seen."""
-        return group_equal(answers, lambda left, right: expressions_equal(left, right, pool=self.pool))
+        return group_equal(answers, expressions_equal)
 
 
-class ShortTextAnswers:
-    """Names and short phrases, compared after normalisation with every alias of the reference.
+class ShortTextAnswers(Answers):
+    """Names and short phrases, normalised and compared with every alias of the reference.
 
     Example:
         >>> texts = ShortTextAnswers()
@@ -290,26 +257,20 @@ class ShortTextAnswers:
     hint = "a few words, for example Marie Curie"
 
     def canonical(self, gold: Any) -> str | None:
-        """Return the normalised name, or a JSON list where ``gold`` is a list of aliases; None when it is empty."""
         if gold is None:
             return None
-        names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else list(gold)
+        names = [gold] if isinstance(gold, str) or not isinstance(gold, Sequence) else gold
         aliases = [alias for name in names if (alias := normalise_short_text(str(name)))]
         if len(aliases) > 1:
             return json.dumps(aliases, ensure_ascii=False)
         return aliases[0] if aliases else None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the normalised short answer that a response gives, or None."""
         return read_short_text(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the answer is the reference or one of its aliases."""
-        return short_texts_equal(answer, reference)
-
-    def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers as they are: normalised texts are equal only when their text is."""
-        return list(answers)
+        said = normalise_short_text(answer or "")
+        return said != "" and said in map(normalise_short_text, split_aliases(reference))
 
 
 _COPULA = re.compile(r"\b(?:is|are|was|were|be|called|named)\b")
@@ -320,12 +281,12 @@ _ONE_WORD = {"yes", "no", "true", "false"}
 
 
 class FreeTextAnswers(ShortTextAnswers):
-    """Names and short phrases that may stand inside a sentence.
+    """Names and short phrases that may occur inside a sentence.
 
     An answer is right if it equals the reference or an alias, or contains one as whole words. Case, accents,
-    punctuation and articles do not matter. An answer that negates the reference or names alternatives, by "or" or as
-    a list of three and more, is wrong; yes, no, true and false have to be the first word. In votes, a sentence counts
-    for what stands before or after its verb.
+    punctuation and articles do not matter. An answer that negates the reference or names alternatives, with "or" or in
+    a list of three or more, is wrong; yes, no, true and false must be the first word. In votes, a sentence counts for
+    what stands before or after its verb.
 
     Example:
         >>> texts = FreeTextAnswers()
@@ -338,7 +299,6 @@ class FreeTextAnswers(ShortTextAnswers):
     """
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the normalised short answer or sentence that a response gives, or None; lists keep their commas."""
         stated = stated_short_text(text, finished=finished)
         if stated is None:
             return None
@@ -347,14 +307,12 @@ class FreeTextAnswers(ShortTextAnswers):
         return ", ".join(parts) if is_list else normalise_short_text(stated)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the answer gives the reference or one of its aliases."""
         if answer is None:
             return False
         said = _folded(answer)
         return any(_gives(said, _folded(normalise_short_text(alias))) for alias in split_aliases(reference))
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with those that say the same replaced by the first seen."""
         return group_equal(answers, lambda one, other: _says(one, other) or _says(other, one))
 
 

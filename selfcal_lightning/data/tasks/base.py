@@ -7,22 +7,19 @@ import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args
 
 from selfcal_lightning import __version__
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.records import Question
 
 AnswerType = Literal["number", "option letter", "expression", "short text"]
-# What a model that judges is asked: whether an answer is right, wrong or not attempted; whether two are equivalent.
+# What a verifying model is asked: whether an answer is right, wrong or not attempted; whether two are equivalent.
 VerifierForm = Literal["facts", "mathematics"]
 
 
 class Task(Protocol):
-    """A family of questions with one way to read and judge answers.
-
-    Beats of every task, in this order: ``load`` questions, ``extract`` an answer, ``verify`` it, ``group`` answers.
-    """
+    """A family of questions with one way to read and verify answers."""
 
     name: str
     answer_type: AnswerType
@@ -33,18 +30,16 @@ class Task(Protocol):
         """Return the questions of ``split`` from the hub, or of the local file ``path`` with the hub's columns."""
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that is not there; nothing is read or downloaded."""
+        """Refuse a split or a file that does not exist; nothing is read or downloaded."""
 
     def is_remote(self, *, path: str | None = None) -> bool:
         """Return whether loading asks the hub."""
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the canonical answer that ``text`` gives, or None when none can be read.
+        """Return the canonical answer of a response, or None when none can be read.
 
-        Args:
-            text: The response.
-            finished: Whether the model ended it. One that the token limit cut has an answer only where it states one,
-                in a box or an answer field: the last number of a calculation that broke off is none.
+        A response that was not ``finished`` (the token limit cut it) has an answer only where it states one, in a box
+        or an answer field: the last number of an interrupted calculation does not count.
         """
 
     def verify(self, answer: str | None, reference: str) -> bool:
@@ -54,16 +49,9 @@ class Task(Protocol):
         """Return ``answers`` with equal ones replaced by the first seen of their class; None stays None."""
 
 
-@runtime_checkable
-class NamesVerifier(Protocol):
-    """A task, or a data set, whose answers a model may verify where comparing texts falls short."""
-
-    verifier: VerifierForm | None
-
-
 def verifier_form(task: object) -> VerifierForm | None:
-    """Return how a model verifies the answers of a task or a data set; None where it names no way."""
-    return task.verifier if isinstance(task, NamesVerifier) else None
+    """Return how a model verifies the answers of a task or a data set; None if it does not."""
+    return getattr(task, "verifier", None)
 
 
 ROOM = Path(__file__).parent
@@ -85,7 +73,7 @@ def _hash(own: tuple[str, ...]) -> str:
 
 
 Part = Literal["train", "validation", "calibration"]
-# Of the questions; training takes the rest.
+# Shares of the questions; training takes the rest.
 SHARES = {"validation": 0.1, "calibration": 0.1}
 FEWEST = 10
 
@@ -93,16 +81,15 @@ FEWEST = 10
 def take_part(questions: Sequence[Question], part: Part) -> list[Question]:
     """Return the questions of one part, in their order: 80 % train, 10 % validation, 10 % calibration.
 
-    Which part a question belongs to follows from a hash of its text: the order of a file does not matter, and a text
-    that occurs twice is in one part.
+    The part follows from a hash of the text: the order of a file does not matter, and a repeated text is in one part.
     """
     if part not in get_args(Part):
         raise unknown_name("part", part, get_args(Part))
-    texts = sorted({question.text for question in questions}, key=_hash_text)
+    texts = sorted({question.text for question in questions}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(texts) < FEWEST:
         raise InputError(
-            f"Expected at least {FEWEST} different questions to train, validate and calibrate on, but got "
-            f"{len(texts)}. Add some, or name a source for every split in a configuration."
+            f"Expected at least {FEWEST} different questions for the three parts, but got {len(texts)}. Add some, or "
+            "name a source for every split in a configuration."
         )
     chosen, start = set[str](), 0
     for name, share in SHARES.items():
@@ -111,7 +98,3 @@ def take_part(questions: Sequence[Question], part: Part) -> list[Question]:
     if part == "train":
         chosen = set(texts[start:])
     return [question for question in questions if question.text in chosen]
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.core.errors import InputError, check_at_least, did_you_mean
 from selfcal_lightning.data.tasks import rows
 from selfcal_lightning.data.tasks.answer_types import Answers
 from selfcal_lightning.data.tasks.base import AnswerType, VerifierForm, verifier_form
@@ -44,7 +44,11 @@ class UnusableRowError(InputError):
 
 
 class DataSet(Protocol):
-    """All that is particular to one data set; `DatasetTask` makes a task of it."""
+    """What `DatasetTask` needs to know of a data set: a `DatasetSpec`, or a class of a plug-in.
+
+    Optional attributes: ``verifier`` allows `selfcal verify`; ``repeated_rows`` keeps the first row of each id;
+    ``question_rows`` says that files have the format of users' questions, in which a bad row is an error.
+    """
 
     name: str
     answers: Answers
@@ -52,33 +56,38 @@ class DataSet(Protocol):
     columns: tuple[str, ...]
     id_column: str | None
 
-    def read_row(self, row: Row, question_id: str) -> Item:
+    def read_row(self, row: Row, question_id: str, /) -> Item:
         """Return the question text and gold answer of a row, or raise `UnusableRowError` with the reason."""
 
 
-@runtime_checkable
-class OwnFormat(Protocol):
-    """A data set whose files are in the one format of a user's questions (``question_rows``).
+@dataclass
+class DatasetSpec:
+    """A data set as a row of a table; without ``read`` the first two columns are the question and its answer."""
 
-    Attributes:
-        question_rows: Whether a bad row is an error with its line, and an answer may be absent: yes.
-    """
+    name: str
+    answers: Answers
+    source: HubSource | JoinedSource | FileSource | None
+    columns: tuple[str, ...]
+    id_column: str | None = None
+    read: Callable[[Row, str], Item] | None = None
+    verifier: VerifierForm | None = None
+    repeated_rows: bool = False
 
-    question_rows: Literal[True]
+    def read_row(self, row: Row, question_id: str, /) -> Item:
+        """Return the question text and gold answer of a row."""
+        return self.read(row, question_id) if self.read else Item(row[self.columns[0]], row[self.columns[1]])
 
 
-@runtime_checkable
-class RepeatedRows(Protocol):
-    """A data set that has a question in several rows, such as one a document: the first of each id counts."""
-
-    repeated_rows: Literal[True]
+def has_question_rows(dataset: DataSet) -> bool:
+    """Return whether the files of a data set have the format of users' questions."""
+    return getattr(dataset, "question_rows", False)
 
 
 class Prompt(Protocol):
     """Writes the chat that asks a question."""
 
     def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
-        """Return the messages, from the text of the question and the hint at what an answer looks like."""
+        """Return the messages for the text of a question and a hint at the form of its answer."""
 
 
 class DatasetTask:
@@ -95,40 +104,35 @@ class DatasetTask:
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
         """Return the first ``limit`` usable questions of a split, from the hub or from the local file ``path``."""
-        if limit is not None and limit < 0:
-            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
-        if isinstance(self.dataset, OwnFormat):
+        check_at_least(0, limit=limit or 0)
+        if has_question_rows(self.dataset):
             return self._own_questions(split, path, chain_of_thought=chain_of_thought)[:limit]
         origin, rows = self._rows(split, path)
         questions: list[Question] = []
         unusable: Counter[str] = Counter()
-        num_read = 0
-        earlier = set[str]() if isinstance(self.dataset, RepeatedRows) else None
+        num_read, seen = 0, set[str]()
         for index, row in enumerate(rows):
             if limit is not None and len(questions) >= limit:
                 break
             try:
                 name = self._question_id(row, split, index)
-                if earlier is not None and name in earlier:
+                if getattr(self.dataset, "repeated_rows", False) and name in seen:
                     continue
                 num_read += 1
                 questions.append(self._question(row, name, chain_of_thought))
-                if earlier is not None:
-                    earlier.add(name)
+                seen.add(name)
             except UnusableRowError as error:
                 unusable[str(error)] += 1
         if unusable:
             reasons = ", ".join(f"{reason}: {count}" for reason, count in unusable.most_common())
             logger.warning("%d of %d rows of %s cannot be used (%s).", unusable.total(), num_read, origin, reasons)
         if not questions and limit != 0:
-            raise InputError(
-                f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none of use."
-            )
+            raise InputError(f"Expected split {split!r} of {self.name} to hold questions, but {origin} has none.")
         self._check_ids(questions, origin)
         return questions
 
     def ask(self, row: QuestionRow, *, question_id: str, chain_of_thought: bool = True) -> Question:
-        """Return a user's question in the form of this task: its prompt, and its form of the answer."""
+        """Return a user's question with the prompt and the answer form of this task."""
         answers = self.dataset.answers
         reference = answers.canonical(row.answer)
         if reference is None and row.answer is not None:
@@ -141,24 +145,22 @@ class DatasetTask:
         return Question(question_id, self.name, messages, reference, row.text)
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that is not there; nothing is read or downloaded."""
+        """Refuse a split or a file that does not exist; nothing is read or downloaded."""
         source = self.dataset.source
         if path is not None:
-            if isinstance(self.dataset, OwnFormat):
+            if has_question_rows(self.dataset):
                 check_question_file(path, option="path")
             else:
                 check_file(path)
-            return
-        if source is None:
+        elif source is None:
             raise InputError(
                 f"Expected `path` to name a local file for task {self.name!r}, but got None. It holds JSON lines or "
                 f"Parquet with the columns {', '.join(self.dataset.columns)}."
             )
-        if split not in source.splits:
+        elif split not in source.splits:
             raise InputError(
                 f"Expected `split` of {self.name} to be one of {', '.join(source.splits)}, but got {split!r}."
-                f"{did_you_mean(split, source.splits)} Other splits have no labels or do not exist; rows of your own "
-                "are given by `path`."
+                f"{did_you_mean(split, source.splits)} Other splits lack labels; pass your own rows by `path`."
             )
 
     def is_remote(self, *, path: str | None = None) -> bool:
@@ -166,7 +168,7 @@ class DatasetTask:
         return path is None and isinstance(self.dataset.source, HubSource | JoinedSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the canonical answer that a response gives, or None; see ``Task``."""
+        """Return the canonical answer of a response, or None; see ``Task``."""
         return self.dataset.answers.extract(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
@@ -174,19 +176,18 @@ class DatasetTask:
         return self.dataset.answers.verify(answer, reference)
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with equal ones replaced by the first seen of their class."""
+        """Return the answers with equal ones replaced by the first seen."""
         return self.dataset.answers.group(answers)
 
     def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:
         self.check_source(split, path=path)
-        source = self.dataset.source
-        if path is None and isinstance(source, FileSource):
-            path = source.files[split]
-        columns = self.dataset.columns
+        source, columns = self.dataset.source, self.dataset.columns
         if path is None and isinstance(source, HubSource):
             return source.describe(split), load_hub_rows(source, split, columns)
         if path is None and isinstance(source, JoinedSource):
-            return source.describe(split), load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
+            return source.splits[split], load_joined_rows(source, split, columns, id_column=self.dataset.id_column)
+        if path is None and isinstance(source, FileSource):
+            path = source.files[split]
         return f"the file {path}", load_file_rows(str(path), columns)
 
     def _own_questions(self, split: str, path: str | None, *, chain_of_thought: bool) -> list[Question]:
@@ -232,7 +233,7 @@ class DatasetTask:
         if not item.body.strip():
             raise UnusableRowError("no text")
         messages = self.prompt(item.body, answers.hint, chain_of_thought=chain_of_thought)
-        return Question(id=question_id, task=self.name, messages=messages, reference=reference, text=item.body)
+        return Question(question_id, self.name, messages, reference, item.body)
 
 
 def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:

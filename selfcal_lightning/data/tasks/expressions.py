@@ -1,4 +1,4 @@
-"""Mathematical expressions: reading one out of a response, its normal form, and the limits that keep sympy safe."""
+"""Mathematical expressions: finding one in a response, its normal form, and the limits that keep sympy safe."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def read_expression(text: str, *, finished: bool = True) -> str | None:
 
 
 def normalise_expression(text: str, *, keep_percent: bool = False) -> str:
-    r"""Return the normal form of a LaTeX or plain expression: equal forms often become equal strings."""
+    r"""Return the normal form of a LaTeX or plain expression; equal expressions often become equal strings."""
     if len(text) > MAX_ANSWER_LENGTH:
         return ""
     text = " ".join(text.split()).replace("\u2212", "-").replace("{,}", ",").rstrip(".,;: ")
@@ -107,13 +107,13 @@ def normalise_expression(text: str, *, keep_percent: bool = False) -> str:
 
 
 def is_text(expression: str) -> bool:
-    r"""Return whether a normal form holds a word or name of four letters or more, so that algebra has no say in it."""
+    r"""Return whether a normal form holds a word of four letters or more, so that algebra does not apply."""
     bare = _ENVIRONMENT.sub("", expression)
     return any(word.lower() not in _FUNCTIONS for word in _WORD.findall(bare))
 
 
 def is_within_limits(expression: str) -> bool:
-    r"""Return whether an expression is small enough to hand to sympy: length, nesting, digits, exponents."""
+    r"""Return whether an expression is small enough for sympy: length, nesting, digits, exponents."""
     if len(expression) > MAX_EXPRESSION_LENGTH or re.search(rf"\d{{{MAX_DIGITS + 1}}}", expression):
         return False
     depth = 0
@@ -130,9 +130,8 @@ def is_within_limits(expression: str) -> bool:
         product *= max(1.0, float(exponent)) if float(exponent) > MAX_NESTING else 1.0
     if product > MAX_EXPONENT_PRODUCT:
         return False
-    return all(digits and int(digits) <= MAX_FACTORIAL for digits in _FACTORIAL.findall(expression)) and (
-        "!!" not in expression
-    )
+    factorials = _FACTORIAL.findall(expression)
+    return "!!" not in expression and all(digits and int(digits) <= MAX_FACTORIAL for digits in factorials)
 
 
 def _without_unit(text: str) -> str:

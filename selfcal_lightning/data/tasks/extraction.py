@@ -1,6 +1,6 @@
-"""Finding the answer inside a response: boxed content, answer fields, numbers, option letters, short texts.
+"""Finding the answer in a response: boxed content, answer fields, numbers, option letters, short texts.
 
-Every rule takes the *last* match: a model that corrects itself is taken at its last word.
+Every rule takes the *last* match, so that a model may correct itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 
 MAX_TEXT_LENGTH = 50_000
 MAX_NUMBER_LENGTH = 1_000
-# The canonical form of such a number may be a fraction of two that are as long.
+# The canonical form may be a fraction of two numbers of that length.
 MAX_CANONICAL_LENGTH = 2 * MAX_NUMBER_LENGTH + 2
 MAX_DECIMAL_PLACES = 59
 MAX_FIELDS = 8
@@ -45,7 +45,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def final_part(text: str) -> str | None:
-    """Return what follows the last closed reasoning block, or None when such a block is still open."""
+    """Return what follows the last closed reasoning block; None while one is still open."""
     text = text[-MAX_TEXT_LENGTH:]
     before, tag, after = text.rpartition("</think>")
     if "<think>" in after:
@@ -54,7 +54,7 @@ def final_part(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last outermost ``\boxed{...}`` with matched braces, inner boxes dissolved, or None."""
+    r"""Return the content of the last outermost ``\boxed{...}``, without the boxes inside it; None without one."""
     closing = _matching_braces(text)
     found, position = None, 0
     while match := _BOXED.search(text, position):
@@ -75,7 +75,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer_fields(text: str) -> list[str]:
-    r"""Return what follows the last "Answer:" and "answer is", in order: the rest of the line, or the next filled line.
+    r"""Return what follows each of the last "Answer:" and "answer is": the rest of the line, or the next filled line.
 
     Example:
         >>> answer_fields("The answer is 4.\nExplanation: ...\n**Answer:**\n5")
@@ -89,16 +89,13 @@ def answer_fields(text: str) -> list[str]:
 
 
 def canonical_number(text: str) -> str | None:
-    """Return the canonical form of the first number in ``text``, or None.
-
-    That is an integer or decimal without separators and empty zeros; a fraction that no decimal equals stays ``p/q``.
-    """
+    """Return the first number in ``text``, without separators and trailing zeros; a fraction may stay ``p/q``."""
     numbers = number_values(text, longest=MAX_CANONICAL_LENGTH)
     return format_number(numbers[0]) if numbers else None
 
 
 def read_number(text: str, *, finished: bool = True) -> str | None:
-    r"""Return the number that a response gives, in canonical form, or None.
+    r"""Return the number that a response gives, or None.
 
     Order: the last box; what follows "####"; the last answer field with a number; the last number of a finished text.
     """
@@ -120,10 +117,10 @@ def read_number(text: str, *, finished: bool = True) -> str | None:
 
 
 def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, finished: bool = True) -> str | None:
-    r"""Return the option letter that a response gives, in upper case, or None.
+    r"""Return the option letter that a response gives, or None.
 
-    Order: the last box; the last answer field that names an option; in a finished text a lone letter at the end, and
-    the only line that begins with an option. The article "a" is no option. With ``digits``, 1 stands for A and so on.
+    Order: the last box; the last answer field that names an option; in a finished text, a lone letter at the end or
+    the only line that begins with an option. The article "a" is not an option. With ``digits``, 1 stands for A.
     """
     part = final_part(text)
     if part is None:
@@ -154,12 +151,7 @@ def read_short_text(text: str, *, finished: bool = True) -> str | None:
 
 
 def stated_short_text(text: str, *, finished: bool = True) -> str | None:
-    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`.
-
-    Example:
-        >>> stated_short_text("Answer: 1.5 million")
-        '1.5 million'
-    """
+    """Return the short answer that a response gives, as it is written, or None; see :func:`read_short_text`."""
     part = final_part(text)
     if part is None:
         return None
@@ -173,17 +165,14 @@ def stated_short_text(text: str, *, finished: bool = True) -> str | None:
 
 
 def normalise_short_text(text: str) -> str:
-    """Return ``text`` in lower case without articles, punctuation and extra spaces (SQuAD's normalisation).
-
-    The point and the sign of a number stay, as 1.5 is not 15.
-    """
+    """Return ``text`` normalised as for SQuAD, but with the point and the sign of a number: 1.5 is not 15."""
     lowered = _PUNCTUATION.sub("", text.lower())
     without_articles = " ".join(_ARTICLES.sub(" ", lowered).split())
     return without_articles or " ".join(lowered.split())
 
 
 def _matching_braces(text: str) -> dict[int, int]:
-    """Return the position of the closing brace for each opening one that has it, in one pass."""
+    """Return the position of the closing brace of each opening one."""
     opened: list[int] = []
     closing: dict[int, int] = {}
     for match in _BRACE.finditer(text):
@@ -195,7 +184,7 @@ def _matching_braces(text: str) -> dict[int, int]:
 
 
 def _plain_numerals(text: str) -> str:
-    """Return ``text`` with LaTeX and typographic ways to write numbers replaced by plain ones."""
+    """Return ``text`` with LaTeX and typographic numbers in plain form."""
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("\\!", "")
     text = text.replace("\\$", "").replace("$", "").replace("\u20ac", "").replace("\u00a3", "")
     text = _BEFORE_FRACTION.sub(" ", text)
@@ -203,7 +192,7 @@ def _plain_numerals(text: str) -> str:
 
 
 def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fraction]:
-    """Return the exact values of the numbers in ``text``, without those of more than ``longest`` characters.
+    """Return the exact values of the numbers of at most ``longest`` characters in ``text``.
 
     Example:
         >>> [str(value) for value in number_values("1/3 of 4,500 is not 1 1/2")]
@@ -244,7 +233,7 @@ def format_number(value: Fraction) -> str:
 
 
 def _decimal_places(denominator: int) -> int | None:
-    """Return the places of a decimal that equals a fraction of this denominator in lowest terms, or None."""
+    """Return the decimal places of a fraction with this denominator in lowest terms; None if they do not end."""
     counts = []
     for prime in (2, 5):
         counts.append(0)
@@ -258,24 +247,19 @@ def _numbers(text: str) -> list[str]:
 
 
 def _number_of_field(field: str) -> str | None:
-    """Return the number of an answer field: of what follows its last "=", the first; a number in words counts."""
-    _, equals, right = field.rpartition("=")
-    numbers = _numbers(right) if equals else []
-    numbers = numbers or _numbers(field)
-    if numbers:
+    """Return the number of an answer field: the first after its last "=", or a number in words."""
+    _, _, right = field.rpartition("=")
+    if numbers := _numbers(right) or _numbers(field):
         return numbers[0]
     return NUMBER_WORDS.get(field.strip(" .*!\"'").lower())
 
 
 def _letter_of_field(field: str, letters: str, *, digits: bool) -> str | None:
-    """Return the option that an answer field names: at its start, else the last one named inside it."""
+    """Return the option that an answer field names: at its start, else the last one in it."""
     field = _LETTER_WRAPPING.sub(r"\1", field).replace("$", "").strip(" *_`\"'\u201c")
     both = letters + letters.lower()
-    opening = re.match(
-        rf"(?:(?:the|correct|option|choice|answer|is|letter)\b[\s:*]*)*(?:[(\[]\s*([{both}])\s*[)\]]|([{both}])(?![\w'’\-]))",
-        field,
-        re.IGNORECASE,
-    )
+    words = r"(?:(?:the|correct|option|choice|answer|is|letter)\b[\s:*]*)*"
+    opening = re.match(rf"{words}(?:[(\[]\s*([{both}])\s*[)\]]|([{both}])(?![\w'’\-]))", field, re.IGNORECASE)
     if opening and not _is_article(field, opening):
         return (opening[1] or opening[2]).upper()
     if digits and (digit := re.match(rf"(?:option\s+)?\(?([1-{len(letters)}])\)?(?![\w%/]|[.,]\d|\s*[a-z])", field)):

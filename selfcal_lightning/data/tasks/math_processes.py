@@ -26,14 +26,14 @@ from selfcal_lightning.core.progress import say
 logger = logging.getLogger(__name__)
 
 _WORKER = Path(__file__).with_name("math_worker.py")
-# Part of the time since the first question that undecided pairs may take.
+# Share of the time since the first question that undecided pairs may take.
 UNDECIDED_SHARE = 0.05
-# CPU time that a pair gets when little is left for undecided ones; almost all that can be decided take less.
+# CPU time per pair when little is left for undecided ones; almost all decidable pairs take less.
 HURRIED_SECONDS = 0.25
 
 
 class MathWorker:
-    """One process and its fork; they are killed when they are late, and never reused after that."""
+    """One process and its fork; they are killed when they are late."""
 
     def __init__(self, *, max_memory_bytes: int, start_seconds: float) -> None:
         command = [sys.executable, "-P", str(_WORKER), str(max_memory_bytes)]
@@ -50,7 +50,7 @@ class MathWorker:
             raise RunError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
     def ask(self, answer: str, reference: str, *, cpu_seconds: float) -> None:
-        """Send a request; the reply is read with `read_reply`."""
+        """Send a request; `read_reply` returns the reply."""
         if self.process.poll() is not None or select.select([cast(IO[str], self.process.stdout)], [], [], 0.0)[0]:
             raise BrokenPipeError
         request = {"answer": answer, "reference": reference, "cpu_seconds": cpu_seconds}
@@ -70,7 +70,7 @@ class MathWorker:
         """End the process with its fork and close its pipes."""
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-        # Where the process was gone already, its fork ends when it has nobody left to answer.
+        # If the process was gone already, its fork ends once nobody reads its answers.
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             try:
@@ -81,7 +81,7 @@ class MathWorker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
-    """A pair at work: who decides it, and since when."""
+    """A pair in progress."""
 
     worker: MathWorker
     pair: tuple[str, str]
@@ -101,17 +101,8 @@ class MathPool:
         cache_size: int = 100_000,
         undecided_seconds: float = 120.0,
     ) -> None:
-        if num_workers < 1:
-            raise InputError(f"Expected `num_workers` to be a positive integer, but got {num_workers}.")
-        if min(cpu_seconds, wall_seconds, undecided_seconds) <= 0.0:
-            limits = f"{cpu_seconds}, {wall_seconds} and {undecided_seconds}"
-            raise InputError(f"Expected the time limits to be positive, but got {limits}.")
-        self.num_workers = num_workers
-        self.cpu_seconds = cpu_seconds
-        self.wall_seconds = wall_seconds
-        self.max_memory_bytes = max_memory_bytes
-        self.cache_size = cache_size
-        self.undecided_seconds = undecided_seconds
+        self.num_workers, self.max_memory_bytes, self.cache_size = num_workers, max_memory_bytes, cache_size
+        self.cpu_seconds, self.wall_seconds, self.undecided_seconds = cpu_seconds, wall_seconds, undecided_seconds
         self.num_undecided = self.num_untried = 0
         self._spent, self._since = 0.0, math.nan
         self._cache: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
@@ -120,7 +111,7 @@ class MathPool:
         self._lock = threading.Lock()
 
     def equal(self, pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Return, for each pair (answer, reference), whether they are equal, or None where it was not decided."""
+        """Return for each pair (answer, reference) whether they are equal; None if undecided."""
         if self._owner != os.getpid():
             self._idle, self._owner, self._lock = [], os.getpid(), threading.Lock()
         with self._lock:
@@ -133,7 +124,7 @@ class MathPool:
         return [decided[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the processes; the pool starts new ones when it is asked again."""
+        """End the processes; the next question starts new ones."""
         if self._owner == os.getpid():
             while self._idle:
                 self._idle.pop().kill()
@@ -156,7 +147,7 @@ class MathPool:
         return decided
 
     def _fill(self, selector: selectors.BaseSelector, waiting: deque[tuple[str, str]]) -> bool:
-        """Give idle processes something to do. Returns whether any has."""
+        """Send waiting pairs to free processes. Returns whether any process is at work."""
         while waiting and len(selector.get_map()) < self.num_workers:
             pair, seconds = waiting.popleft(), self._cpu_limit()
             if seconds is None:
@@ -168,15 +159,14 @@ class MathPool:
         return bool(selector.get_map())
 
     def _cpu_limit(self) -> float | None:
-        """Return the CPU time that the next pair may take; None where nothing is left for undecided ones."""
+        """Return the CPU time that the next pair may take; None when the time for undecided pairs is used up."""
         left = self.undecided_seconds + UNDECIDED_SHARE * (time.monotonic() - self._since) - self._spent
         return None if left <= 0.0 else min(self.cpu_seconds, max(HURRIED_SECONDS, left / 10))
 
     def _leave_untried(self) -> None:
         if not self.num_untried:
             logger.warning(
-                "Pairs of expressions that could not be decided took %.0f s: most others will be left undecided, too.",
-                self._spent,
+                "Undecided pairs of expressions took %.0f s: most others will be left undecided.", self._spent
             )
         self.num_undecided, self.num_untried = self.num_undecided + 1, self.num_untried + 1
 
@@ -202,31 +192,24 @@ class MathPool:
         if equal is None:
             self.num_undecided += 1
             self._spent += time.monotonic() - asked.started
-            logger.warning(
-                "Could not decide within the limits whether %r equals %r; it counts as different.", *asked.pair
-            )
+            logger.warning("Could not decide in time whether %r equals %r; they count as different.", *asked.pair)
         return equal
 
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """How many pairs of expressions the process-wide pool has left undecided, and how many of them untried."""
+    """How many pairs of expressions the process-wide pool left undecided, and how many of them untried."""
 
     pairs: int
     untried: int
 
     @classmethod
     def so_far(cls) -> Undecided:
-        """Return the counts since this process began."""
+        """Return the counts since this process started."""
         pool = default_pool()
         return cls(pool.num_undecided, pool.num_untried)
 
-    def since(self, earlier: Undecided) -> Undecided:
-        """Return what has come since ``earlier``."""
-        return Undecided(self.pairs - earlier.pairs, self.untried - earlier.untried)
-
     def __str__(self) -> str:
-        """Say it to a user."""
         pairs = "pair of expressions was" if self.pairs == 1 else "pairs of expressions were"
         untried = f", {self.untried:,} of them untried for want of time" if self.untried else ""
         return f"{self.pairs:,} {pairs} left undecided and count as different{untried}"
@@ -236,14 +219,14 @@ _default_pool: MathPool | None = None
 
 
 def allow_undecided(seconds: float) -> None:
-    """Set how long undecided pairs may take together in the process-wide pool."""
+    """Set how long all undecided pairs together may take in the process-wide pool."""
     if not seconds > 0.0:
         raise InputError(f"Expected `undecided_seconds` to be positive, but got {seconds}.")
     default_pool().undecided_seconds = seconds
 
 
 def default_pool() -> MathPool:
-    """Return the process-wide pool; it is ended when the interpreter exits."""
+    """Return the process-wide pool, which is closed when the interpreter exits."""
     global _default_pool
     if _default_pool is None:
         _default_pool = MathPool()
@@ -252,8 +235,9 @@ def default_pool() -> MathPool:
 
 
 def say_undecided(before: Undecided) -> int:
-    """Say how many pairs of expressions were left undecided since ``before``, if any, and return their number."""
-    found = Undecided.so_far().since(before)
+    """Report the pairs of expressions that were left undecided since ``before``, and return their number."""
+    now = Undecided.so_far()
+    found = Undecided(now.pairs - before.pairs, now.untried - before.untried)
     if found.pairs:
         say(f"{found}.")
     return found.pairs

@@ -1,8 +1,7 @@
-"""The process in which math-verify and sympy look at model text; `math_processes.py` starts, times and kills it.
+"""The process in which math-verify and sympy read model text; `math_processes.py` starts, times and kills it.
 
-Run as a plain script, so that nothing of this package (and never torch) is imported. One JSON request a line
-comes in, one JSON answer a line goes out. Requests are answered in a fork: one that exceeds its CPU seconds kills the
-fork by signal, and the next fork has all that was imported.
+It runs as a plain script, so that neither this package nor torch is imported. JSON lines come in and go out. Requests
+are answered in a fork: one that exceeds its CPU seconds is killed by a signal, and the next fork has all imports.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_DECIMAL_ERROR = 1e-4
 
 @lru_cache(maxsize=2048)
 def parse_expression(expression: str) -> tuple[Any, ...]:
-    """Return what math-verify's LaTeX grammar makes of an expression: one sympy object, or nothing."""
+    """Return an expression as parsed by math-verify's LaTeX grammar: one sympy object, or nothing."""
     from math_verify import LatexExtractionConfig, parse
 
     config = LatexExtractionConfig()
@@ -55,7 +54,7 @@ def _is_rounded(left: Any, right: Any) -> bool:
 
 
 def limit_resources(max_memory_bytes: int) -> None:
-    """Bound this process's memory, and leave Ctrl-C to the parent."""
+    """Limit the memory of this process, and leave Ctrl-C to the parent."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -77,7 +76,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def serve_in_forks(requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until the pipe is closed; one that kills its fork is answered by null."""
+    """Answer requests until the pipe is closed; one that kills its fork is answered with null."""
     while True:
         fork = os.fork()
         if not fork:
@@ -90,7 +89,7 @@ def serve_in_forks(requests: TextIO, answers: TextIO) -> None:
 
 
 def main(max_memory_bytes: int) -> None:
-    """Run the worker on its standard streams; whatever a library prints goes nowhere."""
+    """Run the worker on its standard streams; what libraries print is dropped."""
     answers = os.fdopen(os.dup(1), "w")
     with open(os.devnull, "w") as devnull:
         os.dup2(devnull.fileno(), 1)

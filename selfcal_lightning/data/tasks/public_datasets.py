@@ -1,75 +1,46 @@
-"""Multiple choice without a passage: science, common sense, and mathematics with options."""
+"""Public data sets on the hub, as rows of a table: mathematics, multiple choice and short facts."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from selfcal_lightning.data.tasks.answer_types import ExpressionAnswers, LetterAnswers, NumberAnswers, ShortTextAnswers
-from selfcal_lightning.data.tasks.base import VerifierForm
-from selfcal_lightning.data.tasks.dataset import Item, UnusableRowError, write_options
+from selfcal_lightning.data.tasks.dataset import DatasetSpec, Item, UnusableRowError, write_options
 from selfcal_lightning.data.tasks.extraction import LETTERS
 from selfcal_lightning.data.tasks.rows import PARQUET_CONVERSION, HubRows, HubSource, JoinedSource, OtherRows, Row
 from selfcal_lightning.records import question_hash
 
-
-class GSM8K:
-    r"""Grade-school mathematics (arXiv 2110.14168); the gold answer stands after "####" in the solution."""
-
-    name = "gsm8k"
-    answers = NumberAnswers()
-    source = HubSource("openai/gsm8k", {"train": "train", "test": "test"}, config="main")
-    columns = ("question", "answer")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question and the text after the last "####"."""
-        _, mark, gold = row["answer"].rpartition("####")
-        if not mark:
-            raise UnusableRowError("no #### in the solution")
-        return Item(row["question"], gold.strip())
+_ALL = {"train": "train", "validation": "validation", "test": "test"}
+_LABELLED = {"train": "train", "validation": "validation"}
+_TRAIN_TEST = {"train": "train", "test": "test"}
+_LAST_YEAR = 2023  # later years of AIME are tested on
 
 
-class SVAMP:
-    """One-step problems with varied wording (arXiv 2103.07191), a body and a question."""
-
-    name = "svamp"
-    answers = NumberAnswers()
-    source = HubSource("ChilleD/SVAMP", {"train": "train", "test": "test"})
-    columns = ("Body", "Question", "Answer")
-    id_column = "ID"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return body and question with the comma between them that some bodies lack."""
-        body, question = row["Body"].strip(), row["Question"].strip()
-        joint = " " if body.endswith((".", ",", "?", "!", ";")) else ", "
-        return Item(f"{body}{joint}{question}", row["Answer"])
+def _gsm8k(row: Row, question_id: str) -> Item:
+    _, mark, gold = row["answer"].rpartition("####")
+    if not mark:
+        raise UnusableRowError("no #### in the solution")
+    return Item(row["question"], gold.strip())
 
 
-class ObjectCounting:
-    """How many objects of a kind a list names (BIG-Bench Hard, arXiv 2210.09261)."""
-
-    name = "object_counting"
-    answers = NumberAnswers()
-    source = HubSource("lukaemon/bbh", {"test": "test"}, data_dir="object_counting", revision=PARQUET_CONVERSION)
-    columns = ("input", "target")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question and its count; 0 is a count like any other."""
-        return Item(row["input"], row["target"])
+def _svamp(row: Row, question_id: str) -> Item:
+    """Join body and question, with the comma between them that some bodies lack."""
+    body, question = row["Body"].strip(), row["Question"].strip()
+    joint = " " if body.endswith((".", ",", "?", "!", ";")) else ", "
+    return Item(f"{body}{joint}{question}", row["Answer"])
 
 
-ALL_SPLITS = {"train": "train", "validation": "validation", "test": "test"}
-LABELLED_SPLITS = {"train": "train", "validation": "validation"}
+def _labelled(question: str) -> Callable[[Row, str], Item]:
+    return lambda row, _: read_labelled_choices(row[question], row["choices"], row["answerKey"])
 
 
 def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
     """Return a question with its options relettered from A, in their order, and the new letter of ``key``.
 
-    ``choices`` have labels of their own (A-E or 1-5): ``{"label": [...], "text": [...]}``, or a list of
+    ``choices`` have their own labels (A-E or 1-5): ``{"label": [...], "text": [...]}``, or a list of
     ``{"label", "text"}``.
 
     Example:
@@ -85,92 +56,15 @@ def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
     return Item(write_options(question, texts), LETTERS[labels.index(key)])
 
 
-class CommonsenseQA:
-    """Common sense with five options (arXiv 1811.00937)."""
-
-    name = "commonsense_qa"
-    answers = LetterAnswers()
-    source = HubSource("tau/commonsense_qa", LABELLED_SPLITS)
-    columns = ("question", "choices", "answerKey")
-    id_column = "id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its options and the key."""
-        return read_labelled_choices(row["question"], row["choices"], row["answerKey"])
+def _sciq(row: Row, question_id: str) -> Item:
+    """Sort the options alphabetically."""
+    options = sorted(row[column] for column in ("correct_answer", "distractor1", "distractor2", "distractor3"))
+    return Item(write_options(row["question"], options), LETTERS[options.index(row["correct_answer"])])
 
 
-class ARC:
-    """School science (arXiv 1803.05457); some items are labelled 1-4 in the source."""
-
-    answers = LetterAnswers(digits=True)
-    columns = ("question", "choices", "answerKey")
-    id_column = "id"
-
-    def __init__(self, level: str) -> None:
-        self.name = f"arc_{level}"
-        self.source = HubSource("allenai/ai2_arc", ALL_SPLITS, config=f"ARC-{level.capitalize()}")
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its options lettered from A, and the key as such a letter."""
-        return read_labelled_choices(row["question"], row["choices"], row["answerKey"])
-
-
-class OpenBookQA:
-    """Elementary science facts applied (arXiv 1809.02789)."""
-
-    name = "openbookqa"
-    answers = LetterAnswers()
-    source = HubSource("allenai/openbookqa", ALL_SPLITS, config="main")
-    columns = ("question_stem", "choices", "answerKey")
-    id_column = "id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the stem with its options and the key."""
-        return read_labelled_choices(row["question_stem"], row["choices"], row["answerKey"])
-
-
-class SciQ:
-    """Crowdsourced science exams (arXiv 1707.06209); the options stand in alphabetical order."""
-
-    name = "sciq"
-    answers = LetterAnswers()
-    source = HubSource("allenai/sciq", ALL_SPLITS)
-    columns = ("question", "correct_answer", "distractor1", "distractor2", "distractor3")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its sorted options and the letter of the right one."""
-        options = sorted(row[column] for column in self.columns[1:])
-        return Item(write_options(row["question"], options), LETTERS[options.index(row["correct_answer"])])
-
-
-class WinoGrande:
-    """Which of two names fills the blank (arXiv 1907.10641)."""
-
-    name = "winogrande"
-    answers = LetterAnswers("AB", digits=True)
-    source = HubSource("allenai/winogrande", LABELLED_SPLITS, config="winogrande_xl")
-    columns = ("sentence", "option1", "option2", "answer")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the sentence with its two options and the key, 1 or 2."""
-        question = f"What belongs in place of the underscore?\n{row['sentence']}"
-        return Item(write_options(question, [row["option1"], row["option2"]]), row["answer"])
-
-
-class MathQA:
-    """Mathematics with five options in one string, like ``a ) 38 , b ) 1,000 , c ) 30 ...`` (arXiv 1905.13319)."""
-
-    name = "math_qa"
-    answers = LetterAnswers()
-    source = HubSource("allenai/math_qa", ALL_SPLITS, data_dir="default", revision=PARQUET_CONVERSION)
-    columns = ("Problem", "options", "correct")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem with its options and the key."""
-        return Item(write_options(row["Problem"], split_math_qa_options(row["options"])), row["correct"])
+def _winogrande(row: Row, question_id: str) -> Item:
+    question = f"What belongs in place of the underscore?\n{row['sentence']}"
+    return Item(write_options(question, [row["option1"], row["option2"]]), row["answer"])
 
 
 def split_math_qa_options(text: str) -> list[str]:
@@ -193,272 +87,205 @@ def split_math_qa_options(text: str) -> list[str]:
     return options
 
 
-class AquaRat:
-    """Algebra with rationales (arXiv 1705.04146); options come as ``A)21``."""
-
-    name = "aqua_rat"
-    answers = LetterAnswers()
-    source = HubSource("deepmind/aqua_rat", ALL_SPLITS, config="raw")
-    columns = ("question", "options", "correct")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its options, their own letters dropped, and the key."""
-        options = [re.sub(r"^\s*\(?[A-E]\s*\)\s*", "", option) for option in row["options"]]
-        return Item(write_options(row["question"], options), row["correct"])
+def _math_qa(row: Row, question_id: str) -> Item:
+    return Item(write_options(row["Problem"], split_math_qa_options(row["options"])), row["correct"])
 
 
-class MMLU:
-    """57 subjects, from school to professions, with four options (arXiv 2009.03300)."""
-
-    name = "mmlu"
-    answers = LetterAnswers("ABCD")
-    source = HubSource("cais/mmlu", {"validation": "validation", "test": "test"}, config="all")
-    columns = ("question", "choices", "answer")
-    id_column = None
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its options and the letter of the right one, an index from 0 in the source."""
-        place = str(row["answer"]).strip()
-        if not place.isdecimal() or int(place) >= len(row["choices"]):
-            raise UnusableRowError("no valid label")
-        return Item(write_options(row["question"], row["choices"]), LETTERS[int(place)])
+def _aqua_rat(row: Row, question_id: str) -> Item:
+    """Drop the letters that the options bring, as in ``A)21``."""
+    options = [re.sub(r"^\s*\(?[A-E]\s*\)\s*", "", option) for option in row["options"]]
+    return Item(write_options(row["question"], options), row["correct"])
 
 
-def _gpqa(subset: str) -> HubSource:
-    return HubSource("Idavidrein/gpqa", {"all": "train"}, config=f"gpqa_{subset}")
+def _mmlu(row: Row, question_id: str) -> Item:
+    return _by_index(row["question"], row["choices"], row["answer"], most=len(LETTERS))
 
 
-class GPQA:
-    """Graduate science (arXiv 2311.12022); gated on the hub, options in an order of ours.
+def _passage(question: str, options: str, label: str) -> Callable[[Row, str], Item]:
+    def read(row: Row, _: str) -> Item:
+        return _by_index(f"{row['context'].strip()}\n{row[question].strip()}", row[options], row[label], most=4)
 
-    The split "test" is the diamond subset; "train" is the main set without it, and "validation" the extended set
-    without the main one.
-    """
-
-    name = "gpqa"
-    answers = LetterAnswers("ABCD")
-    source = JoinedSource(
-        {
-            "test": (HubRows(_gpqa("diamond"), "all"),),
-            "train": (HubRows(_gpqa("main"), "all", without=OtherRows(_gpqa("diamond"), "all", "Record ID")),),
-            "validation": (HubRows(_gpqa("extended"), "all", without=OtherRows(_gpqa("main"), "all", "Record ID")),),
-            "main": (HubRows(_gpqa("main"), "all"),),
-            "extended": (HubRows(_gpqa("extended"), "all"),),
-        }
-    )
-    columns = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    id_column = "Record ID"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question with its options shuffled by a hash of the id, and the letter of the right one."""
-        order = [0, 1, 2, 3]
-        random.Random(question_hash(question_id)).shuffle(order)
-        options = [row[self.columns[1 + position]] for position in order]
-        return Item(write_options(row["Question"], options), LETTERS[order.index(0)])
+    return read
 
 
-_AIME_25 = HubSource("math-ai/aime25", {"test": "test"})
-_LAST_YEAR = 2023
-
-
-class Math500:
-    """500 problems of the MATH test set (arXiv 2103.03874, 2305.20050)."""
-
-    name = "math500"
-    answers = ExpressionAnswers()
-    verifier: VerifierForm = "mathematics"
-    source = HubSource("HuggingFaceH4/MATH-500", {"test": "test"})
-    columns = ("problem", "answer")
-    id_column = "unique_id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem and its answer."""
-        return Item(row["problem"], row["answer"])
-
-
-class Math:
-    """The problems of MATH (arXiv 2103.03874) outside MATH-500, as the study of capability splits them."""
-
-    name = "math"
-    answers = ExpressionAnswers()
-    verifier: VerifierForm = "mathematics"
-    source = JoinedSource(
-        {
-            "train": (HubRows(HubSource("appier-ai-research/MATH-train-11498", {"train": "train"}), "train"),),
-            "validation": (
-                HubRows(HubSource("appier-ai-research/MATH-valid-500", {"validation": "validation"}), "validation"),
-            ),
-        }
-    )
-    columns = ("problem", "answer")
-    id_column = "unique_id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem and its answer."""
-        return Item(row["problem"], row["answer"])
-
-
-class AIME25:
-    """The 30 problems of AIME 2025."""
-
-    name = "aime25"
-    answers = NumberAnswers()
-    source = _AIME_25
-    columns = ("problem", "answer")
-    id_column = "id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem and its answer, a number from 0 to 999."""
-        return Item(row["problem"], row["answer"])
-
-
-class AIME:
-    """The 90 problems of AIME 2024, 2025 and 2026."""
-
-    name = "aime"
-    answers = NumberAnswers()
-    source = JoinedSource(
-        {
-            "test": (
-                HubRows(HubSource("HuggingFaceH4/aime_2024", {"test": "train"}), "test", mark="2024-"),
-                HubRows(_AIME_25, "test", mark="2025-"),
-                HubRows(
-                    HubSource("MathArena/aime_2026", {"test": "train"}), "test", mark="2026-",
-                    renamed={"id": "problem_idx"},
-                ),
-            )
-        }
-    )  # fmt: skip
-    columns = ("problem", "answer")
-    id_column = "id"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem and its answer, a number from 0 to 999."""
-        return Item(row["problem"], row["answer"])
-
-
-class AIMETrain:
-    """The problems of AIME from 1983 to 2023; those of later years are tested on."""
-
-    name = "aime_train"
-    answers = NumberAnswers()
-    source = HubSource("gneubig/aime-1983-2024", {"train": "train"})
-    columns = ("Question", "Answer", "Year")
-    id_column = "ID"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the problem and its answer, a number from 0 to 999."""
-        if int(row["Year"]) > _LAST_YEAR:
-            raise UnusableRowError(f"a year after {_LAST_YEAR}, which is tested on")
-        return Item(row["Question"], row["Answer"])
-
-
-_VERIFIED = HubSource("google/simpleqa-verified", {"test": "eval"})
-
-
-class TriviaQA:
-    """Trivia with all names that an answer goes by (arXiv 1705.03551), without documents; one row a question counts."""
-
-    name = "triviaqa"
-    answers = ShortTextAnswers()
-    verifier: VerifierForm = "facts"
-    source = HubSource("mandarjoshi/trivia_qa", {"train": "train", "validation": "validation"}, config="rc.nocontext")
-    columns = ("question", "question_id", "answer")
-    id_column = "question_id"
-    repeated_rows: Literal[True] = True
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question and the names of its answer, the one that the source prefers first."""
-        answer = row["answer"]
-        if not answer.get("value"):
-            raise UnusableRowError("no answer")
-        return Item(row["question"], list(dict.fromkeys([answer["value"], *(answer.get("aliases") or ())])))
-
-
-class SimpleQAVerified:
-    """1,000 questions of SimpleQA whose answers were checked again (arXiv 2509.07968)."""
-
-    name = "simpleqa_verified"
-    answers = ShortTextAnswers()
-    verifier: VerifierForm = "facts"
-    source = _VERIFIED
-    columns = ("problem", "answer")
-    id_column = "original_index"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question and its answer."""
-        return Item(row["problem"], row["answer"])
-
-
-class SimpleQATrain:
-    """The questions of SimpleQA (arXiv 2411.04368) that are not among the verified ones, to train on."""
-
-    name = "simpleqa_train"
-    answers = ShortTextAnswers()
-    verifier: VerifierForm = "facts"
-    source = JoinedSource(
-        {
-            "train": (
-                HubRows(
-                    HubSource("llamastack/simpleqa", {"train": "train"}), "train", number_column="original_index",
-                    without=OtherRows(_VERIFIED, "test", "original_index"),
-                ),
-            )
-        }
-    )  # fmt: skip
-    columns = ("input_query", "expected_answer")
-    id_column = "original_index"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return the question and its answer."""
-        return Item(row["input_query"], row["expected_answer"])
-
-
-_LETTERS = "ABCD"
-
-
-def read_passage(passage: str, question: str, options: Sequence[str], label: Any) -> Item:
-    """Return passage, question and lettered options with the gold letter of ``label``, an index from 0.
-
-    Example:
-        >>> read_passage("All cats purr.", "Who purrs?", ["dogs", "cats"], 1).gold
-        'B'
-    """
+def _by_index(question: str, options: Sequence[str], label: Any, *, most: int) -> Item:
+    """Return a question whose label is the index of the right option, from 0."""
     index = int(label) if str(label).strip().isdecimal() else -1
-    if not 0 <= index < len(options) <= len(_LETTERS):
+    if not 0 <= index < len(options) <= most:
         raise UnusableRowError("no valid label")
-    return Item(write_options(f"{passage.strip()}\n{question.strip()}", options), _LETTERS[index])
+    return Item(write_options(question, options), LETTERS[index])
 
 
-class ReClor:
-    """Logical reasoning from admission tests (arXiv 2002.04326)."""
-
-    name = "reclor"
-    answers = LetterAnswers(_LETTERS)
-    source = HubSource("tasksource/reclor", {"train": "train", "validation": "validation"})
-    columns = ("context", "question", "answers", "label")
-    id_column = "id_string"
-
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return context, question and options with the label."""
-        return read_passage(row["context"], row["question"], row["answers"], row["label"])
+_GPQA_COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-class LogiQA:
-    """Logical reasoning from civil servants' examinations (arXiv 2007.08124)."""
+def _read_gpqa(row: Row, question_id: str) -> Item:
+    """Shuffle the options by a hash of the id."""
+    order = [0, 1, 2, 3]
+    random.Random(question_hash(question_id)).shuffle(order)
+    options = [row[_GPQA_COLUMNS[1 + position]] for position in order]
+    return Item(write_options(row["Question"], options), LETTERS[order.index(0)])
 
-    name = "logiqa"
-    answers = LetterAnswers(_LETTERS)
-    source = HubSource(
-        "lucasmccabe/logiqa",
-        {"train": "train", "validation": "validation", "test": "test"},
-        data_dir="default",
-        revision=PARQUET_CONVERSION,
-    )
-    columns = ("context", "query", "options", "correct_option")
-    id_column = None
 
-    def read_row(self, row: Row, question_id: str) -> Item:
-        """Return context, query and options with the index of the right one."""
-        return read_passage(row["context"], row["query"], row["options"], row["correct_option"])
+def _gpqa(subset: str, *, without: str | None = None) -> tuple[HubRows, ...]:
+    def source(name: str) -> HubSource:
+        return HubSource("Idavidrein/gpqa", {"all": "train"}, config=f"gpqa_{name}")
+
+    others = None if without is None else OtherRows(source(without), "all", "Record ID")
+    return (HubRows(source(subset), "all", without=others),)
+
+
+def _hub_rows(hub_id: str, split: str, **options: Any) -> HubRows:
+    return HubRows(HubSource(hub_id, {split: split}), split, **options)
+
+
+def _aime_train(row: Row, question_id: str) -> Item:
+    if int(row["Year"]) > _LAST_YEAR:
+        raise UnusableRowError(f"a year after {_LAST_YEAR}, which is tested on")
+    return Item(row["Question"], row["Answer"])
+
+
+def _triviaqa(row: Row, question_id: str) -> Item:
+    """Take all names of the answer, the one that the source prefers first."""
+    answer = row["answer"]
+    if not answer.get("value"):
+        raise UnusableRowError("no answer")
+    return Item(row["question"], list(dict.fromkeys([answer["value"], *(answer.get("aliases") or ())])))
+
+
+_NUMBERS, _LETTERS, _FOUR_LETTERS = NumberAnswers(), LetterAnswers(), LetterAnswers("ABCD")
+_EXPRESSIONS, _TEXTS = ExpressionAnswers(), ShortTextAnswers()
+_AIME_25 = HubSource("math-ai/aime25", {"test": "test"})
+_SIMPLEQA_VERIFIED = HubSource("google/simpleqa-verified", {"test": "eval"})
+
+PUBLIC_DATASETS = (
+    # Grade-school mathematics (arXiv 2110.14168); the gold answer stands after "####" in the solution.
+    DatasetSpec(
+        "gsm8k", _NUMBERS, HubSource("openai/gsm8k", _TRAIN_TEST, config="main"), ("question", "answer"), read=_gsm8k,
+    ),
+    # One-step problems with varied wording (arXiv 2103.07191), a body and a question.
+    DatasetSpec(
+        "svamp", _NUMBERS, HubSource("ChilleD/SVAMP", _TRAIN_TEST), ("Body", "Question", "Answer"), "ID", _svamp,
+    ),
+    # How many objects of a kind a list names (BIG-Bench Hard, arXiv 2210.09261).
+    DatasetSpec(
+        "object_counting", _NUMBERS,
+        HubSource("lukaemon/bbh", {"test": "test"}, data_dir="object_counting", revision=PARQUET_CONVERSION),
+        ("input", "target"),
+    ),
+    # Mathematics with five options in one string, like ``a ) 38 , b ) 1,000 , c ) 30 ...`` (arXiv 1905.13319).
+    DatasetSpec(
+        "math_qa", _LETTERS,
+        HubSource("allenai/math_qa", _ALL, data_dir="default", revision=PARQUET_CONVERSION),
+        ("Problem", "options", "correct"), read=_math_qa,
+    ),
+    # Algebra with rationales (arXiv 1705.04146).
+    DatasetSpec(
+        "aqua_rat", _LETTERS, HubSource("deepmind/aqua_rat", _ALL, config="raw"), ("question", "options", "correct"),
+        read=_aqua_rat,
+    ),
+    # Crowdsourced science exams (arXiv 1707.06209).
+    DatasetSpec(
+        "sciq", _LETTERS, HubSource("allenai/sciq", _ALL),
+        ("question", "correct_answer", "distractor1", "distractor2", "distractor3"), read=_sciq,
+    ),
+    # Common sense with five options (arXiv 1811.00937).
+    DatasetSpec(
+        "commonsense_qa", _LETTERS, HubSource("tau/commonsense_qa", _LABELLED), ("question", "choices", "answerKey"),
+        "id", _labelled("question"),
+    ),
+    # Elementary science facts applied (arXiv 1809.02789).
+    DatasetSpec(
+        "openbookqa", _LETTERS, HubSource("allenai/openbookqa", _ALL, config="main"),
+        ("question_stem", "choices", "answerKey"), "id", _labelled("question_stem"),
+    ),
+    # School science (arXiv 1803.05457); some items are labelled 1-4.
+    *(
+        DatasetSpec(
+            f"arc_{level.lower()}", LetterAnswers(digits=True),
+            HubSource("allenai/ai2_arc", _ALL, config=f"ARC-{level}"), ("question", "choices", "answerKey"), "id",
+            _labelled("question"),
+        )
+        for level in ("Easy", "Challenge")
+    ),
+    # Which of two names fills the blank (arXiv 1907.10641).
+    DatasetSpec(
+        "winogrande", LetterAnswers("AB", digits=True),
+        HubSource("allenai/winogrande", _LABELLED, config="winogrande_xl"),
+        ("sentence", "option1", "option2", "answer"), read=_winogrande,
+    ),
+    # Logical reasoning from admission tests (arXiv 2002.04326).
+    DatasetSpec(
+        "reclor", _FOUR_LETTERS, HubSource("tasksource/reclor", _LABELLED), ("context", "question", "answers", "label"),
+        "id_string", _passage("question", "answers", "label"),
+    ),
+    # Logical reasoning from civil service examinations (arXiv 2007.08124).
+    DatasetSpec(
+        "logiqa", _FOUR_LETTERS,
+        HubSource("lucasmccabe/logiqa", _ALL, data_dir="default", revision=PARQUET_CONVERSION),
+        ("context", "query", "options", "correct_option"), read=_passage("query", "options", "correct_option"),
+    ),
+    # Graduate science (arXiv 2311.12022), gated on the hub. "test" is the diamond subset; "train" is the main set
+    # without it, and "validation" the extended set without the main one.
+    DatasetSpec(
+        "gpqa", _FOUR_LETTERS,
+        JoinedSource({
+            "test": _gpqa("diamond"), "train": _gpqa("main", without="diamond"),
+            "validation": _gpqa("extended", without="main"), "main": _gpqa("main"), "extended": _gpqa("extended"),
+        }),
+        _GPQA_COLUMNS, "Record ID", _read_gpqa,
+    ),
+    # 57 subjects, from school to professions, with four options (arXiv 2009.03300).
+    DatasetSpec(
+        "mmlu", _FOUR_LETTERS, HubSource("cais/mmlu", {"validation": "validation", "test": "test"}, config="all"),
+        ("question", "choices", "answer"), read=_mmlu,
+    ),
+    # 500 problems of the MATH test set (arXiv 2103.03874, 2305.20050).
+    DatasetSpec(
+        "math500", _EXPRESSIONS, HubSource("HuggingFaceH4/MATH-500", {"test": "test"}), ("problem", "answer"),
+        "unique_id", verifier="mathematics",
+    ),
+    # The problems of MATH (arXiv 2103.03874) outside MATH-500, as the study of capability splits them.
+    DatasetSpec(
+        "math", _EXPRESSIONS,
+        JoinedSource({
+            "train": (_hub_rows("appier-ai-research/MATH-train-11498", "train"),),
+            "validation": (_hub_rows("appier-ai-research/MATH-valid-500", "validation"),),
+        }),
+        ("problem", "answer"), "unique_id", verifier="mathematics",
+    ),
+    # The 30 problems of AIME 2025; those of AIME 2024, 2025 and 2026; those from 1983 to 2023.
+    DatasetSpec("aime25", _NUMBERS, _AIME_25, ("problem", "answer"), "id"),
+    DatasetSpec(
+        "aime", _NUMBERS,
+        JoinedSource({"test": (
+            HubRows(HubSource("HuggingFaceH4/aime_2024", {"test": "train"}), "test", mark="2024-"),
+            HubRows(_AIME_25, "test", mark="2025-"),
+            HubRows(
+                HubSource("MathArena/aime_2026", {"test": "train"}), "test", mark="2026-", renamed={"id": "problem_idx"}
+            ),
+        )}),
+        ("problem", "answer"), "id",
+    ),
+    DatasetSpec(
+        "aime_train", _NUMBERS, HubSource("gneubig/aime-1983-2024", {"train": "train"}), ("Question", "Answer", "Year"),
+        "ID", _aime_train,
+    ),
+    # Trivia with all names of an answer (arXiv 1705.03551), without documents; one row a question counts.
+    DatasetSpec(
+        "triviaqa", _TEXTS, HubSource("mandarjoshi/trivia_qa", _LABELLED, config="rc.nocontext"),
+        ("question", "question_id", "answer"), "question_id", _triviaqa, verifier="facts", repeated_rows=True,
+    ),
+    # 1,000 questions of SimpleQA whose answers were checked again (arXiv 2509.07968); the others (arXiv 2411.04368).
+    DatasetSpec(
+        "simpleqa_verified", _TEXTS, _SIMPLEQA_VERIFIED, ("problem", "answer"), "original_index", verifier="facts",
+    ),
+    DatasetSpec(
+        "simpleqa_train", _TEXTS,
+        JoinedSource({"train": (_hub_rows(
+            "llamastack/simpleqa", "train", number_column="original_index",
+            without=OtherRows(_SIMPLEQA_VERIFIED, "test", "original_index"),
+        ),)}),
+        ("input_query", "expected_answer"), "original_index", verifier="facts",
+    ),
+)  # fmt: skip

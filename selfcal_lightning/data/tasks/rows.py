@@ -25,10 +25,10 @@ class HubSource:
     Attributes:
         hub_id: Namespaced id.
         splits: Names of the splits here -> names on the hub. Splits without labels are left out.
-        config: Configuration (subset), or None for the only one.
-        data_dir: Folder inside the repository. The Parquet conversion of a script data set keeps one folder for each
-            configuration and knows no configuration names, so it is read by folder.
-        revision: Branch or commit; None is the main branch.
+        config: Configuration (subset).
+        data_dir: Folder inside the repository. The Parquet conversion of a script data set has one folder for each
+            configuration and no configuration names, so it is read by folder.
+        revision: Branch or commit.
     """
 
     hub_id: str
@@ -38,13 +38,13 @@ class HubSource:
     revision: str | None = None
 
     def describe(self, split: str) -> str:
-        """Return where a split lies, for messages."""
+        """Return where a split is, for messages."""
         return f"{self.hub_id} ({self.splits[split]})"
 
 
 @dataclass(frozen=True, slots=True)
 class OtherRows:
-    """Rows of the hub that are left out of a split, since another one has them."""
+    """Rows of the hub that are left out of a split because another split has them."""
 
     source: HubSource
     split: str
@@ -53,7 +53,7 @@ class OtherRows:
 
 @dataclass(frozen=True, slots=True)
 class HubRows:
-    """Rows of one place on the hub: a piece of a split that is put together."""
+    """Rows of one place on the hub: a piece of a joined split."""
 
     source: HubSource
     split: str
@@ -65,12 +65,9 @@ class HubRows:
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource:
-    """A data set whose splits are put together: of several places on the hub, or of one less the rows of another.
+    """A data set whose splits join several places on the hub, or leave out the rows of another split.
 
-    A local file stands for a split as it is: nothing is left out of it.
-
-    Attributes:
-        pieces: Names of the splits -> the pieces whose rows follow one another.
+    Nothing is left out of a local file. ``pieces`` maps the name of a split to the pieces whose rows it joins.
     """
 
     pieces: Mapping[str, tuple[HubRows, ...]]
@@ -78,23 +75,12 @@ class JoinedSource:
     @property
     def splits(self) -> Mapping[str, str]:
         """Names of the splits -> where each is."""
-        return {
-            name: " + ".join(piece.source.describe(piece.split) for piece in pieces)
-            for name, pieces in self.pieces.items()
-        }
-
-    def describe(self, split: str) -> str:
-        """Return where a split lies, for messages."""
-        return self.splits[split]
+        return {name: " + ".join(one.source.describe(one.split) for one in rows) for name, rows in self.pieces.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Where the files of a data set lie that travels with the code of its task, such as a plug-in.
-
-    Attributes:
-        files: Names of the splits -> paths of JSON-lines or Parquet files.
-    """
+    """The files of a data set that comes with the code of its task, such as a plug-in: split -> path."""
 
     files: Mapping[str, str]
 
@@ -121,23 +107,20 @@ def check_file(path: str) -> Path:
 
 
 def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iterable[Row]:
-    """Return the rows of a split from the hub (or the local cache of it), through the `datasets` library."""
+    """Return the rows of a split from the hub, or from the local cache of the `datasets` library."""
     import datasets
 
     try:
         rows = datasets.load_dataset(
-            source.hub_id,
-            name=source.config,
-            data_dir=source.data_dir,
-            revision=source.revision,
+            source.hub_id, name=source.config, data_dir=source.data_dir, revision=source.revision,
             split=source.splits[split],
-        )
+        )  # fmt: skip
     except ValueError as error:  # an unknown configuration or split
         raise InputError(f"Could not read {source.hub_id}, {source.config or 'default'}: {error}") from error
     except (ConnectionError, FileNotFoundError, PermissionError) as error:
         raise RunError(
-            f"Could not load {source.hub_id} from the Hugging Face hub: {error} Without a connection or permission, "
-            "give the same rows as a local JSON-lines or Parquet file by `path`."
+            f"Could not load {source.hub_id} from the Hugging Face hub: {error} Without access, give the same rows as "
+            "a local JSON-lines or Parquet file by `path`."
         ) from error
     _check_columns(source.hub_id, rows.column_names, columns)
     return rows
@@ -146,7 +129,7 @@ def load_hub_rows(source: HubSource, split: str, columns: Sequence[str]) -> Iter
 def load_joined_rows(
     source: JoinedSource, split: str, columns: Sequence[str], *, id_column: str | None
 ) -> Iterator[Row]:
-    """Yield the rows of a split that is put together, each piece under the names of the columns here."""
+    """Yield the rows of a joined split, each piece under our column names."""
     for piece in source.pieces[split]:
         needed = [piece.renamed.get(column, column) for column in columns if column != piece.number_column]
         others: set[object] = set()
@@ -223,21 +206,21 @@ class QuestionRow:
 
     @property
     def where(self) -> str:
-        """What a message about it begins with."""
+        """Start of an error message about it."""
         return f"{self.origin}: " if self.origin else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Names of the columns of a data set that are not named as here.
+    """Column names of a data set where they differ from ours.
 
     Attributes:
-        question: Column of the question's text.
-        answer: Column of the reference answer.
-        choices: Column of the options of a multiple-choice question: a list, or a mapping with "text" and "label".
-        id: Column of the question's id; null numbers the rows.
-        responses: Column of a list of responses, for `selfcal import-pool`.
-        correct: Column that says of each response whether it is right, for `selfcal import-pool`.
+        question: The question's text.
+        answer: The reference answer.
+        choices: The options of a multiple-choice question: a list, or a mapping with "text" and "label".
+        id: The question's id; null numbers the rows.
+        responses: A list of responses, for `selfcal import-pool`.
+        correct: Whether each response is right, for `selfcal import-pool`.
     """
 
     question: str | None = None
@@ -256,8 +239,7 @@ def read_question_file(
     if is_hub_name(name) or columns not in (None, Columns()) or name.endswith(CSV_ENDING):
         rows = enumerate(read_table(path, option=option), start=1)
         columns = columns or Columns()
-        return _parse(((number, _our_names(row, columns, f"{path}:{number}")) for number, row in rows),
-                      origin=name, separator=":")  # fmt: skip
+        return _parse(((number, _our_names(row, columns, f"{path}:{number}")) for number, row in rows), name + ":")
     file = check_question_file(path, option=option)
     if file.suffix in JSON_ENDINGS:
         numbered: Iterable[tuple[int, Mapping[str, Any]]] = read_json_lines(file)
@@ -265,11 +247,11 @@ def read_question_file(
         numbered = enumerate(load_file_rows(str(file), ["question"]), start=1)
     else:
         numbered = _text_lines(file)
-    return _parse(numbered, origin=name, separator=":")
+    return _parse(numbered, name + ":")
 
 
 def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
-    """Return the path of a file that is there. Raises FileNotFoundError, and InputError for an empty name."""
+    """Return the path of an existing file, or the name of a data set on the hub."""
     if not str(path).strip():
         raise InputError(f"Expected `{option}` to be a file of questions, but got an empty name.")
     file = Path(path)
@@ -279,12 +261,7 @@ def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name is that of a data set on the hub.
-
-    Example:
-        >>> is_hub_name("hf:openai/gsm8k:main:test"), is_hub_name("questions.jsonl")
-        (True, False)
-    """
+    """Return whether this is the name of a data set on the hub, such as hf:openai/gsm8k:main:test."""
     return name.startswith(HUB_PREFIX)
 
 
@@ -302,8 +279,7 @@ def _hub_source(name: str, option: str) -> tuple[HubSource, str]:
     place, *rest = name.removeprefix(HUB_PREFIX).split(":")
     if not place or not 1 <= len(rest) <= 2 or not rest[-1]:
         raise InputError(
-            f"Expected `{option}` as hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, such as hf:openai/gsm8k:main:test, but "
-            f"got {name!r}."
+            f"Expected `{option}` as hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT (hf:openai/gsm8k:main:test), got {name!r}."
         )
     config = rest[0] or None if len(rest) == 2 else None
     return HubSource(place, {rest[-1]: rest[-1]}, config=config), rest[-1]
@@ -322,7 +298,7 @@ def _csv_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[str, Any]:
-    """Return the fields of a data set's row under our names, in the spellings that public data sets have."""
+    """Return the fields of a row under our names, read as public data sets write them."""
     named = {field: given for field in FIELDS if (given := getattr(columns, field, None)) is not None}
     if missing := [column for column in named.values() if column not in row]:
         present = ", ".join(map(str, row)) or "none"
@@ -343,18 +319,11 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
 
 
 def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questions") -> list[QuestionRow]:
-    """Return questions that are given as mappings with the fields of a file.
-
-    Example:
-        >>> rows = parse_questions([{"question": "What is 2+2?", "reference": 4}])
-        >>> rows[0].answer, rows[0].origin
-        (4, 'questions[1]')
-    """
-    return _parse(enumerate(rows, start=1), origin=origin, separator="[")
+    """Return questions that are given as mappings with the fields of a file."""
+    return _parse(enumerate(rows, start=1), origin + "[", "]")
 
 
-def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:
-    """Return a row that is as the format says."""
+def _parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:
     if not isinstance(row, Mapping):
         raise InputError(f"{origin}: Expected a question with its fields, but got {type(row).__name__}.")
     check_spelling(row, origin)
@@ -374,13 +343,11 @@ def parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> Quest
 
 
 def _multiple_choice(text: str, answer: object, choices: object, origin: str) -> tuple[str, object]:
-    """Return the question with its options written out, and the letter of the answer where it was given as text."""
+    """Return the question with its options written out, and the letter of an answer that is given as text."""
     if not isinstance(choices, list | tuple) or not all(isinstance(one, str) and one.strip() for one in choices):
         raise InputError(f"{origin}: Expected `choices` to be a list of texts, but got {choices!r}.")
     if not 2 <= len(choices) <= len(CHOICE_LETTERS) or len(set(choices)) < len(choices):
-        raise InputError(
-            f"{origin}: Expected 2 to {len(CHOICE_LETTERS)} different `choices`, but got {len(choices)}: {choices!r}."
-        )
+        raise InputError(f"{origin}: Expected 2 to {len(CHOICE_LETTERS)} different `choices`, but got {choices!r}.")
     if answer in choices:
         answer = CHOICE_LETTERS[list(choices).index(answer)]
     elif answer is not None and str(answer).strip().upper() not in CHOICE_LETTERS[: len(choices)]:
@@ -402,23 +369,17 @@ def write_options(question: str, options: Sequence[str]) -> str:
 
 
 def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
-    """Return what a row gives as its answer, under either name; None where it gives none.
-
-    Example:
-        >>> given_answer({"reference": "B"}, origin="line 1"), given_answer({"answer": None}, origin="line 2")
-        ('B', None)
-    """
+    """Return the answer of a row, under either name; None without one."""
     answers = [row[name] for name in (ANSWER, SYNONYM) if row.get(name) is not None]
     if len(answers) > 1 and answers[0] != answers[1]:
         raise InputError(
-            f"{origin}: Expected `{ANSWER}` or `{SYNONYM}`, which mean the same, but got {answers[0]!r} and "
-            f"{answers[1]!r}."
+            f"{origin}: `{ANSWER}` and `{SYNONYM}` mean the same, but are {answers[0]!r} and {answers[1]!r}."
         )
     return answers[0] if answers else None
 
 
 def check_spelling(row: Mapping[str, Any], origin: str) -> None:
-    """Refuse a field that looks like one of the format that is absent; other fields are the user's own."""
+    """Refuse a field that looks like a misspelt one of the format; other fields are the user's own."""
     has_answer = ANSWER in row or SYNONYM in row
     absent = [name for name in FIELDS if name not in row and not (name == ANSWER and has_answer)]
     absent += [] if has_answer else [SYNONYM]
@@ -431,11 +392,12 @@ def check_spelling(row: Mapping[str, Any], origin: str) -> None:
         raise InputError(f"{origin}: Expected the field `question` (of {_listed()}), but got only {given}.")
 
 
-def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], *, origin: str, separator: str) -> list[QuestionRow]:
-    end = "]" if separator == "[" else ""
+def _parse(numbered: Iterable[tuple[int, Mapping[str, Any]]], before: str, after: str = "") -> list[QuestionRow]:
+    """Parse numbered rows; ``before`` and ``after`` surround the number in messages, as in "questions[3]"."""
+    origin = before[:-1]
     rows, others = [], dict[str, None]()
     for number, row in numbered:
-        rows.append(parse_question(row, origin=f"{origin}{separator}{number}{end}", number=number))
+        rows.append(_parse_question(row, origin=f"{before}{number}{after}", number=number))
         others |= dict.fromkeys(str(name) for name in row if name not in (*FIELDS, SYNONYM, *OF_POOLS))
     if not rows:
         raise InputError(f"Expected {origin} to hold at least one question, but got none.")
@@ -451,8 +413,7 @@ def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
         raise InputError(f"Expected {file} to be text in UTF-8, but got: {error}.") from error
     for number, line in enumerate(lines, start=1):
         if line.lstrip().startswith('{"'):
-            endings = " or ".join(JSON_ENDINGS)
-            expected = f"a question in plain text (JSON lines belong into a file ending in {endings})"
+            expected = f"a question in plain text (JSON lines need the ending {' or '.join(JSON_ENDINGS)})"
             raise line_error(file, number, expected, line)
         if "\0" in line or _is_json(line):
             raise line_error(file, number, "a question in plain text", repr(line))
@@ -461,7 +422,7 @@ def _text_lines(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _is_json(line: str) -> bool:
-    """Return whether a line is a number, a list, null or the like, and hence of a damaged or misnamed file."""
+    """Return whether a line is a JSON number, list or null, so that the file is damaged or misnamed."""
     try:
         return not isinstance(parse_json(line, origin="the line"), str)
     except UnreadableJSONError:

@@ -1,4 +1,4 @@
-"""Templates of the word problems: each family turns random numbers into a question and the equations that solve it."""
+"""Word problems: each family turns random numbers into a question and the equations that solve it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
+from operator import add, floordiv, mul, sub
 from typing import Literal
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import AnswerType
 from selfcal_lightning.data.tasks.dataset import DatasetTask
@@ -33,6 +34,9 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday")
 VEHICLES = ("bus", "train", "tram", "boat")
 
 
+_OPERATORS = {"+": add, "-": sub, "*": mul, "/": floordiv}
+
+
 @dataclass(frozen=True, slots=True)
 class Equation:
     """One step of a solution: ``left operator right``, exact over the integers."""
@@ -43,19 +47,10 @@ class Equation:
 
     @property
     def result(self) -> int:
-        """The value of the left-hand side."""
-        match self.operator:
-            case "+":
-                return self.left + self.right
-            case "-":
-                return self.left - self.right
-            case "*":
-                return self.left * self.right
-            case "/":
-                return self.left // self.right
+        """Value of the left-hand side."""
+        return _OPERATORS[self.operator](self.left, self.right)
 
     def __str__(self) -> str:
-        """Return the equation as it is written in a solution."""
         return f"{self.left}{self.operator}{self.right}={self.result}"
 
 
@@ -75,9 +70,9 @@ class Problem:
 
     @property
     def program(self) -> str:
-        """The family and its computations without wording, and without the order of terms, factors and steps.
+        """The family and its computations, without wording and without the order of terms, factors and steps.
 
-        A text has one program, so that problems with different programs have different texts.
+        Problems with different programs have different texts.
         """
         steps = []
         for equation in self.equations:
@@ -89,18 +84,16 @@ class Problem:
 
 
 class Draft:
-    """A problem in the making: collects sentences and equations, and draws numbers that keep every value in range."""
+    """Collects the sentences and equations of a problem, and draws numbers that keep every value in range."""
 
     def __init__(self, rng: random.Random, level: int, steps: int) -> None:
-        self.rng = rng
-        self.level = level
-        self.steps = steps
+        self.rng, self.level, self.steps = rng, level, steps
         self.sentences: list[str] = []
         self.equations: list[Equation] = []
 
     @property
     def steps_left(self) -> int:
-        """How many equations are still wanted."""
+        """Number of equations still wanted."""
         return self.steps - len(self.equations)
 
     def say(self, *wordings: str, **words: object) -> None:
@@ -108,13 +101,13 @@ class Draft:
         self.sentences.append(self.rng.choice(wordings).format(**words))
 
     def number(self) -> int:
-        """Draw a number of the draft's level, now and then a smaller one."""
+        """Draw a number of the draft's level, sometimes of a lower one."""
         level = self.level if self.rng.random() < 0.75 else self.rng.randint(1, self.level)
         low, high = {1: (2, 20), 2: (10, 99), 3: (100, LARGEST_GIVEN)}[level]
         return self.rng.randint(low, high)
 
     def factor(self, number: int) -> int:
-        """Draw a one-digit factor for ``number``, so that two such products still add up to a value in range."""
+        """Draw a one-digit factor for ``number``, so that the sum of two such products stays in range."""
         return self.rng.randint(2, min(5 if self.level == 1 else 9, LARGEST_PRODUCT // number))
 
     def compute(self, left: int, operator: Operator, right: int) -> int:
@@ -123,7 +116,7 @@ class Draft:
         return self.equations[-1].result
 
     def operand(self, value: int, operators: Sequence[Operator]) -> tuple[Operator, int]:
-        """Draw an operator among ``operators`` (with "+" among them) and a number so that the result is in range."""
+        """Draw one of ``operators``, which include "+", and a number, so that the result is in range."""
         for operator in self.rng.sample(operators, len(operators)):
             if operator == "-" and value > 2:
                 return "-", min(self.number(), self.rng.randint(1, value - 1))
@@ -206,7 +199,7 @@ def write_shop(draft: Draft) -> None:
 
 
 def write_work(draft: Draft) -> None:
-    """A machine makes things by the hour; some break, some are added, at the end they may be packed."""
+    """A machine makes things by the hour; some break, some are added, and they may be packed."""
     things = draft.rng.choice(THINGS)
     rate = draft.number()
     hours = draft.factor(rate)
@@ -233,7 +226,7 @@ def write_work(draft: Draft) -> None:
 
 
 def write_trip(draft: Draft) -> None:
-    """One or two legs at a steady speed, a piece on foot, and perhaps what is left of the whole way."""
+    """One or two legs at constant speed, a part on foot, and perhaps the rest of the way."""
     name, pronoun = draft.rng.choice(PEOPLE)
     speed = draft.number()
     hours = draft.factor(speed)
@@ -271,7 +264,7 @@ def write_bus(draft: Draft) -> None:
 
 
 def write_reading(draft: Draft) -> None:
-    """Pages are read day by day; asked is how many were read, or how many of the book are left."""
+    """Pages are read day by day; the question asks how many were read, or are left."""
     name, pronoun = draft.rng.choice(PEOPLE)
     pages = draft.number()
     draft.say("{name} reads {n} pages on {day}.", name=name, n=pages, day=DAYS[0])
@@ -313,7 +306,7 @@ FAMILIES: dict[str, Callable[[Draft], None]] = {
 
 
 def draw_problem(rng: random.Random, family: str, *, level: int, steps: int) -> Problem:
-    """Draw a problem of a family; ``steps`` is a wish that some families can meet only nearly."""
+    """Draw a problem of a family with about ``steps`` steps."""
     draft = Draft(rng, level, steps)
     FAMILIES[family](draft)
     return Problem(family, level, " ".join(draft.sentences), tuple(draft.equations))
@@ -340,7 +333,7 @@ class Difficulty:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """What a split holds: hash buckets of programs, families, and the number of questions given by default."""
+    """Contents of a split: hash buckets of programs, families, and the default number of questions."""
 
     buckets: range
     families: tuple[str, ...]
@@ -358,12 +351,12 @@ SPLITS: dict[Split, SplitPlan] = {
 
 
 def program_bucket(problem: Problem) -> int:
-    """Return the bucket in [0, 100) of a problem: a hash of its program, hence the same for every wording of it."""
+    """Return the bucket of a problem in [0, 100): a hash of its program, so independent of the wording."""
     return question_hash(problem.program) % _NUM_BUCKETS
 
 
 def sample_problem(rng: random.Random, split: Split, *, difficulty: Difficulty | None = None) -> Problem:
-    """Draw a problem of ``split``: draws whose program lies in another split's buckets are rejected."""
+    """Draw a problem of ``split``; programs in the buckets of other splits are rejected."""
     plan = _split_plan(split)
     difficulty = difficulty or Difficulty()
     levels = tuple(accumulate(difficulty.level_weights))
@@ -377,7 +370,7 @@ def sample_problem(rng: random.Random, split: Split, *, difficulty: Difficulty |
 
 
 def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | None = None) -> Iterator[Problem]:
-    """Yield the problems of ``split`` without end and without repeating a program, in an order fixed by ``seed``."""
+    """Yield the problems of ``split`` endlessly, no program twice, in an order fixed by ``seed``."""
     rng = random.Random(f"word_problems/{split}/{seed}")
     seen: set[str] = set()
     while True:
@@ -388,7 +381,7 @@ def stream_problems(split: Split, *, seed: int = 0, difficulty: Difficulty | Non
 
 
 def write_solution(problem: Problem, rng: random.Random) -> str:
-    """Write the worked solution of a problem: one equation a step after a random connective, then the answer."""
+    """Write the solution of a problem: one equation per step after a random connective, then the answer."""
     steps = []
     for index, equation in enumerate(problem.equations):
         connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
@@ -408,11 +401,11 @@ class WordProblems:
     def load(
         self, split: str, *, path: str | None = None, chain_of_thought: bool = True, limit: int | None = None
     ) -> list[Question]:
-        """Return the first ``limit`` questions of ``split``, each with the bare text as its one user turn."""
+        """Return the first ``limit`` questions of ``split``, each as one user turn."""
         if not chain_of_thought:
             raise InputError(
                 "Expected `chain_of_thought` to be True for word problems, which the bundled model answers in written "
-                "steps only, but got False. For other models ask the questions of a file by the task `local_number`."
+                "steps only, but got False. For other models ask a file's questions with the task `local_number`."
             )
         if path is not None:
             questions = DatasetTask(LocalQuestions(self.name, NumberAnswers())).load(split, path=path, limit=limit)
@@ -420,59 +413,54 @@ class WordProblems:
         prefix = self.name if self.seed == 0 else f"{self.name}@{self.seed}"
         return [
             Question(
-                id=f"{prefix}/{split}/{index:06d}",
-                task=self.name,
-                messages=(Message("user", problem.question),),
-                reference=str(problem.answer),
-                text=problem.question,
+                f"{prefix}/{split}/{index:06d}", self.name, (Message("user", problem.question),), str(problem.answer),
+                problem.question,
             )
             for index, problem in enumerate(self.load_problems(split, limit=limit))
-        ]
+        ]  # fmt: skip
 
     def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
-        """Return the problems behind ``load``, in the same order, with their solutions."""
+        """Return the problems that ``load`` asks, with their solutions."""
         plan = _split_plan(split)
-        if limit is not None and limit < 0:
-            raise InputError(f"Expected `limit` to be None or at least 0, but got {limit}.")
+        check_at_least(0, limit=limit or 0)
         stream = stream_problems(split, seed=self.seed)  # type: ignore[arg-type]
         return list(islice(stream, plan.size if limit is None else limit))
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that is not there; nothing is made or read."""
+        """Refuse a split or a file that does not exist."""
         if path is None:
             _split_plan(split)
         else:
             check_question_file(path, option="path")
 
     def is_remote(self, *, path: str | None = None) -> bool:
-        """Return False: problems are made here, or read from a file."""
+        """Return False: problems are generated, or read from a file."""
         return False
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the number after the last "answer is", else the last number of a finished text, else None."""
+        """Return the number after the last "answer is", else the last number of a finished text."""
         matches = _ANSWER.findall(text)
         if not matches and finished:
             matches = _NUMBER.findall(text)
         return _canonical_number(matches[-1]) if matches else None
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the canonical ``answer`` is the ``reference``; None is never correct."""
+        """Return whether the canonical ``answer`` is the ``reference``."""
         return answer is not None and answer == reference
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers as they are: canonical numbers are equal only when their text is."""
+        """Return the answers unchanged: canonical numbers are equal only if their texts are."""
         return list(answers)
 
 
 def _split_plan(split: str) -> SplitPlan:
-    for name, plan in SPLITS.items():
-        if name == split:
-            return plan
-    raise unknown_name("split", split, SPLITS)
+    if split not in SPLITS:
+        raise unknown_name("split", split, SPLITS)
+    return SPLITS[split]
 
 
 def _canonical_number(number: str) -> str:
-    """Return a number without separators, leading zeros and an empty fraction; "-0" is "0"."""
+    """Return a number without separators, leading zeros and a zero fraction; "-0" becomes "0"."""
     whole, _, fraction = number.replace(",", "").partition(".")
     sign = "-" if whole.startswith("-") else ""
     whole = whole.lstrip("-").lstrip("0") or "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -183,7 +184,7 @@ def test_settings_name_what_there_is(tmp_path: Path) -> None:
 
 def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = replace(reward_format("reasoneval"), name="mine")
-    monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", dict(REWARD_FORMATS))
+    monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", copy(REWARD_FORMATS))
     assert register_reward_format(mine) is mine
     with pytest.raises(InputError, match="'mine' is registered already"):
         register_reward_format(mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from selfcal_lightning.confidence.criteria import CriteriaSettings
+from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.scoring import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.core.errors import InputError

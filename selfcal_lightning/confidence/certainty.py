@@ -1,20 +1,18 @@
-"""A response's confidence from values of its tokens: over all tokens, over steps, or over windows.
-
-Values, one per response token [n], come from ``certainty.token_statistics`` or similar. Scores are not probabilities
-unless stated; higher is more certain.
-"""
+"""Numbers from a response's logits and hidden states: of its tokens, its steps, its windows and its layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import Array, check_positive
+from selfcal_lightning.metrics.arrays import Array, Floats, as_array
 
 _CHUNK_ELEMENTS = 2**24
 
@@ -25,28 +23,6 @@ class TokenStatistics(NamedTuple):
     logprob: Tensor
     certainty: Tensor
     entropy: Tensor
-
-
-def self_certainty(logits: Array, *, mask: Array | None = None) -> Tensor:
-    r"""Compute the self-certainty of responses in nats, at least 0; higher is more certain.
-
-    ``1/n sum_i KL(U || p_i) = -1/(n V) sum_i sum_v log(V p_iv)`` over the n tokens of a response, with ``p_i`` the
-    distribution that token i was drawn from and U the uniform one over the V entries of the logits.
-    """
-    certainty = token_certainty(logits)
-    if certainty.dim() < 1:
-        raise InputError("Expected `logits` to have shape [..., tokens, vocabulary], but got one dimension only.")
-    if mask is None:
-        return certainty.mean(-1)
-    counts = torch.as_tensor(mask, device=certainty.device).bool()
-    if counts.shape != certainty.shape:
-        raise InputError(f"Expected `mask` to have shape {tuple(certainty.shape)}, but got {tuple(counts.shape)}.")
-    return torch.where(counts, certainty, 0.0).sum(-1) / counts.sum(-1)
-
-
-def token_certainty(logits: Array) -> Tensor:
-    """Compute KL(uniform || p) in nats for each next-token distribution, at least 0; higher is surer."""
-    return _by_rows(logits, _certainty)
 
 
 def token_entropy(logits: Array) -> Tensor:
@@ -62,19 +38,11 @@ def top_k_confidence(logits: Array, k: int = 20) -> Tensor:
 
     ``-1/k sum_{j <= k} log p_(j)``: a certain model leaves little probability to all but the first.
     """
-    check_positive(k, "k")
-    size = torch.as_tensor(logits).shape[-1:]
-    if size and k > size[0]:
-        raise InputError(f"Expected `k` to be at most the size of the vocabulary, {size[0]}, but got {k}.")
     return _by_rows(logits, lambda z, log_total: log_total - z.topk(k, dim=-1).values.mean(-1))
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor) -> TokenStatistics:
     """Compute log-probability, certainty and entropy of tokens in one pass over their logits."""
-    if logits.dim() != 2 or token_ids.shape != logits.shape[:1]:
-        raise InputError(
-            f"Expected `logits` [n, V] and `token_ids` [n], but got {tuple(logits.shape)} and {tuple(token_ids.shape)}."
-        )
     parts = []
     for z, ids in zip(_shifted(logits), token_ids.split(_rows_at_once(logits)), strict=True):
         log_total = z.logsumexp(-1)
@@ -97,8 +65,6 @@ def _entropy(z: Tensor, log_total: Tensor) -> Tensor:
 def _by_rows(logits: Array, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Apply ``function`` of z [rows, V] and log sum exp z [rows] to logits [..., V], a few rows at a time."""
     values = torch.as_tensor(logits)
-    if values.dim() < 1 or values.shape[-1] < 1:
-        raise InputError(f"Expected `logits` to have shape [..., vocabulary], but got {tuple(values.shape)}.")
     chunks = [function(z, z.logsumexp(-1)) for z in _shifted(values.reshape(-1, values.shape[-1]))]
     return torch.cat(chunks).reshape(values.shape[:-1])
 
@@ -114,61 +80,18 @@ def _rows_at_once(rows: Tensor) -> int:
     return max(1, _CHUNK_ELEMENTS // rows.shape[-1])
 
 
-def response_certainty(logits: Tensor) -> Tensor:
-    """Compute the mean cross-entropy of the uniform distribution against the model's, in nats, at least log V.
-
-    ``-1/(n V) sum_i sum_v log p_iv``, which is self-certainty plus log V.
-    """
-    return self_certainty(logits) + math.log(logits.shape[-1])
-
-
 def span_means(values: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return the mean of the values over each range of tokens [S]."""
-    if values.dim() != 1:
-        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
-    for start, end in spans:
-        if not 0 <= start < end <= len(values):
-            raise InputError(f"Expected `spans` to be ranges of the {len(values)} tokens, but got ({start}, {end}).")
     return torch.stack([values[start:end].mean() for start, end in spans]) if len(spans) else values.new_zeros(0)
 
 
 def step_scores(metric: Tensor, logprob: Tensor, *, weight: float = 0.5) -> Tensor:
-    """Combine a metric of each step with the geometric mean of its tokens' probabilities.
-
-    ``metric^(1 - weight) * exp(logprob)^weight``
-    """
-    if metric.shape != logprob.shape or metric.dim() != 1:
-        raise InputError(
-            f"Expected `metric` and `logprob` to have shape [S], but got {tuple(metric.shape)}, {tuple(logprob.shape)}."
-        )
-    if not 0.0 <= weight <= 1.0:
-        raise InputError(f"Expected `weight` to lie in [0, 1], but got {weight}.")
-    if (metric < 0.0).any():
-        raise InputError(f"Expected `metric` to be at least 0, but got {metric.min().item():g}.")
+    """Return ``metric^(1 - weight) * exp(logprob)^weight``, with the mean log-probability of each step's tokens [S]."""
     return metric ** (1.0 - weight) * torch.exp(weight * logprob)
-
-
-def step_certainty(
-    tokens: TokenStatistics, spans: Sequence[tuple[int, int]], *, vocabulary_size: int, weight: float = 0.5
-) -> Tensor:
-    """Compute the score of each step from its tokens' certainty: the metric is the mean of ``KL(U || p) + log V``."""
-    metric = span_means(tokens.certainty, spans) + math.log(vocabulary_size)
-    return step_scores(metric, span_means(tokens.logprob, spans), weight=weight)
-
-
-def step_entropy(
-    tokens: TokenStatistics, spans: Sequence[tuple[int, int]], *, vocabulary_size: int, weight: float = 0.5
-) -> Tensor:
-    """Compute the score of each step from its tokens' entropy: the metric is ``1 - mean H / log V``."""
-    metric = (1.0 - span_means(tokens.entropy, spans) / math.log(vocabulary_size)).clamp(0.0, 1.0)
-    return step_scores(metric, span_means(tokens.logprob, spans), weight=weight)
 
 
 def group_confidences(values: Tensor, *, window: int) -> Tensor:
     """Return the means over all windows of ``window`` consecutive tokens [max(n - window, 0) + 1]."""
-    check_positive(window, "window")
-    if values.dim() != 1:
-        raise InputError(f"Expected `values` to have shape [n], but got {tuple(values.shape)}.")
     if not len(values):
         return values
     size = min(window, len(values))
@@ -178,11 +101,58 @@ def group_confidences(values: Tensor, *, window: int) -> Tensor:
 
 
 def lowest_group_confidence(values: Tensor, *, window: int = 2048, share: float = 0.0) -> float | None:
-    """Compute the confidence of the least certain part of a response."""
-    if not 0.0 <= share <= 1.0:
-        raise InputError(f"Expected `share` to lie in [0, 1], but got {share}.")
+    """Return the mean over the least certain ``share`` of the windows, at least one; None without tokens."""
     groups = group_confidences(values, window=window)
     if not len(groups):
         return None
     taken = max(1, int(share * len(groups)))
     return groups.double().topk(taken, largest=False).values.mean().item()
+
+
+# Below it the ends of a trajectory coincide but for rounding, and nothing can be measured in units of their distance.
+_LEAST = 1e-9
+
+
+@dataclass(frozen=True)
+class ChainOfEmbedding:
+    """The trajectory of a response through L layers. Scores are not probabilities; higher means more certain.
+
+    Attributes:
+        magnitudes: Lengths of the steps between layers [L].
+        angles: Angles of these steps [L].
+        coe_r: CoE-R, the mean length minus the mean angle.
+        coe_c: CoE-C, the length of the mean step in polar coordinates (length, angle).
+    """
+
+    magnitudes: Floats
+    angles: Floats
+    coe_r: float
+    coe_c: float
+
+
+def chain_of_embedding(layer_means: Array, *, normalise: bool = True) -> ChainOfEmbedding | None:
+    """Compute CoE-R and CoE-C from each layer's mean state [layers, width]; None where they are undefined.
+
+    With ``M_l = |h_{l+1} - h_l| / |h_L - h_0|`` and ``A_l = angle(h_{l+1}, h_l) / angle(h_L, h_0)``, CoE-R is
+    ``mean M - mean A`` and CoE-C is ``sqrt(mean(M cos A)^2 + mean(M sin A)^2)``.
+    """
+    states = np.asarray(as_array(layer_means), dtype=np.float64)
+    if states.ndim != 2 or not np.isfinite(states).all():
+        raise InputError(f"Expected `layer_means` to be finite and of shape [layers, width], but got {states.shape}.")
+    norms = np.linalg.norm(states, axis=1)
+    if len(states) < 2 or (norms == 0.0).any():
+        return None
+    units = states / norms[:, None]
+    lengths, angles = np.linalg.norm(np.diff(states, axis=0), axis=1), _angles(units[1:], units[:-1])
+    if normalise:
+        distance, turn = np.linalg.norm(states[-1] - states[0]), _angles(units[-1:], units[:1])[0]
+        if distance <= _LEAST * norms.max() or turn <= _LEAST:
+            return None
+        lengths, angles = lengths / distance, angles / turn
+    plane = np.hypot((lengths * np.cos(angles)).mean(), (lengths * np.sin(angles)).mean())
+    return ChainOfEmbedding(lengths, angles, float(lengths.mean()) - float(angles.mean()), float(plane))
+
+
+def _angles(first: Floats, second: Floats) -> Floats:
+    """Return the angles between unit vectors [n, D] without arccos, which is imprecise near 0 and pi."""
+    return 2.0 * np.arctan2(np.linalg.norm(first - second, axis=1), np.linalg.norm(first + second, axis=1))

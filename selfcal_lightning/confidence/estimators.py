@@ -1,44 +1,45 @@
-"""Estimators of confidence from token statistics, P(True) and agreement.
+"""Estimators of confidence from P(True), token statistics, steps, hidden states and agreement.
 
-Statistics are taken at temperature 1, however the response was drawn, and exclude the end-of-turn token.
+Statistics are taken at temperature 1, however the response was drawn, and exclude the end-of-turn token. This module
+loads no torch: whatever needs it is imported when a model reads the first response.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
-from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids
-from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.step_settings import Steps
+from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
+from selfcal_lightning.data.step_settings import Aggregation, Steps
+from selfcal_lightning.data.steps import Span, aggregate
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.metrics.arrays import check_positive
-from selfcal_lightning.records import ConfidenceQuery, QuestionSamples, Sample, normalised_p_true, sample_seed
+from selfcal_lightning.records import QuestionSamples, Sample, normalised_p_true, sample_seed
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from selfcal_lightning.confidence.certainty import ChainOfEmbedding
     from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
+
+Scores = list[list[float | None]]  # [question][sample]; None where a sample has none
 
 
 class ResponseConsistency:
     """The share of k samples of the question that agree with a response's answer, in [0, 1].
 
     ``c(y) = #{i in S: y_i = y} / k`` with S a set of k samples, drawn without replacement. Unreadable samples count
-    among the k but agree with nothing; an unreadable response has no confidence. Answers are compared in canonical
-    form.
+    among the k but agree with nothing; an unreadable response has no confidence.
 
     Args:
         num_samples: k; None uses all samples. Questions with fewer samples use all of theirs.
         seed: Seeds the draw, separately for each question.
-
-    Raises:
-        ValueError: If ``num_samples`` is neither None nor positive.
 
     Reference:
         arXiv 2602.13540 (response consistency as an estimator of capability); Wang et al., Self-Consistency,
@@ -55,20 +56,17 @@ class ResponseConsistency:
             check_positive(num_samples, "num_samples")
         self._num_samples, self._seed = num_samples, seed
 
-    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the share of every sample, [question][sample]; None where it cannot be read."""
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the share of every sample."""
         return [self._shares(entry) for entry in pool]
 
     def _shares(self, entry: QuestionSamples) -> list[float | None]:
-        drawn = self._draw(entry)
+        drawn: Sequence[Sample] = entry.samples
+        if self._num_samples is not None and self._num_samples < len(drawn):
+            seed = sample_seed(self._seed, drawn[0].round, entry.question.id, 0)
+            drawn = random.Random(seed).sample(entry.samples, self._num_samples)
         counts = Counter(sample.answer for sample in drawn)
         return [None if sample.answer is None else counts[sample.answer] / len(drawn) for sample in entry.samples]
-
-    def _draw(self, entry: QuestionSamples) -> Sequence[Sample]:
-        if self._num_samples is None or self._num_samples >= len(entry.samples):
-            return entry.samples
-        seed = sample_seed(self._seed, entry.samples[0].round, entry.question.id, 0)
-        return random.Random(seed).sample(entry.samples, self._num_samples)
 
 
 class PTrue:
@@ -92,85 +90,128 @@ class PTrue:
     def __init__(self, engine: Engine, chat: ChatFormat, *, normalised: bool = True) -> None:
         self._engine, self._chat, self._normalised = engine, chat, normalised
 
-    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return P(True) of every sample, [question][sample].
-
-        None stands for a sample without a response, room for it, or mass, and for one that the engine refuses.
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return P(True) of every sample; None without a response, room for it, or mass, or if the engine refuses.
 
         Raises:
             RequestsFailedError: The engine did not answer for another reason.
         """
-        query = self._chat.query
-        sequences = [[self._sequence(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
-        distinct = list(dict.fromkeys(sequence for row in sequences for sequence in row if sequence is not None))
-        found = p_true_of(self._engine, distinct, query, normalised=self._normalised)
-        return [[None if sequence is None else found[sequence] for sequence in row] for row in sequences]
+        sequences = [[self._sequences(ids) for ids in entry_ids(entry, self._chat)] for entry in pool]
+        found = self._ask(list(dict.fromkeys(one for row in sequences for ones in row for one in ones)))
+        return [[self._combine([found[one] for one in ones]) for ones in row] for row in sequences]
 
-    def _sequence(self, ids: ResponseIds | None) -> tuple[int, ...] | None:
-        """Return prompt + response + query, or None where there is no response or the engine has no room for it."""
+    def _ask(self, sequences: list[tuple[int, ...]]) -> dict[tuple[int, ...], float | None]:
+        """Return P(True) after each of several distinct sequences that end with the query."""
+        query, number = self._chat.query, len(self._chat.query.yes_ids)
+        wanted = [*query.yes_ids, *query.no_ids]
+        rows = self._engine.next_token_probabilities(sequences, wanted) if sequences else []
+
+        def value(row: Sequence[float] | None) -> float | None:
+            if row is None:
+                return None
+            yes, no = sum(row[:number]), sum(row[number:])
+            return normalised_p_true(yes, no) if self._normalised else yes
+
+        return {sequence: value(row) for sequence, row in zip(sequences, rows, strict=True)}
+
+    def _sequences(self, ids: ResponseIds | None) -> list[tuple[int, ...]]:
+        """Return prompt + response up to each end + query; empty if the longest exceeds the context."""
         if ids is None:
-            return None
-        sequence = sequence_behind(ids, self._chat.query)
-        return sequence if len(sequence) <= self._engine.max_context else None
+            return []
+        suffix = self._chat.query.suffix_ids
+        ones = [(*ids.prompt, *ids.response[:end], *suffix) for end in self._ends(ids.response)]
+        return ones if ones and len(ones[-1]) <= self._engine.max_context else []
+
+    def _ends(self, response: tuple[int, ...]) -> list[int]:
+        return [len(response)]
+
+    def _combine(self, values: Sequence[float | None]) -> float | None:
+        return values[0] if values else None
 
 
-def sequence_behind(ids: ResponseIds, query: ConfidenceQuery, *, end: int | None = None) -> tuple[int, ...]:
-    """Return prompt + the first ``end`` tokens of the response (None: all) + query."""
-    return (*ids.prompt, *ids.response[:end], *query.suffix_ids)
+class StepSelfEvaluation(PTrue):
+    """P(True) after each step of a response, combined into one number.
 
-
-def p_true_of(
-    engine: Engine, sequences: Sequence[tuple[int, ...]], query: ConfidenceQuery, *, normalised: bool = True
-) -> dict[tuple[int, ...], float | None]:
-    """Return P(True) after each of several distinct sequences that end with the query.
-
-    None stands for a sequence without mass, or one that the engine refuses.
+    After the last step it is P(True) of the response; before, it asks whether an unfinished response is right,
+    which is not the probability of an observable event.
     """
-    wanted = [*query.yes_ids, *query.no_ids]
-    masses = engine.next_token_probabilities(list(sequences), wanted) if sequences else []
-    found: dict[tuple[int, ...], float | None] = {}
-    for sequence, row in zip(sequences, masses, strict=True):
-        if row is None:
-            found[sequence] = None
-            continue
-        number = len(query.yes_ids)
-        yes, no = sum(row[:number]), sum(row[number:])
-        found[sequence] = normalised_p_true(yes, no) if normalised else yes
-    return found
+
+    name: ClassVar[str] = "step_self_evaluation"
+    is_probability: ClassVar[bool] = False
+
+    def __init__(
+        self, engine: Engine, chat: ChatFormat, *, steps: Steps = "auto", over_steps: Aggregation = "mean"
+    ) -> None:
+        super().__init__(engine, chat)
+        self._steps, self._over_steps = steps, over_steps
+
+    def _ends(self, response: tuple[int, ...]) -> list[int]:
+        return step_ends_of(self._chat.decode, response, self._steps)
+
+    def _combine(self, values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return aggregate(known, self._over_steps) if len(known) == len(values) else None
 
 
 Read = Callable[["ResponseStatistics"], float]
 
 
 @dataclass(frozen=True)
+class TokenScores:
+    """An estimator that reads a number off a response's token statistics; nan is unknown."""
+
+    name: str
+    tokens: TokenReader
+    read: Read
+    is_probability: ClassVar[bool] = False
+    needs_pool: ClassVar[bool] = False
+
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the score of every sample; None if it is undefined, or if the response is too long for the model."""
+        return self.tokens.scores(pool, self.read)
+
+
+@dataclass(frozen=True)
 class TokenStatistic:
-    """An estimator that is one statistic of a response's tokens; call it with a reader to create it.
+    """A row of the table of token statistics; call it with a reader to create the estimator.
 
     Attributes:
         name: Name of the confidence.
         read: Returns the statistic of a response; nan for an empty response.
+        watches: Whether it reads the mean hidden states of the response.
     """
 
     name: str
     read: Read
+    watches: bool = False
     is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
 
-    def __call__(self, tokens: TokenReader) -> ReadStatistic:
-        """Return the estimator that reads by ``tokens``."""
-        return ReadStatistic(self.name, self.read, tokens)
+    def __call__(self, tokens: TokenReader) -> TokenScores:
+        """Return the estimator."""
+        if self.watches:
+            tokens.watch(None)
+        return TokenScores(self.name, tokens, self.read)
 
 
-@dataclass(frozen=True)
-class ReadStatistic(TokenStatistic):
-    """A token statistic with the model that reads it."""
+def _chains(response: ResponseStatistics, steps: Steps | None, *, normalise: bool) -> list[ChainOfEmbedding] | None:
+    """Return the trajectory of a response's mean state (``steps`` None), or of each of its steps; None if undefined."""
+    from selfcal_lightning.confidence.certainty import chain_of_embedding
 
-    tokens: TokenReader
+    found = [chain_of_embedding(means, normalise=normalise) for means in response.trajectories[steps]]
+    chains = [chain for chain in found if chain is not None]
+    return chains if len(chains) == len(found) else None
 
-    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the statistic of every sample, [question][sample]; None if undefined or too long for the model."""
-        return self.tokens.scores(pool, self.read)
+
+def _coe(name: str, number: str, *, normalise: bool) -> TokenStatistic:
+    """Return the row of a Chain-of-Embedding score of the whole response."""
+
+    def read(response: ResponseStatistics) -> float:
+        chains = _chains(response, None, normalise=normalise) if response.num_tokens else None
+        return math.nan if chains is None else float(getattr(chains[0], number))
+
+    return TokenStatistic(name, read, watches=True)
 
 
 # All are in nats, and higher is better: entropies stand with a minus. Self-certainty is the mean KL(uniform || p_t)
@@ -185,6 +226,17 @@ ResponseCertainty = TokenStatistic(
 TokenEntropy = TokenStatistic("token_entropy", lambda r: -r.entropy)
 TokenSteadiness = TokenStatistic(
     "token_steadiness", lambda r: -r.tokens.entropy.std(correction=0).item() if r.num_tokens else math.nan
+)
+TOKEN_STATISTICS = (
+    SequenceLogprob, MeanLogprob, LowestLogprob, SelfCertainty, ResponseCertainty, TokenEntropy, TokenSteadiness,
+)  # fmt: skip
+# Chain-of-Embedding: length of the layers' steps minus their angle (R), or length of the mean step in polar
+# coordinates (C); normalised by the way from first to last layer, or raw, on the scale of the model's states.
+TRAJECTORIES = (
+    _coe("coe_r", "coe_r", normalise=True),
+    _coe("coe_c", "coe_c", normalise=True),
+    _coe("coe_r_raw", "coe_r", normalise=False),
+    _coe("coe_c_raw", "coe_c", normalise=False),
 )
 
 
@@ -201,13 +253,10 @@ class LowestGroupConfidence:
     reads: ClassVar[str] = "tokens"
 
     def __init__(self, tokens: TokenReader, *, window: int = 2048, lowest: float = 0.0) -> None:
-        check_positive(window, "window")
-        if not 0.0 <= lowest <= 1.0:
-            raise InputError(f"Expected `lowest` to lie in [0, 1], but got {lowest}.")
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
-    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the confidence of every sample, [question][sample]; None if it is empty or too long for the model."""
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the confidence of every sample; None if it is empty or too long for the model."""
         return self._tokens.scores(pool, self.read)
 
     def read(self, statistics: ResponseStatistics) -> float:
@@ -218,10 +267,93 @@ class LowestGroupConfidence:
         return math.nan if found is None else found
 
 
-class _Standardised(ABC):
-    """Base of the standardised weights; subclasses add a name and the scores to standardise."""
+Metric = Callable[["ResponseStatistics", Sequence[Span], Steps], "Tensor | None"]
 
-    name: ClassVar[str]
+
+@dataclass(frozen=True)
+class StepStatistic:
+    """A row of the table of step estimators: a metric of each step, combined with the probability of its tokens.
+
+    A step scores ``metric^(1 - weight) * exp(mean log p)^weight``. Headings and white space between steps belong to no
+    step. Call it with a reader and the settings to create the estimator.
+
+    Attributes:
+        name: Name of the confidence.
+        metric: Returns the metric of each step [S]; None if undefined.
+        watches: Whether it reads the mean hidden states of each step.
+        is_weighted: Whether the metric is combined with the probability; one that may be negative cannot be.
+    """
+
+    name: str
+    metric: Metric
+    watches: bool = False
+    is_weighted: bool = True
+    is_probability: ClassVar[bool] = False
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+
+    def __call__(
+        self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
+    ) -> TokenScores:
+        """Return the estimator."""
+        if self.watches:
+            tokens.watch(steps)
+
+        def read(response: ResponseStatistics) -> float:
+            from selfcal_lightning.confidence.certainty import span_means, step_scores
+
+            spans = tokens.steps(response.token_ids, steps)
+            scores = self.metric(response, spans, steps) if spans else None
+            if scores is None:
+                return math.nan
+            if self.is_weighted:
+                scores = step_scores(scores, span_means(response.tokens.logprob, spans), weight=weight)
+            found = aggregate(scores.tolist(), over_steps)
+            return math.nan if found is None else found
+
+        return TokenScores(self.name, tokens, read)
+
+
+def _step_certainty(response: ResponseStatistics, spans: Sequence[Span], _: Steps) -> Tensor:
+    """Return the mean of ``-1/V sum_v log p(v)`` over each step's tokens: self-certainty plus log V."""
+    from selfcal_lightning.confidence.certainty import span_means
+
+    return span_means(response.tokens.certainty, spans) + math.log(response.vocabulary_size)
+
+
+def _step_sureness(response: ResponseStatistics, spans: Sequence[Span], _: Steps) -> Tensor:
+    """Return one minus the mean entropy of each step's tokens in units of log V, in [0, 1]."""
+    from selfcal_lightning.confidence.certainty import span_means
+
+    return (1.0 - span_means(response.tokens.entropy, spans) / math.log(response.vocabulary_size)).clamp(0.0, 1.0)
+
+
+def _step_coe(name: str, number: str, *, normalise: bool) -> StepStatistic:
+    """Return the row of a Chain-of-Embedding score of the steps' mean states; CoE-R may be negative."""
+
+    def metric(response: ResponseStatistics, spans: Sequence[Span], steps: Steps) -> Tensor | None:
+        chains = _chains(response, steps, normalise=normalise)
+        if chains is None:
+            return None
+        return response.tokens.logprob.new_tensor([getattr(chain, number) for chain in chains])
+
+    return StepStatistic(name, metric, watches=True, is_weighted=number == "coe_c")
+
+
+STEP_STATISTICS = (
+    StepStatistic("step_certainty", _step_certainty),
+    StepStatistic("step_entropy", _step_sureness),
+    _step_coe("step_coe_c", "coe_c", normalise=False),
+    _step_coe("step_coe_c_normalised", "coe_c", normalise=True),
+    _step_coe("step_coe_r", "coe_r", normalise=False),
+    _step_coe("step_coe_r_normalised", "coe_r", normalise=True),
+)
+
+
+class SteadyTokens:
+    """``exp(-z)`` of the standard deviation of a response's token entropies, standardised within the question."""
+
+    name: ClassVar[str] = "sasc_std"
     is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "tokens"
@@ -229,50 +361,40 @@ class _Standardised(ABC):
     def __init__(self, tokens: TokenReader) -> None:
         self._tokens = tokens
 
-    def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the weight of every sample, [question][sample]; None without a score, or if it is too long."""
-        found = [self._tokens.scores(pool, read) for read in self.scores()]
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the weight of every sample; None without a score, or if it is too long."""
+        found = [self._tokens.scores(pool, read) for read in self.statistics()]
         return [_weights(columns) for columns in zip(*found, strict=True)]
 
-    @abstractmethod
-    def scores(self) -> Sequence[Read]:
+    def statistics(self) -> Sequence[Read]:
         """Return functions that compute a response's scores, each higher when more certain; nan if undefined."""
-
-
-class SteadyTokens(_Standardised):
-    """``exp(-z)`` of the standard deviation of a response's token entropies; higher is steadier."""
-
-    name = "sasc_std"
-
-    def scores(self) -> Sequence[Read]:
-        """Return the negative standard deviation."""
         return (TokenSteadiness.read,)
 
 
-class LikelyTokens(_Standardised):
+class LikelyTokens(SteadyTokens):
     """``exp(z)`` of the mean log-probability of a response's tokens."""
 
-    name = "sasc_certainty"
+    name: ClassVar[str] = "sasc_certainty"
 
-    def scores(self) -> Sequence[Read]:
+    def statistics(self) -> Sequence[Read]:
         """Return the mean log-probability."""
         return (lambda statistics: statistics.tokens.logprob.mean().item(),)
 
 
-class SteadySteps(_Standardised):
+class SteadySteps(SteadyTokens):
     """``exp(-z - z')`` of the standard deviations of token entropies and of the steps' mean entropies."""
 
-    name = "sasc_double"
+    name: ClassVar[str] = "sasc_double"
 
     def __init__(self, tokens: TokenReader, *, steps: Steps = "auto") -> None:
         super().__init__(tokens)
         self._steps = steps
 
-    def scores(self) -> Sequence[Read]:
+    def statistics(self) -> Sequence[Read]:
         """Return both negative standard deviations."""
-        return TokenSteadiness.read, self._minus_step_spread
+        return TokenSteadiness.read, self._step_steadiness
 
-    def _minus_step_spread(self, statistics: ResponseStatistics) -> float:
+    def _step_steadiness(self, statistics: ResponseStatistics) -> float:
         from selfcal_lightning.confidence.certainty import span_means
 
         spans = self._tokens.steps(statistics.token_ids, self._steps)

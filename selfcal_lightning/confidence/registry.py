@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pkgutil import resolve_name
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 
 from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, TwoSampleHybrid
 from selfcal_lightning.confidence.base import STORED, Estimator, RewardSupport, SampleScorer
 from selfcal_lightning.confidence.estimators import (
+    STEP_STATISTICS,
+    TOKEN_STATISTICS,
+    TRAJECTORIES,
     WEIGHTS,
     LowestGroupConfidence,
-    LowestLogprob,
-    MeanLogprob,
     PTrue,
-    ResponseCertainty,
     ResponseConsistency,
-    SelfCertainty,
-    SequenceLogprob,
-    TokenEntropy,
-    TokenSteadiness,
-)
-from selfcal_lightning.confidence.step_estimators import (
-    STEP_TRAJECTORIES,
-    StepCertainty,
-    StepEntropy,
     StepSelfEvaluation,
 )
-from selfcal_lightning.confidence.trajectories import TRAJECTORIES
 from selfcal_lightning.confidence.verbalized import Verbalized, VerbalizedPercent, VerbalizedWords
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.registry import Registry
+from selfcal_lightning.data.step_settings import Aggregation, Steps, check_steps
+from selfcal_lightning.metrics.arrays import check_positive
 
 
 class EstimatorClass(Protocol):
@@ -65,17 +57,9 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         SemanticEntropy,
         Cocoa,
         TwoSampleHybrid,
-        SequenceLogprob,
-        MeanLogprob,
-        LowestLogprob,
-        SelfCertainty,
-        ResponseCertainty,
-        TokenEntropy,
-        TokenSteadiness,
+        *TOKEN_STATISTICS,
         LowestGroupConfidence,
-        StepCertainty,
-        StepEntropy,
-        *STEP_TRAJECTORIES,
+        *STEP_STATISTICS,
         StepSelfEvaluation,
         *TRAJECTORIES,
         *WEIGHTS,
@@ -95,6 +79,52 @@ def register_estimator(estimator: EstimatorClass) -> EstimatorClass:
     if estimator.reads not in READS:
         raise InputError(f"Expected `reads` of {estimator.name} to be one of {READS}, but got {estimator.reads!r}.")
     return ESTIMATORS.register(estimator, reserved=STORED)
+
+
+@dataclass(frozen=True)
+class CriteriaSettings:
+    """How token and step scores are combined into one score per response.
+
+    Attributes:
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or "auto",
+            the coarsest of the first four that occurs in a response.
+        weight: How much the token probabilities of a step count against its metric, in [0, 1].
+        over_steps: Combines the step scores of a response: "mean", "min", "last" or "prod".
+        window: Length of the window in tokens, for lowest_group_confidence.
+        lowest: Averages this share of the windows, the least certain ones; 0 takes only the least certain window.
+        entailment: Folder or hub name of a classifier with a label named entailment, such as
+            microsoft/deberta-large-mnli, by which semantic_share, semantic_entropy and cocoa compare free text; null
+            compares answers.
+    """
+
+    steps: Steps = "auto"
+    weight: float = 0.5
+    over_steps: Aggregation = "mean"
+    window: int = 2048
+    lowest: float = 0.0
+    entailment: str | None = None
+
+    def __post_init__(self) -> None:
+        check_steps("criteria.steps", self.steps)
+        check_positive(self.window, "criteria.window")
+        for name in ("weight", "lowest"):
+            if not 0.0 <= (value := getattr(self, name)) <= 1.0:
+                raise InputError(f"Expected `criteria.{name}` to lie in [0, 1], but got {value}.")
+        if self.over_steps not in get_args(Aggregation):
+            raise unknown_name("criteria.over_steps", self.over_steps, get_args(Aggregation))
+
+    def of(self, kind: EstimatorClass) -> dict[str, Any]:
+        """Return the settings that an estimator accepts."""
+        taken = inspect.signature(kind).parameters
+        return {name: value for name, value in asdict(self).items() if name in taken}
+
+    def check_taken(self, kinds: Sequence[EstimatorClass]) -> None:
+        """Refuse a changed setting that none of the estimators takes."""
+        taken = {name for kind in kinds for name in self.of(kind)}
+        changed = [name for name, value in asdict(self).items() if value != getattr(CriteriaSettings, name)]
+        if unread := [name for name in changed if name not in taken]:
+            names = [kind.name for kind in kinds]
+            raise InputError(f"Expected `criteria.{unread[0]}` with an estimator that takes it, but got {names}.")
 
 
 def estimator_settings(name: str, **changes: Any) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED, Estimator, confidence_of
-from selfcal_lightning.confidence.criteria import CriteriaSettings
 from selfcal_lightning.confidence.registry import (
     ESTIMATORS,
     REWARDS,
+    CriteriaSettings,
     EstimatorClass,
     RecordedConfidence,
     check_name_tells,

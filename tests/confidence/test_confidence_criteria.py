@@ -16,14 +16,16 @@ from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.confidence.certainty import lowest_group_confidence, token_statistics, top_k_confidence
-from selfcal_lightning.confidence.criteria import CriteriaSettings
-from selfcal_lightning.confidence.estimators import PTrue
-from selfcal_lightning.confidence.registry import ESTIMATORS
-from selfcal_lightning.confidence.step_estimators import StepSelfEvaluation
+from selfcal_lightning.confidence.certainty import (
+    chain_of_embedding,
+    lowest_group_confidence,
+    token_statistics,
+    top_k_confidence,
+)
+from selfcal_lightning.confidence.estimators import PTrue, StepSelfEvaluation
+from selfcal_lightning.confidence.registry import ESTIMATORS, CriteriaSettings
 from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
-from selfcal_lightning.confidence.trajectories import chain_of_embedding, response_layer_means
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.metrics.consistency import standardised_weights
@@ -134,16 +136,16 @@ def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, p
         out = tokens.network(torch.tensor([ids]), output_hidden_states=True)
     states = torch.cat(out.hidden_states)
     start = len(entry.prompt_ids)
-    means = response_layer_means(states, prompt_length=start)
+    means = states[:, start - 1 : -1].float().mean(1)
     assert found["coe_r"][0][0] == pytest.approx(chain_of_embedding(means).coe_r, abs=1e-5)
-    raw = chain_of_embedding(means, normalize=False).coe_c
+    raw = chain_of_embedding(means, normalise=False).coe_c
     assert found["coe_c_raw"][0][0] == pytest.approx(raw, rel=1e-5)
     logprob = out.logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor([sample.token_ids]).T)[:, 0]
     expected: dict[str, list[float]] = {name: [] for name in steps}
     for a, b in tokens.steps(sample.token_ids, "auto"):
         chance, means = logprob[a:b].mean().exp().item(), states[:, start - 1 + a : start - 1 + b].mean(1)
-        for normalize, ending in ((False, ""), (True, "_normalised")):
-            step = chain_of_embedding(means, normalize=normalize)
+        for normalise, ending in ((False, ""), (True, "_normalised")):
+            step = chain_of_embedding(means, normalise=normalise)
             expected[f"step_coe_c{ending}"].append(math.sqrt(step.coe_c * chance))
             expected[f"step_coe_r{ending}"].append(step.coe_r)
     for name, values in expected.items():
@@ -303,15 +305,8 @@ def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: CriteriaSettings(steps="word"), "criteria.steps"),
-        (lambda: CriteriaSettings(over_steps="sum"), "criteria.over_steps"),
-        (lambda: ESTIMATORS["step_certainty"](_Spans([]), weight=2.0), r"`weight` to lie in \[0, 1\]"),
-        (lambda: ESTIMATORS["lowest_group_confidence"](_Spans([]), window=0), "`window` to be a positive"),
-        (lambda: ESTIMATORS["lowest_group_confidence"](_Spans([]), lowest=2.0), "`lowest` to lie in"),
-    ],
+    ("name", "value"), [("steps", "word"), ("over_steps", "sum"), ("weight", 2.0), ("window", 0), ("lowest", 2.0)]
 )
-def test_wrong_settings_are_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_wrong_settings_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`criteria\.{name}` .*got {value!r}"):
+        CriteriaSettings(**{name: value})

@@ -18,32 +18,22 @@ from torch import Tensor
 
 from selfcal_lightning.confidence import certainty
 from selfcal_lightning.confidence.certainty import (
+    chain_of_embedding,
     group_confidences,
     lowest_group_confidence,
-    response_certainty,
-    self_certainty,
     span_means,
-    step_certainty,
-    step_entropy,
     step_scores,
-    token_certainty,
     token_entropy,
     token_statistics,
     top_k_confidence,
 )
-from selfcal_lightning.confidence.trajectories import chain_of_embedding, response_layer_means
 from selfcal_lightning.data.steps import aggregate
 
 Vectors = Callable[[str], dict[str, Any]]
 
 
-def test_self_certainty_equals_the_vectors(vectors: Vectors) -> None:
-    cases = vectors("self_certainty")["cases"]
-    for case in cases:
-        logits = torch.tensor(case["logits"])
-        found = self_certainty(logits[None], mask=[case["mask"]]) if "mask" in case else self_certainty(logits)
-        torch.testing.assert_close(found, torch.tensor(case["self_certainty"]), atol=1e-6, rtol=1e-6)
-    assert any("mask" in case for case in cases)
+def _certainty(logits: Tensor) -> Tensor:
+    return token_statistics(logits, torch.zeros(len(logits), dtype=torch.long)).certainty
 
 
 def test_token_values_equal_the_vectors(vectors: Vectors) -> None:
@@ -65,31 +55,26 @@ def test_float32_over_a_real_vocabulary(scale: float, offset: float) -> None:
     uniform = np.full(p.shape[-1], 1.0 / p.shape[-1])
     tolerance = {"rel": 3e-5, "abs": 3e-6}
     assert token_entropy(rounded).tolist() == pytest.approx([stats.entropy(row) for row in p], **tolerance)
-    assert token_certainty(rounded).tolist() == pytest.approx([stats.entropy(uniform, row) for row in p], **tolerance)
+    assert _certainty(rounded).tolist() == pytest.approx([stats.entropy(uniform, row) for row in p], **tolerance)
 
 
 def test_pieces_do_not_change_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(2)).double()
     ids = torch.arange(7)[None].expand(2, 7)[:, :5].flatten()
-    whole = token_entropy(logits), token_certainty(logits), token_statistics(logits.flatten(0, 1), ids)
+    whole = token_entropy(logits), token_statistics(logits.flatten(0, 1), ids)
     monkeypatch.setattr(certainty, "_CHUNK_ELEMENTS", 21)  # three rows at once
     torch.testing.assert_close(token_entropy(logits), whole[0])
-    torch.testing.assert_close(token_certainty(logits), whole[1])
-    torch.testing.assert_close(token_statistics(logits.flatten(0, 1), ids), whole[2])
+    torch.testing.assert_close(token_statistics(logits.flatten(0, 1), ids), whole[1])
     assert whole[0].shape == (2, 5)
-    assert self_certainty(logits).tolist() == pytest.approx(whole[1].mean(-1).tolist())
     expected = logits.log_softmax(-1).flatten(0, 1).gather(1, ids[:, None]).squeeze(1)
-    torch.testing.assert_close(whole[2].logprob, expected)
+    torch.testing.assert_close(whole[1].logprob, expected)
     assert [column.tolist() for column in token_statistics(torch.zeros(0, 7), ids[:0])] == [[], [], []]
 
 
 def test_masked_tokens() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
     assert token_entropy(logits).item() == pytest.approx(math.log(2.0), abs=1e-6)
-    assert token_certainty(logits).item() == math.inf
-    mask = torch.tensor([0, 1])
-    found = self_certainty(torch.cat([logits, torch.zeros(1, 3)]), mask=mask)
-    assert found.item() == 0.0, "a token that does not count may be infinite"
+    assert _certainty(logits).item() == math.inf
 
 
 VALUES = st.lists(st.floats(0.0, 20.0), min_size=1, max_size=12)
@@ -110,43 +95,22 @@ def _response(vectors: Vectors) -> tuple[dict[str, Any], Tensor, Tensor]:
     return case, logits[start - 1 : -1], torch.tensor(case["response_ids"])
 
 
-def test_tokens_and_response_equal_the_vectors(vectors: Vectors) -> None:
+def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
     case, logits, ids = _response(vectors)
-    tokens = token_statistics(logits, ids)
-    size = math.log(logits.shape[1])
+    tokens, size = token_statistics(logits, ids), math.log(logits.shape[1])
     assert (tokens.certainty + size).tolist() == pytest.approx(case["per_token_certainty_-mean_logp"], abs=1e-6)
     assert tokens.entropy.tolist() == pytest.approx(case["per_token_entropy"], abs=1e-6)
     assert tokens.logprob.tolist() == pytest.approx(case["per_token_logprob"], abs=1e-6)
-    assert response_certainty(logits).item() == pytest.approx(case["response_certainty"], abs=1e-6)
-
-
-def test_step_scores_equal_the_vectors_on_their_spans(vectors: Vectors) -> None:
-    case, logits, ids = _response(vectors)
-    tokens, size = token_statistics(logits, ids), logits.shape[1]
-    logprob = span_means(tokens.logprob, DRIFTED)
-    lowest = torch.stack([tokens.entropy[start:end].min() for start, end in DRIFTED])
+    metrics = {
+        "self_certainty_step": span_means(tokens.certainty, DRIFTED) + size,
+        "entropy_step_MATH500_mean": 1.0 - span_means(tokens.entropy, DRIFTED) / size,
+        "entropy_step_GSM8K_min": 1.0 - torch.stack([tokens.entropy[a:b].min() for a, b in DRIFTED]) / size,
+        "self_eval_step_default_0.5": torch.full((2,), 0.5),
+    }
     for wanted in case["scores"]:
-        options = {"vocabulary_size": size, "weight": wanted["lambda"]}
-        found = {
-            "self_certainty_step": step_certainty(tokens, DRIFTED, **options),
-            "entropy_step_MATH500_mean": step_entropy(tokens, DRIFTED, **options),
-            "entropy_step_GSM8K_min": step_scores(1.0 - lowest / math.log(size), logprob, weight=wanted["lambda"]),
-            "self_eval_step_default_0.5": step_scores(torch.full((2,), 0.5), logprob, weight=wanted["lambda"]),
-        }
-        for name, scores in found.items():
+        for name, metric in metrics.items():
+            scores = step_scores(metric, span_means(tokens.logprob, DRIFTED), weight=wanted["lambda"])
             assert aggregate(scores.tolist(), "mean") == pytest.approx(wanted[name], abs=1e-6), name
-
-
-def test_step_scores_on_right_spans_equal_the_vectors(vectors: Vectors) -> None:
-    _, logits, ids = _response(vectors)
-    tokens, size = token_statistics(logits, ids), logits.shape[1]
-    for case in vectors("ttt_step_confidence_alignment")["cases"]:
-        spans, options = case["correct_spans"], {"vocabulary_size": size, "weight": case["lambda"]}
-        certainty = aggregate(step_certainty(tokens, spans, **options).tolist(), "mean")
-        assert certainty == pytest.approx(case["self_certainty_aligned"], abs=1e-6)
-        assert certainty != pytest.approx(case["self_certainty_drifted"], abs=0.1)
-        entropy = aggregate(step_entropy(tokens, spans, **options).tolist(), "mean")
-        assert entropy == pytest.approx(case["entropy_mean_aligned"], abs=1e-6)
 
 
 @settings(deadline=None)
@@ -177,15 +141,15 @@ def test_long_float32_responses_keep_their_digits() -> None:
     assert lowest_group_confidence(values, window=10) == pytest.approx(0.09, abs=1e-7)
 
 
-def _reference_naive_chain(states: list[list[float]], *, normalize: bool) -> tuple[float, float]:
+def _reference_naive_chain(states: list[list[float]], *, normalise: bool) -> tuple[float, float]:
     """Return CoE-R and CoE-C by the arc cosine, one layer after another."""
 
     def angle(u: list[float], v: list[float]) -> float:
         product = sum(a * b for a, b in zip(u, v, strict=True))
         return math.acos(max(-1.0, min(1.0, product / (math.hypot(*u) * math.hypot(*v)))))
 
-    distance = math.dist(states[-1], states[0]) if normalize else 1.0
-    turn = angle(states[-1], states[0]) if normalize else 1.0
+    distance = math.dist(states[-1], states[0]) if normalise else 1.0
+    turn = angle(states[-1], states[0]) if normalise else 1.0
     steps = [(math.dist(b, a) / distance, angle(b, a) / turn) for a, b in itertools.pairwise(states)]
     size = len(steps)
     x, y = (sum(m * f(a) for m, a in steps) / size for f in (math.cos, math.sin))
@@ -197,11 +161,12 @@ def test_scores_equal_the_vectors(vectors: Vectors) -> None:
         chain = chain_of_embedding(case["layer_means"])
         assert_allclose(chain.magnitudes, case["mag_normalised"], atol=1e-6)
         assert_allclose(chain.angles, case["ang_normalised"], atol=1e-6)
-        assert (chain.magnitude, chain.angle) == pytest.approx((case["mag_mean"], case["ang_mean"]), abs=1e-6)
+        means = chain.magnitudes.mean(), chain.angles.mean()
+        assert means == pytest.approx((case["mag_mean"], case["ang_mean"]), abs=1e-6)
         assert np.var(chain.magnitudes) == pytest.approx(case["mag_var"], abs=1e-6)
         assert np.var(chain.angles) == pytest.approx(case["ang_var"], abs=1e-6)
         assert (chain.coe_r, chain.coe_c) == pytest.approx((case["CoE_R"], case["CoE_C"]), abs=1e-6)
-        plain = chain_of_embedding(case["layer_means"], normalize=False)
+        plain = chain_of_embedding(case["layer_means"], normalise=False)
         assert plain.coe_c == pytest.approx(case["TTT_CoE_C_unnormalised"], abs=1e-6)
 
 
@@ -209,10 +174,10 @@ def test_undefined_trajectories_are_none(vectors: Vectors) -> None:
     """The reference gives NaN or divides by zero where the ends coincide."""
     for case in vectors("coe_edge_cases")["cases"]:
         assert chain_of_embedding(case["layer_means"]) is None
-        plain = chain_of_embedding(case["layer_means"], normalize=False)
+        plain = chain_of_embedding(case["layer_means"], normalise=False)
         assert plain.coe_c == pytest.approx(case["TTT_CoE_C"], abs=1e-6)
     assert chain_of_embedding([[1.0, 2.0], [3.0, 1.0], [2.0, 4.0]]) is None  # the ends point the same way
-    assert chain_of_embedding([[1.0, 2.0], [0.0, 0.0], [2.0, 1.0]], normalize=False) is None
+    assert chain_of_embedding([[1.0, 2.0], [0.0, 0.0], [2.0, 1.0]], normalise=False) is None
     assert chain_of_embedding([[1.0, 2.0]]) is None
 
 
@@ -223,7 +188,7 @@ def test_pooling_equals_the_vectors(vectors: Vectors) -> None:
         parts = [torch.tensor(states[name]).double() for name in ("pos0_prompt_len4", "pos1", "pos2")]
         # The state of the last token predicts nothing; whatever it is, it does not count.
         whole = torch.cat([*parts, torch.full_like(parts[1], 9.0)], dim=1)
-        means = response_layer_means(whole, prompt_length=4)
+        means = whole[:, 3:-1].mean(1)
         assert_allclose(means, case["last_prompt_token_pooled"], atol=1e-6)
         chain = chain_of_embedding(means)
         assert chain.coe_r == pytest.approx(case["CoE_R_fixed"], abs=1e-6)
@@ -233,10 +198,10 @@ def test_pooling_equals_the_vectors(vectors: Vectors) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 6), st.integers(2, 5), st.booleans())
-def test_scores_equal_loops(seed: int, layers: int, width: int, normalize: bool) -> None:
+def test_scores_equal_loops(seed: int, layers: int, width: int, normalise: bool) -> None:
     states = np.random.default_rng(seed).normal(size=(layers, width))
-    chain = chain_of_embedding(states, normalize=normalize)
-    wanted = _reference_naive_chain(states.tolist(), normalize=normalize)
+    chain = chain_of_embedding(states, normalise=normalise)
+    wanted = _reference_naive_chain(states.tolist(), normalise=normalise)
     assert (chain.coe_r, chain.coe_c) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.confidence.criteria import CriteriaSettings
+from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.token_ids import step_ends_of, steps_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings

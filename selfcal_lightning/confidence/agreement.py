@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, confidence_of
@@ -22,10 +22,7 @@ PAIRS_AT_ONCE = 32
 
 
 class EntailmentModel:
-    """Tells whether a text follows from another, by a classifier such as ``microsoft/deberta-large-mnli``.
-
-    The label is found by its name in the model's configuration, since models number their labels differently.
-    """
+    """Tells whether a text follows from another, by a classifier such as ``microsoft/deberta-large-mnli``."""
 
     def __init__(self, model: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -36,10 +33,8 @@ class EntailmentModel:
         ).eval()
         names = {int(number): str(name).lower() for number, name in self._model.config.id2label.items()}
         found = [number for number, name in names.items() if name.startswith("entail")]
-        if len(found) != 1:
-            raise InputError(
-                f"Expected one label of {model!r} to be named entailment, but got {sorted(names.values())}."
-            )
+        if len(found) != 1:  # models number their labels differently, so the name counts
+            raise InputError(f"Expected one label of {model!r} to be named entailment, got {sorted(names.values())}.")
         self._label = found[0]
 
     def __call__(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -77,98 +72,96 @@ def meaning_clusters(texts: Sequence[str], entails: Entails) -> list[int]:
     return clusters
 
 
-class _Agreement(ABC):
-    """Clusters of the responses to a question: by canonical answer, or by meaning where an entailment model is given.
+Clusters = Sequence[Any]  # of the responses to a question; None for one that is unreadable
 
-    Args:
-        entailment: Folder or hub name of a classifier with a label named entailment; None compares answers.
+
+@dataclass(frozen=True)
+class Agreement:
+    """A row of the table of confidences by agreement; call it to create the estimator.
+
+    Attributes:
+        name: Name of the confidence.
+        score: Returns the confidence of each response to a question, given their clusters.
+        is_probability: Whether it is a probability in [0, 1].
     """
 
-    is_probability: ClassVar[bool] = True
+    name: str
+    score: Callable[[QuestionSamples, Clusters], list[float | None]]
+    is_probability: bool = True
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "pool"
 
-    def __init__(self, *, entailment: str | Entails | None = None) -> None:
-        self._entails = EntailmentModel(entailment) if isinstance(entailment, str) else entailment
+    def __call__(self, *, entailment: str | Entails | None = None) -> AgreementScores:
+        """Return the estimator.
+
+        Args:
+            entailment: Folder or hub name of a classifier with a label named entailment, by which responses are
+                clustered; None clusters them by canonical answer.
+        """
+        entails = EntailmentModel(entailment) if isinstance(entailment, str) else entailment
+        return AgreementScores(self.name, self.is_probability, self.score, entails)
+
+
+@dataclass(frozen=True)
+class AgreementScores:
+    """An estimator that clusters the responses to a question: by answer, or by meaning with an entailment model."""
+
+    name: str
+    is_probability: bool
+    of_clusters: Callable[[QuestionSamples, Clusters], list[float | None]]
+    entails: Entails | None = None
+    needs_pool: ClassVar[bool] = True
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
         """Return the confidence of every sample, [question][sample]; None where there is nothing to compare."""
-        return [self.score_question(entry, self.clusters(entry)) for entry in pool]
+        return [self.of_clusters(entry, self._clusters(entry)) for entry in pool]
 
-    def clusters(self, entry: QuestionSamples) -> list[Any]:
-        """Return the cluster of each response; None for one that is unreadable."""
-        if self._entails is None:
+    def _clusters(self, entry: QuestionSamples) -> Clusters:
+        if self.entails is None:
             return [sample.answer for sample in entry.samples]
-        return list(
-            meaning_clusters([f"{entry.question.text} {sample.text}" for sample in entry.samples], self._entails)
-        )
-
-    @abstractmethod
-    def score_question(self, entry: QuestionSamples, clusters: Sequence[Any]) -> list[float | None]:
-        """Return the confidence of each response, given its cluster."""
+        return meaning_clusters([f"{entry.question.text} {sample.text}" for sample in entry.samples], self.entails)
 
 
-class SemanticShare(_Agreement):
-    """The share of the responses to a question that mean what a response means, itself included, in [0, 1]."""
-
-    name: ClassVar[str] = "semantic_share"
-
-    def score_question(self, entry: QuestionSamples, clusters: Sequence[Any]) -> list[float | None]:
-        """Return the shares."""
-        sizes = Counter(clusters)
-        return [None if cluster is None else sizes[cluster] / len(clusters) for cluster in clusters]
+def _shares(_: QuestionSamples, clusters: Clusters) -> list[float | None]:
+    sizes = Counter(clusters)
+    return [None if cluster is None else sizes[cluster] / len(clusters) for cluster in clusters]
 
 
-class SemanticEntropy(_Agreement):
-    """``1 - H / log n`` with H the entropy of the shares of n responses' meanings, in [0, 1]; one value a question.
-
-    An unreadable response is a meaning of its own.
-
-    Reference:
-        Farquhar et al., Detecting hallucinations using semantic entropy, Nature 2024 (the discrete form).
-    """
-
-    name: ClassVar[str] = "semantic_entropy"
-
-    def score_question(self, entry: QuestionSamples, clusters: Sequence[Any]) -> list[float | None]:
-        """Return the value of the question for each of its responses."""
-        n = len(clusters)
-        sizes = Counter(("unreadable", i) if cluster is None else cluster for i, cluster in enumerate(clusters))
-        entropy = math.fsum(-size / n * math.log(size / n) for size in sizes.values())
-        value = None if n < 2 else max(1.0 - entropy / math.log(n), 0.0)
-        return [value] * n
+def _negentropies(_: QuestionSamples, clusters: Clusters) -> list[float | None]:
+    n = len(clusters)
+    # An unreadable response means something that no other one means.
+    sizes = Counter(("alone", i) if cluster is None else cluster for i, cluster in enumerate(clusters))
+    entropy = math.fsum(-size / n * math.log(size / n) for size in sizes.values())
+    return [None if n < 2 else max(1.0 - entropy / math.log(n), 0.0)] * n
 
 
-class Cocoa(_Agreement):
-    """Confidence times consistency: mean log-probability times the share of others that mean something else; <= 0.
+def _cocoa(entry: QuestionSamples, clusters: Clusters) -> list[float | None]:
+    sizes, others = Counter(clusters), len(clusters) - 1
+    values = [confidence_of(sample, MEAN_LOGPROB) for sample in entry.samples]
+    return [
+        None if value is None or cluster is None or not others else value * (others + 1 - sizes[cluster]) / others
+        for value, cluster in zip(values, clusters, strict=True)
+    ]
 
-    Reference:
-        Vashurin et al., CoCoA, arXiv 2502.04964 (with perplexity).
-    """
 
-    name: ClassVar[str] = "cocoa"
-    is_probability: ClassVar[bool] = False
-
-    def score_question(self, entry: QuestionSamples, clusters: Sequence[Any]) -> list[float | None]:
-        """Return the products; None for a response without log-probability or without others."""
-        sizes, others = Counter(clusters), len(clusters) - 1
-        values = [confidence_of(sample, MEAN_LOGPROB) for sample in entry.samples]
-        return [
-            None if value is None or cluster is None or not others else value * (others + 1 - sizes[cluster]) / others
-            for value, cluster in zip(values, clusters, strict=True)
-        ]
+# Share: of the responses that mean the same. Entropy: ``1 - H / log n`` over the clusters, one number for all n
+# responses (Farquhar et al., Nature 2024, with discrete probabilities). CoCoA: mean log-probability times the share of
+# the others that mean something else, at most 0 (Vashurin et al., arXiv 2502.04964, with perplexity).
+SemanticShare = Agreement("semantic_share", _shares)
+SemanticEntropy = Agreement("semantic_entropy", _negentropies)
+Cocoa = Agreement("cocoa", _cocoa, is_probability=False)
 
 
 class TwoSampleHybrid(Verbalized):
     """``(v + a) / 2`` over a response and the next one: stated confidence v and agreement a, both in [0, 1].
 
-    ``a`` is the share of the two that give the response's answer, ``v`` the mean of what those state in words. It is
-    what a server that gives text alone has to offer; scale it by Platt where labels exist.
+    ``a`` is the share of the two that give the response's answer, ``v`` the mean of what those state in words. It works
+    with a server that shows nothing but text; scale it by Platt where labels exist.
 
     Args:
-        engine: Who is asked what it states.
+        engine: The engine to ask.
         chat: Chat format of its tokenizer.
-        num_samples: Responses that are compared: this one and those after it, the first after the last.
+        num_samples: Responses that are compared: this one and those after it, wrapping around.
         **options: As in ``Verbalized``.
 
     Reference:
@@ -183,7 +176,7 @@ class TwoSampleHybrid(Verbalized):
         self._num_samples = num_samples
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the hybrid of every sample, [question][sample]; None without an answer or a stated confidence."""
+        """Return the hybrid of every sample; None without an answer or a stated confidence."""
         stated = super().score(pool)
         return [
             hybrid([sample.answer for sample in entry.samples], row, num_samples=self._num_samples)

@@ -90,27 +90,31 @@ def confidence_of(sample: Sample, name: str) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
-def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
-    """Raise unless every question with a readable answer has the confidence ``name`` on at least one such response.
+def lacks(entry: QuestionSamples, name: str) -> bool:
+    """Return whether a question has readable answers, none of them with the confidence ``name``.
 
     Single responses without it count as unreadable; a whole question without it means that the estimator was not run.
     """
+    readable = [sample for sample in entry.samples if sample.answer is not None]
+    return bool(readable) and all(confidence_of(sample, name) is None for sample in readable)
+
+
+def check_confidence(pool: Iterable[QuestionSamples], name: str) -> None:
+    """Refuse a pool with a question that lacks the confidence ``name``."""
     for entry in pool:
-        readable = [sample for sample in entry.samples if sample.answer is not None]
-        if readable and all(confidence_of(sample, name) is None for sample in readable):
+        if lacks(entry, name):
             raise MissingConfidenceError(
-                f"Expected the responses to question {entry.question.id!r} to have the confidence {name!r}, but got "
-                f"none on any of {len(readable)}. {how_to_get(name)}"
+                f"Expected responses to {entry.question.id!r} to have the confidence {name!r}, but got none. "
+                f"{how_to_get(name)}"
             )
 
 
 def how_to_get(name: str) -> str:
     """Return advice on how to add the confidence ``name`` to a store."""
-    if name == P_TRUE:
-        return "Sample with the confidence query (`selfcal generate`), or run `selfcal score --estimator p_true`."
-    if name in (LOGPROB, MEAN_LOGPROB):
-        return "Sample with `selfcal generate`, which keeps log-probabilities, or run `selfcal score` on the store."
-    return f"Run `selfcal score --estimator {name}` on the store, or give the file of the fitted {name!r}."
+    score = f"un `selfcal score --estimator {name}` on the store"
+    if name in STORED:
+        return f"Sample with `selfcal generate`, which keeps it, or r{score}."
+    return f"R{score}, or give the file of the fitted {name!r}."
 
 
 def add_scores(sample: Sample, scorers: Sequence[SampleScorer]) -> Sample:

@@ -8,9 +8,8 @@ sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,12 +80,7 @@ def feature_value(sample: Sample, name: str) -> float | None:
 
 
 def confidence_behind(name: str) -> str:
-    """Return the confidence that a feature is computed from.
-
-    Example:
-        >>> confidence_behind("logit:p_true"), confidence_behind("mean_logprob")
-        ('p_true', 'mean_logprob')
-    """
+    """Return the confidence that a feature is computed from: "p_true" for "logit:p_true"."""
     return name.removeprefix(LOGIT)
 
 
@@ -96,7 +90,7 @@ def required_confidences(features: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> None:
-    """Raise unless every question with a readable answer has each feature on at least one response."""
+    """Refuse a pool with a question that lacks a feature."""
     for name in required_confidences(features):
         check_confidence(pool, name)
     if NUM_TOKENS not in features:
@@ -104,18 +98,12 @@ def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> 
     for entry in pool:
         if all(feature_value(sample, NUM_TOKENS) is None for sample in entry.samples):
             raise MissingConfidenceError(
-                f"Expected the responses to question {entry.question.id!r} to have a known length, but got none. "
-                "Sample with `selfcal generate`, or state `tokens` for the responses of the pool."
+                f"The responses to {entry.question.id!r} have no known length. State `tokens` for them in the pool."
             )
 
 
 def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
-    """Compute ``log(p / (1 - p))`` with p clipped to [1e-6, 1 - 1e-6].
-
-    Example:
-        >>> log_odds(np.array([0.5, 1.0])).round(3).tolist()
-        [0.0, 13.816]
-    """
+    """Compute ``log(p / (1 - p))`` with p clipped to [1e-6, 1 - 1e-6]; nan stays."""
     known = probabilities[~np.isnan(probabilities)]
     if known.size:
         _check_probabilities(float(known.min()), float(known.max()), name)
@@ -135,8 +123,7 @@ def _column(samples: Sequence[Sample], name: str) -> Floats:
 def _check_probabilities(lowest: float, highest: float, name: str) -> None:
     if lowest < -SMALLEST_PROBABILITY or highest > 1.0 + SMALLEST_PROBABILITY:
         raise InputError(
-            f"Expected `{name}` to lie in [0, 1], but got values from {lowest:g} to {highest:g}. "
-            "A score that is no probability enters as it is, without a logit."
+            f"Expected `{name}` to lie in [0, 1], but got {lowest:g} to {highest:g}. Leave out the logit of a score."
         )
 
 
@@ -157,24 +144,9 @@ class ConfidenceScores:
     num_left_out: int
     ece_debiased: float | None = None
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ConfidenceScores:
-        """Read what :meth:`as_json` wrote."""
-        return cls(**content)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the scores as plain JSON types."""
-        return asdict(self)
-
 
 def score_confidence(name: str, confidence: Floats, correct: Floats, question: Integers) -> ConfidenceScores:
-    """Compute the scores of one confidence.
-
-    Example:
-        >>> scores = score_confidence("c", np.array([0.9, 0.1, 0.5]), np.array([1.0, 0.0, 1.0]), np.array([0, 0, 1]))
-        >>> scores.auroc, scores.within_question_auroc, scores.num_mixed_questions
-        (1.0, 1.0, 1)
-    """
+    """Compute the scores of one confidence [N]."""
     known = ~np.isnan(confidence) & ~np.isnan(correct)
     values, labels = confidence[known], correct[known]
     within = within_question_discrimination(values, labels, question[known])
@@ -192,13 +164,7 @@ def score_confidence(name: str, confidence: Floats, correct: Floats, question: I
 
 
 def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:
-    """Return the scores as text, one confidence per line.
-
-    Example:
-        >>> print(scores_text([ConfidenceScores("p_true", 0.75, 0.5, None, 3, 12, 0)], title="held-out half"))
-        held-out half                AUROC  within question    ECE  responses
-        p_true                       0.750            0.500      –         12
-    """
+    """Return the scores as text, one confidence per line."""
     lines = [f"{title:<26}{'AUROC':>8}{'within question':>17}{'ECE':>7}{'responses':>11}"]
     for row in scores:
         cells = (_number(row.auroc), _number(row.within_question_auroc), _number(row.ece))

@@ -22,7 +22,7 @@ THRESHOLD = "threshold"  # all other kinds are confidences
 
 
 def check_fitted_target(path: str | Path, kind: str, *, option: str = "output") -> None:
-    """Raise ValueError unless ``path`` is free or holds a fitted file of the same kind."""
+    """Refuse a path that is neither free nor holds a fitted file of the same kind."""
     is_threshold = kind == THRESHOLD
 
     def is_own(file: Path) -> bool:
@@ -50,10 +50,7 @@ def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, 
     record = parse_json(path.read_bytes(), origin=str(path))
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise InputError(
-            f"Expected {path} to have the format {FORMAT!r}, but got {found!r}. "
-            "`selfcal fit-confidence` and `selfcal fit-threshold` write such files."
-        )
+        raise InputError(f"Expected {path} to have the format {FORMAT!r}, but got {found!r}.")
     kind, version = record.get("kind"), record.get("version")
     if version != VERSION:
         raise InputError(f"Expected {path} to have version {VERSION}, but got {version!r}. Fit it again.")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from selfcal_lightning.confidence.base import (
     add_scores,
     check_confidence,
     confidence_of,
+    lacks,
 )
 from selfcal_lightning.confidence.features import (
     LOGIT,
@@ -51,7 +52,7 @@ from selfcal_lightning.confidence.scaling import (
     sigmoid,
 )
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import file_name
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.annotations import annotation_names
@@ -103,10 +104,8 @@ class Fusion:
     def __post_init__(self) -> None:
         sizes = {len(part) for part in (self.features, self.weights, self.means, self.stds)}
         numbers = (self.intercept, *self.weights, *self.means, *self.stds)
-        if len(sizes) > 1 or not self.features:
-            raise InputError("Expected `features`, `weights`, `means` and `stds` to be of one length of at least 1.")
-        if not all(math.isfinite(value) for value in numbers) or min(self.stds) <= 0.0:
-            raise InputError(f"Expected finite numbers and positive `stds`, but got {numbers}.")
+        if len(sizes) > 1 or not self.features or not all(map(math.isfinite, numbers)) or min(self.stds) <= 0.0:
+            raise InputError(f"Expected as many finite weights, means and positive stds as features, but got {self}.")
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -139,7 +138,7 @@ class Fusion:
         return tuple(score_confidence(name, values, table.correct, table.question) for name, values in columns)
 
     def describe(self) -> str:
-        """Describe the model as text: weights, and the scores of each feature and of the fusion."""
+        """Return weights and scores as text."""
         head = f"{self.name}: fitted to {self.target} on {self.fitted_on.num_responses} responses to"
         lines = [f"{head} {self.fitted_on.num_questions} questions ({self.fitted_on.num_left_out} left out)"]
         if self.needs_pool:
@@ -155,42 +154,17 @@ class Fusion:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fusion as plain JSON types."""
-        return {
-            "name": self.name,
-            "features": list(self.features),
-            "weights": list(self.weights),
-            "intercept": self.intercept,
-            "means": list(self.means),
-            "stds": list(self.stds),
-            "target": self.target,
-            "l2": self.l2,
-            "needs_pool": self.needs_pool,
-            "fitted_on": self.fitted_on.as_json(),
-            "scores": [row.as_json() for row in self.scores],
-            "held_out_scores": [row.as_json() for row in self.held_out_scores],
-        }
+        return {**asdict(self), "fitted_on": self.fitted_on.as_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Fusion:
         """Read what :meth:`as_json` wrote."""
-        lists = {name: tuple(float(x) for x in content[name]) for name in ("weights", "means", "stds")}
-        scores, held_out = (
-            tuple(ConfidenceScores.from_json(row) for row in content[name]) for name in ("scores", "held_out_scores")
-        )
-        return cls(
-            name=content["name"],
-            features=tuple(content["features"]),
-            intercept=float(content["intercept"]),
-            target=content["target"],
-            l2=float(content["l2"]),
-            needs_pool=bool(content["needs_pool"]),
-            fitted_on=FittedOn.from_json(content["fitted_on"]),
-            weights=lists["weights"],
-            means=lists["means"],
-            stds=lists["stds"],
-            scores=scores,
-            held_out_scores=held_out,
-        )
+        read: dict[str, Any] = {field.name: content[field.name] for field in fields(cls)}
+        for name in ("features", "weights", "means", "stds"):
+            read[name] = tuple(read[name])
+        for name in ("scores", "held_out_scores"):
+            read[name] = tuple(ConfidenceScores(**row) for row in read[name])
+        return cls(**{**read, "fitted_on": FittedOn.from_json(content["fitted_on"])})
 
     def save(self, path: str | Path) -> None:
         """Write the fusion to a JSON file."""
@@ -198,7 +172,7 @@ class Fusion:
 
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
-        """Read a fusion from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
+        """Read a fusion from a JSON file; :func:`load_scorer` reads files of any kind."""
         return cls.from_json(load_fitted(path, (KIND,))[1])
 
 
@@ -214,11 +188,11 @@ def fit_fusion(
     allow_pool_features: bool = False,
     known: Iterable[KnownConfidence] = (),
 ) -> Fusion:
-    """Fit the fusion on a calibration split."""
+    """Fit the fusion on a calibration split, to labels or, without labels, to soft self-consistency or vote shares."""
     features = tuple(features)
     check_new_name(name, required_confidences(features))
     if target not in TARGETS:
-        raise InputError(f"Expected `target` to be one of {', '.join(TARGETS)}, but got {target!r}.")
+        raise unknown_name("target", target, TARGETS)
     if not features or len(set(features)) < len(features):
         raise InputError(f"Expected `features` to be at least one name, each once, but got {features}.")
     if l2 <= 0.0:
@@ -226,8 +200,8 @@ def fit_fusion(
     of_pool = pool_dependent(required_confidences(features), known)
     if of_pool and not allow_pool_features:
         raise InputError(
-            f"Expected `features` to belong to one response, but got {', '.join(of_pool)}, which depend on the other "
-            "responses and do not exist in a live run. Set `allow_pool_features` for a fusion for recorded pools only."
+            f"Expected `features` of one response, but got {', '.join(of_pool)}, which depend on the other responses. "
+            "Set `allow_pool_features` for a fusion for recorded pools only."
         )
     table = ResponseTable.from_pool(pool, features)
     targets = _targets(pool, table, target, target_confidence)
@@ -237,12 +211,12 @@ def fit_fusion(
     values = table.values[used]
     means, stds = values.mean(axis=0), values.std(axis=0)
     stds = np.where(stds > 1e-12 * np.maximum(1.0, np.abs(means)), stds, 1.0)
-    fit = fit_logistic((values - means) / stds, targets[used], l2=l2)
+    weights, intercept = fit_logistic((values - means) / stds, targets[used], l2=l2)
     fusion = Fusion(
         name=name,
         features=features,
-        weights=tuple(fit.weights.tolist()),
-        intercept=fit.intercept,
+        weights=tuple(weights.tolist()),
+        intercept=intercept,
         means=tuple(means.tolist()),
         stds=tuple(stds.tolist()),
         target=target,
@@ -339,7 +313,7 @@ def load_for_fitting(
 
 @dataclass(frozen=True)
 class WeighedPool:
-    """A pool with all confidences that strategies may use."""
+    """A pool with the confidences that strategies may use."""
 
     pool: RecordedPool
     confidences: tuple[str, ...]
@@ -348,15 +322,12 @@ class WeighedPool:
 
 
 def carried_confidences(pool: RecordedPool) -> list[str]:
-    """Return the confidences that every question with a readable answer has, in a fixed order.
-
-    Those that depend on a question's other responses are left out: computed over the whole pool, they would let a
-    strategy look ahead.
-    """
+    """Return the confidences of one response that every question with a readable answer has, in a fixed order."""
     names = {name for entry in pool.entries for sample in entry.samples for name in sample.confidences}
-    candidates = [P_TRUE, LOGPROB, MEAN_LOGPROB, *sorted(names - {P_TRUE, LOGPROB, MEAN_LOGPROB})]
+    candidates = [*STORED, *sorted(names.difference(STORED))]
     left_out = pool_dependent(candidates, recorded_confidences(pool.estimators))
-    return [name for name in candidates if name not in left_out and all(_has(entry, name) for entry in pool.entries)]
+    kept = [name for name in candidates if name not in left_out]
+    return [name for name in kept if not any(lacks(entry, name) for entry in pool.entries)]
 
 
 def is_probability(pool: RecordedPool, name: str) -> bool:
@@ -366,7 +337,7 @@ def is_probability(pool: RecordedPool, name: str) -> bool:
 
 
 def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
-    """Return the default confidences for weighting: probabilities as they are, other scores scaled, and the fusion."""
+    """Return the confidences that weigh by default: probabilities as they are, other scores scaled, and the fusion."""
     carried = carried_confidences(pool)
     parts = [(name, is_probability(pool, name)) for name in carried]
     names = [name if probable else f"{name}_platt" for name, probable in parts if probable or can_fit]
@@ -412,10 +383,8 @@ def weigh_pool(
 
 def sources_of(name: str, scorers: Sequence[FittedScorer]) -> set[str]:
     """Return the unfitted confidences that a confidence is computed from; itself if it was not fitted."""
-    by_name = {scorer.name: scorer for scorer in scorers}
-    if name not in by_name:
-        return {name}
-    return {source for part in by_name[name].requires for source in sources_of(part, scorers)}
+    scorer = next((scorer for scorer in scorers if scorer.name == name), None)
+    return {name} if scorer is None else {source for part in scorer.requires for source in sources_of(part, scorers)}
 
 
 def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
@@ -424,8 +393,3 @@ def save_scorers(scorers: Sequence[FittedScorer], folder: Path) -> list[str]:
     for scorer, name in zip(scorers, names, strict=True):
         scorer.save(folder / name)
     return names
-
-
-def _has(entry: QuestionSamples, name: str) -> bool:
-    readable = [sample for sample in entry.samples if sample.answer is not None]
-    return not readable or any(confidence_of(sample, name) is not None for sample in readable)

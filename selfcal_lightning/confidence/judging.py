@@ -62,22 +62,30 @@ FORMS: Mapping[VerifierForm, Form] = {
 }
 
 
-def write_judgement(form: Form, *, question: str, reference: str, answer: str) -> tuple[Message, ...]:
-    r"""Return the chat that asks a model to grade an answer.
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A text to be graded."""
 
-    Example:
-        >>> form = Form("Grade it.", {"A": "right"})
-        >>> print(write_judgement(form, question="Who?", reference='["ann", "anna"]', answer='Eve"')[1].content)
-        Question: "Who?"
-        Reference answer: "ann" or "anna"
-        Answer to grade: "Eve\""
-    """
-    names = " or ".join(map(_quoted, split_aliases(reference)[:MOST_NAMES]))
-    text = (
-        f"Question: {_quoted(question[:LONGEST_QUESTION])}\nReference answer: {names}\n"
-        f"Answer to grade: {_quoted(answer[:LONGEST_ANSWER])}"
-    )
-    return Message("system", form.instruction), Message("user", text)
+    form: VerifierForm
+    question: str
+    reference: str
+    answer: str
+
+    def chat(self) -> tuple[Message, ...]:
+        r"""Return the chat that asks a model for the grade; what comes from outside is quoted.
+
+        Example:
+            >>> print(Candidate("facts", "Who?", '["ann", "anna"]', 'Eve"').chat()[1].content)
+            Question: "Who?"
+            Reference answer: "ann" or "anna"
+            Answer to grade: "Eve\""
+        """
+        names = " or ".join(map(_quoted, split_aliases(self.reference)[:MOST_NAMES]))
+        text = (
+            f"Question: {_quoted(self.question[:LONGEST_QUESTION])}\nReference answer: {names}\n"
+            f"Answer to grade: {_quoted(self.answer[:LONGEST_ANSWER])}"
+        )
+        return Message("system", FORMS[self.form].instruction), Message("user", text)
 
 
 def read_grade(form: Form, reply: str, *, finished: bool = True) -> Grade | None:
@@ -118,7 +126,7 @@ class Verdicts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Verdicts:
-        """Return the verdicts that :meth:`as_json` gave."""
+        """Read what :meth:`as_json` wrote."""
         grades = {(name, digest, text): grade for name, digest, text, grade in content["grades"]}
         return cls(content["origin"], grades)
 
@@ -148,16 +156,6 @@ class KeptVerdicts(NamedRecord[Verdicts]):
 
 
 CHUNK = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A text to be graded."""
-
-    form: VerifierForm
-    question: str
-    reference: str
-    answer: str
 
 
 def candidates_of(groups: Iterable[QuestionSamples], tasks: Callable[[str], Task]) -> dict[Key, Candidate]:
@@ -194,7 +192,7 @@ def grade_candidates(
     with Progress(len(keys), label="Verifying answers", unit="answers") as progress:
         for start in range(0, len(keys), CHUNK):
             chunk = {str(number): key for number, key in enumerate(keys[start : start + CHUNK])}
-            prompts = {number: chat.prompt_ids(_messages(candidates[key])) for number, key in chunk.items()}
+            prompts = {number: chat.prompt_ids(candidates[key].chat()) for number, key in chunk.items()}
             room = engine.max_context - max_new_tokens
             requests = [Request(number, ids, sampling, 0) for number, ids in prompts.items() if len(ids) <= room]
             replies = ask_for_replies(engine, requests) if requests else {}
@@ -206,12 +204,3 @@ def grade_candidates(
             grades |= found
             progress.update(len(chunk))
     return grades
-
-
-def _messages(candidate: Candidate) -> tuple[Message, ...]:
-    return write_judgement(
-        FORMS[candidate.form],
-        question=candidate.question,
-        reference=candidate.reference,
-        answer=candidate.answer,
-    )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED
 from selfcal_lightning.confidence.features import (
     ConfidenceScores,
     ResponseTable,
@@ -25,42 +25,21 @@ from selfcal_lightning.confidence.features import (
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.registry import KnownConfidence, pool_dependent
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
-from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError, RunError, unknown_name
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples, Sample
 
 
-@dataclass(frozen=True)
-class LogisticFit:
-    """Coefficients of ``p = sigmoid(intercept + x . weights)``.
+def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> tuple[Floats, float]:
+    r"""Return weights [F] and intercept of ``p = sigmoid(intercept + x . weights)``, fitted to targets in [0, 1] [N].
 
-    Attributes:
-        weights: One per feature [F].
-        intercept: The constant.
-    """
-
-    weights: Floats
-    intercept: float
-
-
-def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> LogisticFit:
-    r"""Fit probabilities to targets by maximum likelihood.
-
-    ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``. A
-    response with soft target t counts as right with weight t and wrong with weight 1 - t. The intercept is not
-    regularised.
+    ``min sum_i CE(t_i, sigmoid(b + x_i . w)) + l2 / 2 |w|^2`` with ``CE(t, p) = -t log p - (1 - t) log(1 - p)``; a
+    soft target t counts as right with weight t and wrong with weight 1 - t. The intercept is not regularised.
     """
     from scipy.optimize import minimize
 
-    if columns.ndim != 2 or targets.shape != (len(columns),) or not len(targets):
-        raise InputError(f"Expected a target for every row of `columns`, but got {targets.shape} and {columns.shape}.")
-    if not ((targets >= 0.0) & (targets <= 1.0)).all():
-        raise InputError("Expected `targets` to lie in [0, 1], but got one outside.")
     if not 0.0 < float(targets.mean()) < 1.0:
-        raise InputError(
-            f"Expected `targets` to hold right and wrong responses, but got {len(targets)} that are all "
-            f"{targets[0]:g}. Fit on more or other questions."
-        )
+        raise InputError(f"Expected right and wrong responses to fit on, but all {len(targets)} are {targets[0]:g}.")
     design = np.column_stack([columns, np.ones(len(columns))])
     ridge = np.append(np.full(columns.shape[1], l2), 0.0)
 
@@ -81,7 +60,7 @@ def fit_logistic(columns: Floats, targets: Floats, *, l2: float = 1.0) -> Logist
     # Rounding may stop the last step just short of a tolerance as tight as this one; a hundred times it is still tight.
     if not found.success and np.abs(gradient(found.x)).max() > 100.0 * tolerance:
         raise RunError(f"Expected the logistic fit to converge, but got: {found.message}")
-    return LogisticFit(found.x[:-1], float(found.x[-1]))
+    return found.x[:-1], float(found.x[-1])
 
 
 def sigmoid(z: Floats) -> Floats:
@@ -144,9 +123,10 @@ class PlattMap:
         right = float(targets.sum())
         high, low = (right + 1.0) / (right + 2.0), 1.0 / (len(targets) - right + 2.0)
         mean, std = float(x.mean()), float(x.std()) or 1.0
-        fit = fit_logistic(((x - mean) / std)[:, None], low + (high - low) * targets, l2=0.0 if x.std() else 1.0)
-        slope = float(fit.weights[0]) / std
-        return cls(slope, fit.intercept - slope * mean, takes_logit)
+        soft, l2 = low + (high - low) * targets, 0.0 if x.std() else 1.0
+        weights, intercept = fit_logistic(((x - mean) / std)[:, None], soft, l2=l2)
+        slope = float(weights[0]) / std
+        return cls(slope, intercept - slope * mean, takes_logit)
 
     def transform(self, values: Floats) -> Floats:
         """Return probabilities [N]."""
@@ -188,27 +168,20 @@ ScalerMap = TemperatureMap | PlattMap | IsotonicMap
 
 
 def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
-    """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file.
-
-    Example:
-        >>> read_map("temperature", {"temperature": 2.0})
-        TemperatureMap(temperature=2.0)
-    """
+    """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file."""
     if kind == "temperature":
-        scaled = TemperatureMap(**parameters)
-        if not scaled.temperature > 0.0:
-            raise InputError(f"Expected `temperature` to be positive, but got {scaled.temperature}.")
-        map_: ScalerMap = scaled
+        found: ScalerMap = TemperatureMap(**parameters)
+        is_sound = parameters["temperature"] > 0.0
     elif kind == "platt":
-        map_ = PlattMap(**parameters)
-        if not (math.isfinite(map_.slope) and math.isfinite(map_.intercept)):
-            raise InputError(f"Expected `slope` and `intercept` to be finite, but got {map_}.")
+        found = PlattMap(**parameters)
+        is_sound = math.isfinite(found.slope) and math.isfinite(found.intercept)
     else:
-        map_ = IsotonicMap(*(tuple(float(value) for value in parameters[axis]) for axis in ("x", "y")))
-        is_rising = all((np.diff(knots) >= 0.0).all() for knots in (map_.x, map_.y))
-        if not map_.x or len(map_.x) != len(map_.y) or not is_rising:
-            raise InputError("Expected the knots `x` and `y` to be rising and of one length of at least 1.")
-    return map_
+        x, y = tuple(parameters["x"]), tuple(parameters["y"])
+        found = IsotonicMap(x, y)
+        is_sound = len(x) == len(y) > 0 and all((np.diff(knots) >= 0.0).all() for knots in (x, y))
+    if not is_sound:
+        raise InputError(f"Expected the parameters of a {kind} scaling, but got {found}.")
+    return found
 
 
 ScalerKind = Literal["temperature", "platt", "isotonic"]
@@ -243,32 +216,30 @@ class Scaler:
         """Return the scaler as plain JSON types."""
         held_out = None
         if self.held_out_before is not None and self.held_out_after is not None:
-            held_out = {"before": self.held_out_before.as_json(), "after": self.held_out_after.as_json()}
+            held_out = {"before": asdict(self.held_out_before), "after": asdict(self.held_out_after)}
         return {
             "name": self.name,
             "source": self.source,
             "parameters": asdict(self.map),
             "needs_pool": self.needs_pool,
             "fitted_on": self.fitted_on.as_json(),
-            "scores": {"before": self.before.as_json(), "after": self.after.as_json()},
+            "scores": {"before": asdict(self.before), "after": asdict(self.after)},
             "held_out_scores": held_out,
         }
 
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
         """Read what :meth:`as_json` wrote; the file holds ``kind`` next to it."""
-        held_out = content["held_out_scores"] or {}
-        read = ConfidenceScores.from_json
+        scores, held_out = content["scores"], content["held_out_scores"] or {}
+        found = {name: ConfidenceScores(**row) for name, row in scores.items()}
+        found |= {f"held_out_{name}": ConfidenceScores(**row) for name, row in held_out.items()}
         return cls(
             name=content["name"],
             source=content["source"],
             map=read_map(kind, content["parameters"]),
-            needs_pool=bool(content["needs_pool"]),
+            needs_pool=content["needs_pool"],
             fitted_on=FittedOn.from_json(content["fitted_on"]),
-            before=read(content["scores"]["before"]),
-            after=read(content["scores"]["after"]),
-            held_out_before=read(held_out["before"]) if held_out else None,
-            held_out_after=read(held_out["after"]) if held_out else None,
+            **found,
         )
 
     def save(self, path: str | Path) -> None:
@@ -277,7 +248,7 @@ class Scaler:
 
     @classmethod
     def load(cls, path: str | Path) -> Scaler:
-        """Read a scaler from a JSON file; see ``confidence.fitted.load_scorer`` for files of any kind."""
+        """Read a scaler from a JSON file."""
         return cls.from_json(*load_fitted(path, SCALER_KINDS))
 
 
@@ -299,7 +270,7 @@ def fit_scaler(
     name = f"{source}_{kind}" if name is None else name
     check_new_name(name, (source,))
     if kind not in SCALER_KINDS:
-        raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
+        raise unknown_name("kind", kind, SCALER_KINDS)
     table = ResponseTable.from_pool(pool, (source,))
     check_labels(table)
     used = table.is_complete
@@ -318,20 +289,19 @@ def fit_scaler(
 
 
 def check_labels(table: ResponseTable) -> None:
-    """Raise unless the correctness of every response is known."""
+    """Refuse responses that nobody can judge."""
     unknown = np.isnan(table.correct)
     if unknown.any():
         question = table.question_ids[int(table.question[unknown][0])]
         raise InputError(
-            f"Expected every response to be right or wrong, but got {int(unknown.sum())} of {len(unknown)} that nobody "
-            f"can judge, such as one to {question!r}, which has no reference. Fit to label-free targets "
-            '(target "ssc"), or on questions with references.'
+            f"{int(unknown.sum())} of {len(unknown)} responses are neither right nor wrong, such as one to "
+            f'{question!r}, which has no reference. Fit to label-free targets (target "ssc").'
         )
 
 
 def check_new_name(name: str, sources: Sequence[str]) -> None:
-    """Raise if the name of a fitted confidence is taken."""
-    taken = (P_TRUE, LOGPROB, MEAN_LOGPROB, *sources)
+    """Refuse a name of a fitted confidence that is taken."""
+    taken = (*STORED, *sources)
     if not name or name in taken:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
 
@@ -347,10 +317,7 @@ def _fit_map(
     if kind == "platt":
         return PlattMap.fit(values, targets, takes_logit=is_probability)
     if not is_probability:
-        raise InputError(
-            f"Expected the confidence {source!r} to be a probability for temperature scaling, but got a score. "
-            "Use Platt or isotonic scaling."
-        )
+        raise InputError(f"Temperature scaling needs a probability, which {source!r} is not. Use Platt or isotonic.")
     return TemperatureMap.fit(values, targets)
 
 

@@ -34,12 +34,7 @@ class FittedOn:
     def from_questions(
         cls, questions: Iterable[str | Question], *, num_responses: int, num_left_out: int = 0
     ) -> FittedOn:
-        """Build the record from questions, or from ids alone.
-
-        Example:
-            >>> FittedOn.from_questions(["b", "a", "b"], num_responses=12).num_questions
-            2
-        """
+        """Build the record from questions, or from ids alone."""
         found = list(questions)
         ids = {_id_of(question) for question in found}
         contents = {content for question in found if (content := _content_of(question)) is not None}
@@ -57,9 +52,8 @@ class FittedOn:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
         """Read what :meth:`as_json` wrote."""
-        ids, contents = (tuple(map(str, content[name])) for name in ("question_hashes", "content_hashes"))
-        counts = (int(content[name]) for name in ("num_responses", "num_left_out"))
-        return cls(str(content["split_hash"]), ids, contents, *counts)
+        ids, contents = (tuple(content[name]) for name in ("question_hashes", "content_hashes"))
+        return cls(content["split_hash"], ids, contents, content["num_responses"], content["num_left_out"])
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -92,12 +86,7 @@ class Fitted(Protocol):
 
 
 def content_hash(question: Question) -> str | None:
-    """Return the hash of a question's task, messages and reference, as in the store; None without any text.
-
-    Example:
-        >>> content_hash(Question("q", "local_number", ())) is None
-        True
-    """
+    """Return the hash of a question's task, messages and reference, as in the store; None without any text."""
     return question_digest(question) if any(message.content.strip() for message in question.messages) else None
 
 
@@ -132,9 +121,8 @@ def check_not_fitted_on(
         if shared:
             count = len({_id_of(question) for question in asked})
             raise InputError(
-                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} "
-                f"that it was, such as {shared[0]!r}. Numbers on a fitting split flatter: use another split, or the "
-                "other half (`split_in_halves`)."
+                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} that it "
+                f"was, such as {shared[0]!r}. Use another split, or the other half."
             )
 
 
@@ -145,7 +133,7 @@ def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tupl
     """
     ids = sorted(set(question_ids), key=lambda name: (question_hash(f"{seed}/{name}"), name))
     if len(ids) < 2:
-        raise InputError(f"Expected `question_ids` to hold at least 2 questions, but got {len(ids)}.")
+        raise InputError(f"Expected at least 2 different questions to split into halves, but got {len(ids)}.")
     middle = (len(ids) + 1) // 2
     return tuple(sorted(ids[:middle])), tuple(sorted(ids[middle:]))
 
@@ -155,25 +143,13 @@ def halve_pool(
 ) -> tuple[list[QuestionSamples], list[QuestionSamples]]:
     """Split a pool as :func:`split_in_halves` does, keeping questions with equal content together."""
     leaders = leading_ids([entry.question for entry in pool])
-    if len(set(leaders.values())) < 2:
-        raise InputError(
-            f"Expected at least 2 different questions to deal into two halves, but got {len(pool)} of one content. "
-            "Look at the texts of the pool."
-        )
     halves = map(set, split_in_halves(leaders.values(), seed=seed))
     first, second = ([entry for entry in pool if leaders[entry.question.id] in half] for half in halves)
     return first, second
 
 
 def leading_ids(questions: Sequence[Question]) -> dict[str, str]:
-    """Map each question id to the smallest id with the same content.
-
-    Example:
-        >>> from selfcal_lightning.records import Message
-        >>> same = (Message("user", "1 + 1?"),)
-        >>> leading_ids([Question("b", "t", same), Question("a", "t", same), Question("c", "t", ())])
-        {'b': 'a', 'a': 'a', 'c': 'c'}
-    """
+    """Map each question id to the smallest id with the same content."""
     first: dict[str, str] = {}
     for question in questions:
         content = content_hash(question)

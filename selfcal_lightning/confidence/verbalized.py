@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,18 +106,14 @@ def _number(content: str) -> re.Match[str] | None:
 
 def _probability(content: str) -> float | None:
     match = _number(content)
-    if match is None:
-        return None
-    value = float(match[1]) / (100.0 if match[2] else 1.0)
+    value = math.inf if match is None else float(match[1]) / (100.0 if match[2] else 1.0)
     return value if value <= 1.0 else None
 
 
 def _percentage(content: str) -> float | None:
     match = _number(content)
-    if match is None:
-        return None
-    value = float(match[1])
-    is_fraction = not match[2] and "." in match[1] and value <= 1.0
+    value = math.inf if match is None else float(match[1])
+    is_fraction = match is not None and not match[2] and "." in match[1] and value <= 1.0
     value = value if is_fraction else value / 100.0
     return value if value <= 1.0 else None
 
@@ -142,9 +139,6 @@ class Verbalized:
         max_new_tokens: Maximum length of a reply in tokens.
         attempts: How often to ask; the first reply is greedy, later ones are drawn at temperature 1.
 
-    Raises:
-        ValueError: If ``attempts`` is not positive.
-
     Reference:
         Tian et al., Just Ask for Calibration, arXiv 2305.14975.
     """
@@ -165,16 +159,12 @@ class Verbalized:
         attempts: int = 1,
     ) -> None:
         check_positive(attempts, "attempts")
-        self._engine, self._chat, self._attempts = engine, chat, attempts
-        self._max_new_tokens = max_new_tokens
-        self._suffix_ids = ChatFormat(
-            chat.tokenizer, query=query or self.scale.after, prompt=chat.prompt
-        ).query.suffix_ids
+        self._engine, self._chat, self._attempts, self._max_new_tokens = engine, chat, attempts, max_new_tokens
+        asking = ChatFormat(chat.tokenizer, query=query or self.scale.after, prompt=chat.prompt)
+        self._suffix_ids = asking.query.suffix_ids
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the stated probability of every sample, [question][sample].
-
-        None stands for a reply without a probability, or a sample that the engine refuses.
+        """Return the stated probability of every sample; None without one, or for a sample that the engine refuses.
 
         Raises:
             RequestsFailedError: The engine did not answer for another reason.

@@ -133,7 +133,7 @@ def test_the_fusion_is_fitted_to_votes_and_never_sees_a_label() -> None:
     assert found == other
     assert found.fusion.features == ("mean_logprob", "logit:p_true"), "those of the default that are there"
     assert found.fusion.target == "vote_share"
-    assert found.fusion.scores[0].as_json()["auroc"] is None, "no figure that needs labels"
+    assert found.fusion.scores[0].auroc is None, "no figure that needs labels"
     assert all(row.pick_score is None or 0.0 <= row.pick_score <= 1.0 for row in found.rows)
 
 

@@ -74,7 +74,7 @@ def test_response_without_confidence_is_left_out_and_counted() -> None:
 
 
 def test_pool_without_any_confidence_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"the confidence 'p_true', but got none\. Sample with the confidence query"):
+    with pytest.raises(ValueError, match="the confidence 'p_true', but got none"):
         scored_responses(_pool([[None]], [["1"]]))
 
 

@@ -127,9 +127,6 @@ def run_adapt(
         seed: Seeds sampling, training and intervals.
         revision: Revision of the model on the hub: a branch, tag or commit.
         check: Checks the settings of the training, prints its plan, and stops.
-
-    Returns:
-        What is written to adaptation.json.
     """
     model, folder = resolve_model(base_model), Path(output_dir)
     one = Adaptation(

@@ -127,13 +127,6 @@ def run_answer(
         reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
             `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
             reward, any that `selfcal score` reads.
-
-    Returns:
-        The answers, in the order of the questions.
-
-    Raises:
-        EngineStoppedError: If the engine cannot go on, or ``max_failures`` requests failed in a row.
-        InputError: If options contradict one another, or a question, a file or a setting cannot be used.
     """
     task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
     asked = _questions(question, questions, columns, task=task, chain_of_thought=chain_of_thought)

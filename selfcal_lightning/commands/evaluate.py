@@ -143,9 +143,6 @@ def run_evaluate(
         devices: Number of worker processes: one for each GPU, or CPU processes.
         seed: Seeds sampling, orders and bootstrap.
         check: Checks names, paths, memory and disk, prints the plan, and stops before anything is sampled.
-
-    Returns:
-        The content of results.json.
     """
     arguments = {**locals(), "plugins": loaded_plugins()}
     settings = StrategySettings(

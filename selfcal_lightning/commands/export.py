@@ -73,9 +73,6 @@ def run_export(
             its own.
         module: Class path of the module that wrote the checkpoint, if it is not SelfCalibrationModule. It is imported,
             so name only code that you trust; a checkpoint never decides what is imported.
-
-    Returns:
-        The folder that was written.
     """
     target = Path(output_dir)
     check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)

@@ -1,12 +1,8 @@
-"""``selfcal fit-threshold``: the threshold of a strategy from a calibration split.
-
-It takes one half of the split's questions; ``selfcal fit-confidence`` takes the other.
-"""
+"""``selfcal fit-confidence`` and ``selfcal fit-threshold``, each on one half of a calibration split."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +26,7 @@ from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_replaceable
-from selfcal_lightning.core.progress import Stage, say
-from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.core.progress import Stage, say, tell
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.threshold_fitting import (
@@ -85,13 +80,11 @@ def run_fit_confidence(
             recorded pools only.
         figure: Draws the reliability diagram.
         seed: Seeds the halves. `selfcal fit-threshold` must get the same seed, and has the same default.
-
-    Returns:
-        The fitted confidence.
     """
     check_fitted_target(output, kind)
     drawing = Path(output).with_suffix(".png")
-    if figure and not use_all:
+    figure = figure and not use_all
+    if figure:
         _check_drawing(drawing, output)
     known = load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
@@ -105,27 +98,18 @@ def run_fit_confidence(
         fitted: FittedScorer
         if kind == "fusion":
             fitted = fit_fusion(
-                fit,
-                features,
-                target=target,
-                name=FUSED if name is None else name,
-                l2=l2,
-                held_out=held_out,
-                allow_pool_features=allow_pool_features,
-                known=recorded,
-            )
+                fit, features, target=target, name=FUSED if name is None else name, l2=l2, held_out=held_out,
+                allow_pool_features=allow_pool_features, known=recorded,
+            )  # fmt: skip
         else:
             fitted = fit_scaler(fit, kind, source=source, name=name, held_out=held_out, known=recorded)
     fitted.save(output)
-    written = [output]
-    if figure and held_out is not None and _draw(fitted, held_out, drawing):
-        written.append(str(drawing))
-    sys.stdout.write(f"{describe_scorer(fitted)}\nWritten: {', '.join(written)}\n")
+    drawn = figure and held_out is not None and _draw(fitted, held_out, drawing)
+    tell(describe_scorer(fitted), output, *([str(drawing)] if drawn else []))
     return fitted
 
 
 def describe_scorer(fitted: FittedScorer) -> str:
-    """Return a fitted confidence as readable text: its parameters, and what its parts and it are worth."""
     if isinstance(fitted, Fusion):
         return fitted.describe()
     lines = [
@@ -141,7 +125,7 @@ def describe_scorer(fitted: FittedScorer) -> str:
 
 
 def _check_drawing(path: Path, output: str) -> None:
-    """Raise ValueError where the diagram would take the place of the fitted confidence, or of a figure of others."""
+    """Refuse to draw over the fitted confidence itself, or over a figure of something else."""
     from selfcal_lightning.evaluation.figures import is_own_figure
 
     if path == Path(output):
@@ -223,23 +207,29 @@ def run_fit_threshold(
         use_all: Takes all questions instead of the second half.
         num_reshuffles: Averages over this many random orders of each question's samples (for budget and accuracy).
         seed: Seeds the halves and the orders; `selfcal evaluate` has the same default.
-
-    Returns:
-        The threshold.
     """
     if sum(value is not None for value in (budget, accuracy, risk)) != 1:
         raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
     check_can_answer(strategy)
     check_fitted_target(output, KIND)
     known = load_scorers(scorers)
-    fields = _fields(strategy, settings, confidence=confidence, max_samples=max_samples)
-    needed = _confidence_of(strategy, fields)
-    # One without a vectorised form is a user's own, which may look at whole samples.
-    is_own = not isinstance(make_strategy(strategy, **fields), CurveStrategy)
+    options = {"confidence": confidence, "max_samples": max_samples}
+    given = {option: value for option, value in options.items() if value is not None}
+    if twice := sorted(given.keys() & settings.keys()):
+        raise InputError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
+    fields = {**settings, **given}
+    plain = make_strategy(strategy, **fields)
+    needed = () if plain.confidence is None else (plain.confidence,)
+    # A strategy without a vectorised form is a user's own, which may look at whole samples.
+    is_own = not isinstance(plain, CurveStrategy)
     read = load_for_fitting(pool, split, task, needed, known, texts=is_own)
-    width = len(read.shortest.samples)
+    width, most = len(read.shortest.samples), max(len(entry.samples) for entry in read.entries)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
-    _say_width(read, chosen)
+    if most > chosen.max_samples:
+        say(
+            f"Questions have {width} ({read.shortest.question.id!r}) to {most} responses; {chosen.name} draws at most "
+            f"{chosen.max_samples}, here and wherever the threshold is used."
+        )
     refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
     with Stage(f"Fitting a threshold of {strategy}"):
         guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
@@ -249,41 +239,15 @@ def run_fit_threshold(
         elif accuracy is not None:
             fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
         else:
-            guide = guide if grid is None else None
             fitted = _fit_risk(
-                chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known, guide=guide, grid=grid,
-                procedure=procedure,
+                chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known,
+                guide=guide if grid is None else None, grid=grid, procedure=procedure,
             )  # fmt: skip
     fitted = replace(fitted, sampled_by=read.sampled_by)
     fitted.save(output)
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in fitted.achieved.items())
-    sys.stdout.write(
-        f"{fitted.message}\nOn the calibration questions: {numbers}.\n{fitted.promise}\nWritten: {output}\n"
-    )
+    tell(f"{fitted.message}\nOn the calibration questions: {numbers}.\n{fitted.promise}", output)
     return fitted
-
-
-def _fields(strategy: str, settings: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Return the strategy's fields that were set, by ``settings`` or by an option of their name."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if twice := sorted(given.keys() & settings.keys()):
-        raise InputError(f"Expected `{twice[0]}` once, but got it as an option and among the `settings` of {strategy}.")
-    return {**settings, **given}
-
-
-def _confidence_of(strategy: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the confidence that a strategy reads, if any; its budget is not known yet and does not matter."""
-    reads = make_strategy(strategy, **fields).confidence
-    return () if reads is None else (reads,)
-
-
-def _say_width(pool: RecordedPool, strategy: Strategy) -> None:
-    shortest, most = pool.shortest, max(len(entry.samples) for entry in pool.entries)
-    if most > strategy.max_samples:
-        say(
-            f"Questions have {len(shortest.samples)} ({shortest.question.id!r}) to {most} responses; {strategy.name} "
-            f"draws at most {strategy.max_samples}, here and wherever the threshold is used."
-        )
 
 
 def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: Any) -> FittedThreshold:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ from selfcal_lightning.confidence.fitted_files import check_fitted_target
 from selfcal_lightning.confidence.scaling import ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn, halve_pool
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import tell
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.inference.vectorised import SEED
@@ -65,9 +65,6 @@ def run_fit_step_scaler(
         dtype: Type of the reward model's weights in memory.
         reward: The reward model.
         seed: Seeds the halves.
-
-    Returns:
-        The scaler.
     """
     check_fitted_target(output, PREFIX + kind)
     check_target(target)
@@ -101,26 +98,24 @@ def run_fit_step_scaler(
     def rows_of(entries: Sequence[QuestionSamples]) -> StepRows:
         return step_rows(entries, reader.read(entries), target=target, steps=steps, rates=rates)
 
-    halves = (
-        {"fitted": pool} if use_all else dict(zip(("fitted", "held out"), halve_pool(pool, seed=seed), strict=True))
-    )
-    rows = {name: rows_of(entries) for name, entries in halves.items()}
+    halves = [pool] if use_all else halve_pool(pool, seed=seed)
+    rows = {name: rows_of(entries) for name, entries in zip(("fitted", "held out"), halves, strict=False)}
     fit = rows["fitted"]
     map_ = fit_step_map(kind, fit)
     fitted_on = FittedOn.from_questions(
-        (entry.question for entry in halves["fitted"]), num_responses=_responses(halves["fitted"]) - fit.num_left_out,
+        (entry.question for entry in halves[0]),
+        num_responses=sum(len(entry.samples) for entry in halves[0]) - fit.num_left_out,
         num_left_out=fit.num_left_out,
-    )  # fmt: skip
+    )
     scores = {f"{name} {when}": found for name, one in rows.items() for when, found in _worth(one, map_).items()}
     scaler = StepScaler(map_, target, reward_digest(reward), fitted_on, scores)
     reader.close()
     scaler.save(Path(output))
-    sys.stdout.write(f"{describe_step_scaler(scaler)}\nWritten: {output}\n")
+    tell(describe_step_scaler(scaler), output)
     return scaler
 
 
 def describe_step_scaler(scaler: StepScaler) -> str:
-    """Return a scaler as readable text: what it was fitted on, and what it is worth."""
     fitted = scaler.fitted_on
     lines = [
         f"{scaler.map.kind} scaling of step scores to the target {scaler.target!r}, fitted on {fitted.num_responses} "
@@ -134,21 +129,13 @@ def describe_step_scaler(scaler: StepScaler) -> str:
 
 
 def _worth(rows: StepRows, map_: ScalerMap) -> dict[str, dict[str, float]]:
-    """Return what scores are worth before and after, against the targets; nothing without any."""
+    """Return the metrics of the scores against the targets, before and after scaling; empty without targets."""
     worth = {}
     for when, score in (("before", rows.score), ("after", map_.transform(rows.score))):
         metric = StepMetrics()
-        metric.update(
-            torch.as_tensor(score),
-            torch.as_tensor(rows.target),
-            torch.ones(len(rows.target), dtype=torch.int64),
-            torch.as_tensor(rows.position),
-        )
+        score_, target = torch.as_tensor(score), torch.as_tensor(rows.target)
+        metric.update(score_, target, torch.ones_like(target, dtype=torch.int64), torch.as_tensor(rows.position))
         found = metric.compute()
         if found[PREFIXES]:
             worth[when] = {key: found[key] for key in (PREFIXES, STEP_BRIER, STEP_ECE, STEP_BIAS)}
     return worth
-
-
-def _responses(pool: Sequence[QuestionSamples]) -> int:
-    return sum(len(entry.samples) for entry in pool)

@@ -83,9 +83,6 @@ def run_generate(
         repair: First moves damaged files of the store aside, and drops questions with responses that are empty because
             their requests failed; both are sampled again.
         check: Checks names, paths, memory and disk, prints the plan, and stops before anything is sampled.
-
-    Returns:
-        Counts of what this machine did.
     """
     settings = GenerationSettings(
         model=resolve_model(model),

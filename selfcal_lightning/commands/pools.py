@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, recorded_confidences
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -38,6 +38,7 @@ Format = Literal[
     "trl", "dataset",
 ]  # fmt: skip
 
+READ_BY = {"columns": ("dataset", "trl", "lm-eval", "openai-batch"), "filter": ("lm-eval",)}  # others: a batch alone
 ExportFormat = Literal["pool", "sampled", "inspect", "every_eval_ever", "lm-eval"]
 
 
@@ -84,11 +85,10 @@ def run_import_pool(
     logged = find_format(place, format, columns=columns) if is_log else None
     if logged is None and is_hub_name(path):
         raise InputError(f"Name the column of responses in {path} by `--columns.responses`.")
-    unread = {"columns": columns, "filter": filter, "requests": requests, "questions": questions}
-    readers = {"columns": ("dataset", "trl", "lm-eval", "openai-batch"), "filter": ("lm-eval",)}
-    for option, value in unread.items():
-        if value is not None and (logged is None or logged[0] not in readers.get(option, ("openai-batch",))):
-            found = logged[0] if logged else "sampled" if sampled else "pool"
+    found = logged[0] if logged else "sampled" if sampled else "pool"
+    options = {"columns": columns, "filter": filter, "requests": requests, "questions": questions}
+    for option, value in options.items():
+        if value is not None and found not in READ_BY.get(option, ("openai-batch",)):
             raise InputError(f"`{option}` has no meaning for {path}, whose format is {found}.")
     if sampled is not None:
         if task is None or split is None:
@@ -96,8 +96,10 @@ def run_import_pool(
         report = import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
     elif logged is not None:
         name, files = logged
-        places = [None if one is None else Path(one) for one in (requests, questions)]
-        log = Log(files, columns or Columns(), filter, requests=places[0], questions=places[1])
+        log = Log(
+            files, columns or Columns(), filter, requests=Path(requests) if requests else None,
+            questions=Path(questions) if questions else None,
+        )  # fmt: skip
         report = import_log(place, name, log, store_dir, task=task, split=split, stated=stated)
     elif not stated:
         raise InputError(f"Expected `stated` for a {SAMPLED} or a log only, but got false with {path}.")
@@ -132,20 +134,17 @@ def run_export_pool(
     """
     if format not in get_args(ExportFormat):
         raise unknown_name("format", format, get_args(ExportFormat))
-    if format != "pool":
-        if token_ids or confidences:
-            raise InputError(f"Expected `token_ids` and `confidences` with the format 'pool' only, but got {format!r}.")
-        if format == "sampled":
-            report = export_sampled(store_dir, path, split=split, round=round, task=task)
-        else:
-            report = export_log(store_dir, path, format, split=split, round=round, task=task)
-        say(f"Exported {store_dir} to {path}: {report}")
-        return report
-    for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):
-        check_name_tells(one)
-    report = export_pool(
-        store_dir, path, split=split, round=round, task=task, token_ids=token_ids, confidences=confidences or ()
-    )
+    if format != "pool" and (token_ids or confidences):
+        raise InputError(f"Expected `token_ids` and `confidences` with the format 'pool' only, but got {format!r}.")
+    rows: dict[str, Any] = {"split": split, "round": round, "task": task}
+    if format == "pool":
+        for one in recorded_confidences(annotation_estimators(store_dir, confidences or ())):
+            check_name_tells(one)
+        report = export_pool(store_dir, path, token_ids=token_ids, confidences=confidences or (), **rows)
+    elif format == "sampled":
+        report = export_sampled(store_dir, path, **rows)
+    else:
+        report = export_log(store_dir, path, format, **rows)
     say(f"Exported {store_dir} to {path}: {report}")
     return report
 
@@ -173,15 +172,9 @@ def run_import_records(
         revision: Revision of the model on the hub: a branch, tag or commit.
     """
     report = import_training_records(
-        path,
-        store_dir,
-        prompt_separator=prompt_separator,
-        task=task,
-        split=split,
-        end_of_turn=end_of_turn,
-        model=model,
-        revision=revision,
-    )
+        path, store_dir, prompt_separator=prompt_separator, task=task, split=split, end_of_turn=end_of_turn,
+        model=model, revision=revision,
+    )  # fmt: skip
     say(f"Imported {path} to {store_dir}: {report}")
     return report
 
@@ -189,15 +182,13 @@ def run_import_records(
 def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get_task) -> Reread:
     """Extract and verify the answer of every response in ``store`` again.
 
-    Texts, tokens and confidences stay as they are, and so do annotations, but for those that compare answers: they are
-    removed where an answer changed.
+    Annotations that compare answers are removed where an answer changed; everything else stays.
     """
     manifest = store.join()
     if any(record.fingerprint.model.model == IMPORTED for record in manifest.rounds.values()):
         raise InputError(
-            f"Expected {store.path} to hold responses that were sampled here, but got a store of responses made "
-            "elsewhere, whose answers and verdicts may have been given with them. Import the file again, into another "
-            "`store_dir`."
+            f"{store.path} holds responses that were made elsewhere, whose answers and verdicts may have come with "
+            "them. Import the file again, into another `store_dir`."
         )
     readers: dict[str, str] = {}
 
@@ -211,12 +202,7 @@ def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get
         def count(group: QuestionSamples) -> None:
             progress.update(len(group.samples), unreadable=sum(sample.answer is None for sample in group.samples))
 
-        return store.reread(
-            read,
-            readers=readers,
-            stale=[name for name in annotation_names(store.path) if _compares_answers(store, name)],
-            on_question=count,
-        )
+        return store.reread(read, readers=readers, stale=_comparing(store), on_question=count)
 
 
 def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
@@ -231,13 +217,10 @@ def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
         store_dir: Folder of the store. Not that of an imported one: import its file again instead.
         undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
             pairs count as different, and are counted.
-
-    Returns:
-        What changed.
     """
     allow_undecided(undecided_seconds)
     store, before = SampleStore(store_dir), Undecided.so_far()
-    stale = {name for name in annotation_names(store_dir) if _compares_answers(store, name)}
+    stale = set(_comparing(store))
     done = re_extract_answers(store)
     say_undecided(before)
     say(
@@ -249,13 +232,15 @@ def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     return done
 
 
-def _compares_answers(store: SampleStore, name: str) -> bool:
-    """Return whether an annotation was computed from the answers of a question's responses."""
-    record = Annotation(store.path, name).record
-    origin: Mapping[str, object] = {} if record is None else record.origin
-    estimator = origin.get("estimator")
-    kind = ESTIMATORS.get(str(estimator))
-    return kind is not None and kind.needs_pool and kind.reads == "pool"
+def _comparing(store: SampleStore) -> list[str]:
+    """Return the annotations that were computed from the answers of a question's responses."""
+
+    def compares(name: str) -> bool:
+        record = Annotation(store.path, name).record
+        kind = None if record is None else ESTIMATORS.get(str(record.origin.get("estimator")))
+        return kind is not None and kind.needs_pool and kind.reads == "pool"
+
+    return [name for name in annotation_names(store.path) if compares(name)]
 
 
 def run_drop_rounds(store_dir: str, first: int = 1) -> int:
@@ -264,9 +249,6 @@ def run_drop_rounds(store_dir: str, first: int = 1) -> int:
     Args:
         store_dir: Folder of the store, which no run is using. Copy it first if you still want the rounds.
         first: Deletes this round and all later ones; at least 1.
-
-    Returns:
-        Number of files of samples that were deleted.
     """
     from selfcal_lightning.training.rounds import adapter_folder
 

@@ -1,15 +1,14 @@
-"""``selfcal rollout``: continue the prefixes of stored responses, to see from where they come out right."""
+"""``selfcal rollout`` and ``import-prefixes``: success rates of the prefixes of responses."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, read_json_lines, write_json_lines
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.importing import ImportReport, import_pool
@@ -99,9 +98,6 @@ def run_rollout(
         max_failures: Stops the run after this many failed requests in a row.
         extend: Draws more rollouts from prefixes that have fewer than ``num_rollouts``. Existing ones stay, and the new
             ones are those that a single larger run would draw.
-
-    Returns:
-        What there is now.
     """
     source = RolloutSource(samples_dir, split, limit, responses, prefixes, steps, None if at is None else tuple(at))
     if labels not in get_args(StepLabels):
@@ -145,7 +141,13 @@ def run_rollout(
         write_json_lines(Path(export), records)
         say(f"Wrote {len(records):,} success rates to {export}: of {len(rates):,} prefixes, questions and responses")
     if export_trl is not None:
-        _write_trl(Path(export_trl), list(source.labelled(chat, rates)), labels)
+        labelled = list(source.labelled(chat, rates))
+        rows = [trl_row(*one, labels) for one in labelled if one is not None]
+        write_json_lines(Path(export_trl), rows)
+        say(
+            f"Wrote the steps of {len(rows):,} responses to {export_trl}; left out {len(labelled) - len(rows):,} "
+            "without steps or a label, or of which some steps are not rolled out"
+        )
     mean = sum(rate.share for rate in found) / len(found) if found else None
     report = RolloutReport(len(wanted), len(found), sum(rate.rollouts for rate in found), mean)
     done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
@@ -154,21 +156,20 @@ def run_rollout(
 
 
 def _check_exports(export: str | None, export_trl: str | None) -> None:
-    """Raise InputError where a file of something else would be replaced, or one of the two by the other."""
+    """Refuse to replace a file of something else, or one of the two by the other."""
     if export is not None and export_trl is not None and Path(export).resolve() == Path(export_trl).resolve():
         raise InputError(f"`export` and `export_trl` must be different files, got {export!r} twice.")
-    if export is not None:
-        is_own = partial(has_first_keys, SUCCESS_KEYS)
-        check_replaceable(export, is_own, option="export", kind="earlier success rates")
-    if export_trl is not None:
-        is_own = partial(has_first_keys, TRL_FIELDS)
-        check_replaceable(export_trl, is_own, option="export_trl", kind="an earlier file for TRL")
+    for option, path, keys, kind in (
+        ("export", export, SUCCESS_KEYS, "earlier success rates"),
+        ("export_trl", export_trl, TRL_FIELDS, "an earlier file for TRL"),
+    ):
+        if path is not None:
+            check_replaceable(path, partial(has_first_keys, keys), option=option, kind=kind)
 
 
 def _check_number(store: Path, split: str, num_rollouts: int, *, extend: bool) -> None:
-    """Raise where there are fewer rollouts of each prefix already, which only ``extend`` adds to."""
-    if num_rollouts < 1:
-        raise InputError(f"Expected `num_rollouts` to be at least 1, but got {num_rollouts}.")
+    """Refuse more rollouts of each prefix than there are, which only ``extend`` draws."""
+    check_at_least(1, num_rollouts=num_rollouts)
     if extend or not round_file(store, 0).is_file():
         return
     known = SampleStore(store).round_manifest().samples_of(split)
@@ -179,15 +180,8 @@ def _check_number(store: Path, split: str, num_rollouts: int, *, extend: bool) -
         )
 
 
-def _write_trl(path: Path, found: Sequence[tuple[str, list[str], list[float]] | None], labels: StepLabels) -> None:
-    rows = [trl_row(*one, labels) for one in found if one is not None]
-    write_json_lines(path, rows)
-    without = "without steps or a label, or of which some steps are not rolled out"
-    say(f"Wrote the steps of {len(rows):,} responses to {path}; left out {len(found) - len(rows):,} {without}")
-
-
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
-    """Return the model to roll out with, which is the one that sampled the responses where that is known."""
+    """Return the model to roll out with: the one that sampled the responses, where that is known."""
     sampled = policy.model
     if model is None:
         if sampled.model in (None, IMPORTED):
@@ -198,14 +192,12 @@ def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | N
     if sampled.weights_sha256 not in (None, weights_sha256(place, revision=revision)):
         raise InputError(
             f"Expected `model` to be the policy that sampled the responses, {sampled.model!r}, but got {model!r} with "
-            "other weights: its success rates would say nothing of theirs. Leave `model` out, or sample its own "
-            "responses first."
+            "other weights. Leave `model` out, or sample responses of this one first."
         )
     return place
 
 
 def _keep_prefixes(path: Path, lines: dict[str, dict[str, object]]) -> None:
-    """Add what is known of prefixes to the file of their rollouts."""
     earlier = {line["id"]: line for _, line in read_json_lines(path)} if path.is_file() else {}
     write_json_lines(path, list({**earlier, **lines}.values()))
 

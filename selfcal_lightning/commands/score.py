@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.scoring import PoolScoring, ScoreReport, StoreScoring, score_pool, score_store
 from selfcal_lightning.confidence.scoring_model import ModelSettings
@@ -64,14 +62,14 @@ def run_score(
         reward: The reward model for prm, prm_lower, prm_min, prm_prod, orm and reward; it runs in ``engine.dtype``.
         criteria: How token and step scores are combined, for step_certainty, step_entropy, step_coe_c, step_coe_r,
             step_self_evaluation and lowest_group_confidence.
-
-    Returns:
-        What each estimator did.
     """
     engine.check_local()
     names = (estimator,) if isinstance(estimator, str) else tuple(estimator)
     settings = ModelSettings(model, query, engine.of(revision=revision, adapter=adapter), reward)
-    _check_place(store_dir, pool, output, {"split": split, "round": round, "shard": shard})
+    places = {"store_dir": store_dir, "pool": pool, "output": output}
+    given = {option: place for option, place in places.items() if place is not None}
+    if given.keys() not in ({"store_dir"}, {"pool", "output"}):
+        raise InputError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
     if store_dir is not None:
         part = parse_shard(shard)
         return score_store(
@@ -79,22 +77,13 @@ def run_score(
                 store_dir, names, settings, name, split, round, task, consistency_samples, part, overwrite, criteria
             )
         )
+    of_stores = {"split": (split, None), "round": (round, 0), "shard": (shard, "0/1")}
+    for option, (value, unset) in of_stores.items():
+        if value != unset:
+            raise InputError(f"Expected `{option}` with `store_dir` only, but got {value!r} with `pool`.")
     return score_pool(
         PoolScoring(str(pool), str(output), names, settings, name, task, consistency_samples, overwrite, criteria)
     )
-
-
-def _check_place(
-    store_dir: str | None, pool: str | None, output: str | None, of_stores: Mapping[str, str | int | None]
-) -> None:
-    """Raise InputError unless either a store or a pool with an output is given, without options of the other."""
-    places = {"store_dir": store_dir, "pool": pool, "output": output}
-    given = {name: place for name, place in places.items() if place is not None}
-    if given.keys() not in ({"store_dir"}, {"pool", "output"}):
-        raise InputError(f"Expected either `store_dir`, or `pool` and `output`, but got {given or 'none of them'}.")
-    for name, unset in {"split": None, "round": 0, "shard": "0/1"}.items():
-        if "pool" in given and of_stores[name] != unset:
-            raise InputError(f"Expected `{name}` with `store_dir` only, but got {of_stores[name]!r} with `pool`.")
 
 
 score = run_score

@@ -1,10 +1,9 @@
-"""``selfcal extract-steps``: the key steps of the responses of a selection, by rules or by asking a model."""
+"""``selfcal select``, ``extract-steps`` and ``export-rl``: training data from a store, its key steps, its export."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, cast
 
@@ -84,22 +83,11 @@ def run_select(
         round: Reads this generation round.
         references: Allows gold answers to be read and written; the manifest then says so.
         reference_files: Also writes selected.json (question, answer, gpt_response) and results.json.
-
-    Returns:
-        The selection.
     """
     settings = SelectionSettings(
-        pick=pick,
-        keep=keep,
-        threshold=threshold,
-        top=keep_top,
-        count=keep_count,
-        order=order,
-        label=label,
-        features=None if features is None else tuple(features),
-        scores=tuple(scores),
-        references=references,
-    )
+        pick=pick, keep=keep, threshold=threshold, top=keep_top, count=keep_count, order=order, label=label,
+        features=None if features is None else tuple(features), scores=tuple(scores), references=references,
+    )  # fmt: skip
     check_selection_target(output, store_dir=store_dir)
     source = read_source(store_dir, settings, split=split, task=task, round=round)
     with Stage("Selecting"):
@@ -113,7 +101,6 @@ def run_select(
 
 
 def describe(selection: Selection) -> str:
-    """Return what was kept and what was not, as text for people."""
     counts, threshold = selection.manifest["counts"], selection.manifest["threshold"]["value"]
     lines = [
         f"Kept {counts['kept']:,} of {counts['questions']:,} questions; the last one has the score {threshold:.4g}."
@@ -132,7 +119,6 @@ def describe(selection: Selection) -> str:
     return "\n".join([*lines, read, f"Written: {selection.path}", ""])
 
 
-StepExtractor = RuleExtractor | EngineExtractor
 CHUNK = 64  # responses after which what was found is on disk
 
 
@@ -163,63 +149,39 @@ def run_extract_steps(
         max_new_tokens: Maximum length of a reply in tokens.
         max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
         overwrite: Replaces steps that were extracted with other settings.
-
-    Returns:
-        The key steps.
     """
     if (backend == "engine") != (model is not None):
-        raise InputError(
-            f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
-        )
+        raise InputError(f"Expected `model` with `backend` engine, and only there, but got {model!r} with {backend!r}.")
     chosen = read_selection(selection)
     if model is not None:
         check_engine(engine.of(revision=revision), model)
-    with _opened(model, revision, engine, max_new_tokens, max_failures) as extractor:
-        steps = _extract(chosen, extractor, store_dir=store_dir, overwrite=overwrite)
+    with ExitStack() as ends:
+        extractor: RuleExtractor | EngineExtractor = RuleExtractor()
+        if model is not None:
+            options = engine.of(revision=revision)
+            chat = load_chat(options, model, query=DEFAULT_QUERY)
+            opened = open_engine(options, model, chat=chat)
+            ends.callback(opened.close)
+            extractor = EngineExtractor(opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures)
+        described = extractor.describe()
+        found: list[Extracted] = check_extractor(chosen, described, overwrite=overwrite)
+        known = {one.key for one in found}
+        everything = examples(chosen, store_dir=store_dir)
+        left = [one for one in everything if (one.row.question_id, one.row.round, one.sample.index) not in known]
+        with Progress(len(left), label="Extracting steps") as progress:
+            for start in range(0, len(left), CHUNK):
+                try:
+                    for one in extractor.extract(left[start : start + CHUNK]):
+                        found.append(one)
+                        progress.update(1)
+                finally:  # also where a service fails
+                    write_key_steps(chosen, described, found)
+        steps = write_key_steps(chosen, described, found)
     sys.stdout.write(describe_steps(steps))
     return steps
 
 
-@contextmanager
-def _opened(
-    model: str | None, revision: str | None, engine: EngineSettings, max_new_tokens: int, max_failures: int
-) -> Iterator[StepExtractor]:
-    """Yield what finds the steps; an engine is closed in the end."""
-    if model is None:
-        yield RuleExtractor()
-        return
-    options = engine.of(revision=revision)
-    chat = load_chat(options, model, query=DEFAULT_QUERY)
-    opened = open_engine(options, model, chat=chat)
-    try:
-        yield EngineExtractor(opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures)
-    finally:
-        opened.close()
-
-
-def _extract(chosen: Selection, extractor: StepExtractor, *, store_dir: str | None, overwrite: bool) -> KeySteps:
-    """Find what is not found yet, and keep it chunk by chunk, also where the service gives way."""
-    described = extractor.describe()
-    found: list[Extracted] = check_extractor(chosen, described, overwrite=overwrite)
-    known = {one.key for one in found}
-    left = [
-        one
-        for one in examples(chosen, store_dir=store_dir)
-        if (one.row.question_id, one.row.round, one.sample.index) not in known
-    ]
-    with Progress(len(left), label="Extracting steps") as progress:
-        for start in range(0, len(left), CHUNK):
-            try:
-                for one in extractor.extract(left[start : start + CHUNK]):
-                    found.append(one)
-                    progress.update(1)
-            finally:
-                write_key_steps(chosen, described, found)
-    return write_key_steps(chosen, described, found)
-
-
 def describe_steps(steps: KeySteps) -> str:
-    """Return the rates as text for people."""
     rates = steps.rates
     total = rates["responses"] or 1
     without = ", ".join(f"{number:,} {reason}" for reason, number in rates["without_steps"].items()) or "none"
@@ -257,9 +219,6 @@ def run_export_rl(
             selection.
         reward_file: Also writes reward.py.
         store_dir: Folder of the store, if it was moved; null is the one that the selection names.
-
-    Returns:
-        The export.
     """
     chosen = read_selection(selection)
     check_label(chosen, label)

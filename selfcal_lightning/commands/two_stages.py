@@ -48,9 +48,6 @@ def run_tune_and_calibrate(
         tune_options: Overrides the settings of the first stage, such as `{data: {num_samples: 8}, model: {lr: 1e-4}}`.
         calibrate_options: Overrides the settings of the second stage.
         check: Checks both stages, prints their plans, and stops.
-
-    Returns:
-        The folder of the tuned model; the adapter is in calibrated/adapter next to it.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InputError(

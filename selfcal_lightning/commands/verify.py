@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from selfcal_lightning.confidence.judging import (
@@ -79,25 +80,19 @@ def run_verify(
         engine: Which engine runs the model, such as `--engine.name openai --engine.base_url http://host:8000/v1`.
         max_new_tokens: Maximum length of a reply in tokens; a model that reasons needs many.
         overwrite: Replaces verdicts of another model under the same name.
-
-    Returns:
-        Counts of the verdicts.
     """
     if max_new_tokens < 1:
         raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")
-    KeptVerdicts(store_dir, name)  # whose name may be refused
+    KeptVerdicts(store_dir, name)  # refuses a bad name before the work
     _check_has_verifier(SampleStore(store_dir), split, task)
     options, resolved = engine.of(revision=revision), resolve_model(model)
     check_engine(options, resolved)
     chat = load_chat(options, resolved, query=DEFAULT_QUERY)
-    opened = open_engine(options, resolved, chat=chat)
-    try:
+    with closing(open_engine(options, resolved, chat=chat)) as opened:
         report = verify_store(
             SampleStore(store_dir), opened, chat, name=name, split=split, task=task, max_new_tokens=max_new_tokens,
             overwrite=overwrite,
         )  # fmt: skip
-    finally:
-        opened.close()
     say(f"Verified {store_dir}: {report}. Verdicts in {store_dir}/verdicts/{name}")
     return report
 
@@ -114,7 +109,7 @@ def verify_store(
     overwrite: bool = False,
     tasks: Callable[[str], Task] = get_task,
 ) -> VerificationReport:
-    """Verify the answers of a store with a model that runs already; see :func:`run_verify`."""
+    """Verify the answers of a store with a running model; see :func:`run_verify`."""
     found = candidates_of(store.samples(split=split, task=task), tasks)
     origin = {
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),
@@ -143,7 +138,7 @@ def verify_store(
 def _apply(
     store: SampleStore, grades: Mapping[Key, Grade | None], *, name: str, tasks: Callable[[str], Task]
 ) -> Reread:
-    """Give every response the verdict on its answer; those on which there is none keep theirs."""
+    """Give every response the verdict on its answer, if there is one."""
     readers: dict[str, str] = {}
 
     def verified(group: QuestionSamples, sample: Sample) -> Sample:

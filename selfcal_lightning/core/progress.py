@@ -131,6 +131,11 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
+def tell(text: str, *written: str) -> None:
+    """Print the result of a verb to standard output, with the files that hold it."""
+    sys.stdout.write(f"{text}\nWritten: {', '.join(written)}\n")
+
+
 def seconds_of_silence() -> float:
     """Return the seconds since this process last printed something, or since it started."""
     return time.monotonic() - _said

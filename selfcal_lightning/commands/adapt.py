@@ -1,10 +1,9 @@
-"""``selfcal adapt``: learn from one's own responses to unlabelled questions, export, and judge what it did."""
+"""``selfcal adapt``: train on the model's own responses to unlabelled questions, export, and evaluate."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,8 @@ from selfcal_lightning.adaptation.runs import (
 )
 from selfcal_lightning.adaptation.selection_files import read_selection
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.commands.two_stages import check_begun, write_settings
-from selfcal_lightning.core.errors import RunError
+from selfcal_lightning.commands.two_stages import check_begun, check_fit, fit_stage, write_settings
 from selfcal_lightning.core.files import json_object_or_none, write_atomically
-from selfcal_lightning.core.processes import run_step
-from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.sampling.running import sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.tables import markdown_table, rich_table
@@ -89,11 +85,11 @@ def run_adapt(
     revision: str | None = None,
     check: bool = False,
 ) -> dict[str, Any]:
-    """Adapt a model to unlabelled questions, round by round, and judge it before and after.
+    """Adapt a model to unlabelled questions, round by round, and evaluate it before and after.
 
     The training is a `selfcal fit` (its settings are written to config.yaml), which sees no gold answer unless
     ``reward: reference`` asks for them; a guard without labels stops a collapse. Then both models answer the questions
-    adapted on (transductive) and others, and a table holds the change beside what the base model does at other
+    adapted on (transductive) and others, and a table compares the change with what the base model does at other
     temperatures, greedily, and by the majority of as many tokens more as the adaptation took. A run that was stopped
     or killed goes on when the same command is started again.
 
@@ -148,15 +144,15 @@ def run_adapt(
         Path(base_samples or folder / "evaluation"), folder / "evaluation",
     )  # fmt: skip
     check_begun(folder / CONFIG, settings)
-    # Settings that are written are held to: those that `fit` refuses are not written, so that they can be mended.
+    # Written settings cannot be changed, so those that `fit` refuses are not written.
     if check or not (folder / CONFIG).exists():
-        _check(settings)
+        check_fit({"adapt": settings})
     if check:
         return {}
     write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:
         _scored_round(one, folder / SAMPLES, engine, query, prompt)
-    _train(folder)
+    fit_stage("adapt", folder)
     store = Path(store_dir or folder / SAMPLES)
     found = round_labels(store, asked[TRANSDUCTIVE])
     compared = evaluation.compare(cost_in_samples(store, asked[TRANSDUCTIVE], found))
@@ -168,30 +164,8 @@ def run_adapt(
     return result
 
 
-def _check(settings: Mapping[str, Any]) -> None:
-    """Let `selfcal fit --check` look at the settings; nothing is left behind."""
-    with tempfile.TemporaryDirectory(prefix="selfcal-adapt-") as place:
-        write_settings(Path(place) / CONFIG, settings)
-        if run_step(["fit", "--config", str(Path(place) / CONFIG), "--ckpt_path", "last", "--check", "true"]):
-            raise RunError(
-                "Expected the settings of the training to pass their check, but they did not; its own message stands "
-                "above. Nothing was sampled or written."
-            )
-
-
-def _train(folder: Path) -> None:
-    if read_manifest(folder / ADAPTER) is not None:
-        say(f"Training was done before: {folder / ADAPTER}")
-        return
-    if status := run_step(["fit", "--config", str(folder / CONFIG), "--ckpt_path", "last"]):
-        raise RunError(
-            f"Expected the training to succeed, but `selfcal fit` ended with status {status}; its own message stands "
-            "above. The same command goes on from what is there."
-        )
-
-
 def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
-    """Sample round 0 and store the statistics of its tokens, as far as that was not done."""
+    """Sample round 0 and store the statistics of its tokens, unless that is done."""
     sample_questions(
         sampling_run(
             one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,
@@ -216,8 +190,7 @@ def _result(
         "run": manifest.get("run"),
         "stopped": [problem for row in monitors.values() for problem in row["problems"]],
         "rounds": {
-            name: {**labels.get(name, {}), **monitors.get(name, {})}
-            for name in sorted({*labels, *monitors}, key=int)
+            name: {**labels.get(name, {}), **monitors.get(name, {})} for name in sorted({*labels, *monitors}, key=int)
         },
         "sets": {one.name: one.as_json() for one in compared},
         "not_measured": [name for name in (TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN) if name not in names],
@@ -241,9 +214,8 @@ def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> str:
-    rounds = markdown_table(
-        ["round", *ROUND_COLUMNS], _round_rows(result), rule="|---" * (1 + len(ROUND_COLUMNS)) + "|"
-    )
+    columns = ["round", *ROUND_COLUMNS]
+    rounds = markdown_table(columns, _round_rows(result), rule="|---" * len(columns) + "|")
     return "\n".join([*_facts(result), "", adaptation_markdown(compared), rounds, ""])
 
 

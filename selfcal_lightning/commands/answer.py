@@ -1,4 +1,4 @@
-"""``selfcal answer``: ask a question, or a file of them, and sample only as long as the confidence demands."""
+"""``selfcal answer``: questions in, answers out, each with as few samples as its confidence allows."""
 
 from __future__ import annotations
 
@@ -131,22 +131,10 @@ def run_answer(
     task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
     asked = _questions(question, questions, columns, task=task, chain_of_thought=chain_of_thought)
     settings = AnswerSettings(
-        strategy=strategy,
-        threshold=threshold,
-        max_samples=max_samples,
-        confidence=confidence,
-        strategy_args=strategy_args or {},
-        scorers=(scorers,) if isinstance(scorers, str) else tuple(scorers),
-        threshold_file=threshold_file,
-        lookahead=lookahead,
-        sampling=sampling,
-        seed=seed,
-        query=query,
-        prompt=prompt,
-        engine=engine.of(revision=revision, adapter=adapter),
-        max_failures=max_failures,
-        reward=reward,
-    )
+        strategy, threshold, max_samples, confidence, strategy_args or {},
+        (scorers,) if isinstance(scorers, str) else tuple(scorers), threshold_file, lookahead, sampling, seed, query,
+        prompt, engine.of(revision=revision, adapter=adapter), max_failures, reward,
+    )  # fmt: skip
     if output is not None:
         is_own = partial(has_first_keys, ["question", "withheld", "samples_used"], exactly=False)
         check_replaceable(output, is_own, option="output", kind="earlier answers", inputs=filter(None, [questions]))
@@ -158,7 +146,7 @@ def run_answer(
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """How questions are answered; the fields mean what the options of ``run_answer`` of these names do."""
+    """How questions are answered; ``run_answer`` explains the fields."""
 
     strategy: str | None = None
     threshold: float | None = None
@@ -190,7 +178,7 @@ def answer_questions(
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
-    # Right and wrong are told where a reference is given, which must not be of a question that something was fitted on.
+    # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
@@ -223,15 +211,9 @@ def answer_questions(
         if fitted is not None:
             check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
         source = EngineSource(
-            opened,
-            chat,
-            sampling=sampling,
-            seed=settings.seed,
-            scorers=[*rewards, *known],
-            stops=stops,
-            on_failed=say,
-            max_failures=settings.max_failures,
-        )
+            opened, chat, sampling=sampling, seed=settings.seed, scorers=[*rewards, *known], stops=stops,
+            on_failed=say, max_failures=settings.max_failures,
+        )  # fmt: skip
         in_domain = calibrated_in_domain(opened, asked, options.adapter or resolve_model(model))
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
             answers = _InOrder(asked, chosen, fitted, bar, on_answer, in_domain)
@@ -256,8 +238,8 @@ def _questions(
     text: str | None, path: str | None, columns: Columns | None, *, task: str, chain_of_thought: bool
 ) -> list[Question]:
     if (text is None) == (path is None):
-        both = "neither" if text is None else "both"
-        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {both}.")
+        got = "neither" if text is None else "both"
+        raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {got}.")
     if path is not None:
         return read_questions(path, task=task, chain_of_thought=chain_of_thought, columns=columns)
     if columns is not None:
@@ -272,7 +254,7 @@ def _print(answer: Answer, *, as_json: bool) -> None:
 
 
 class _InOrder:
-    """Hands answers on in the order of the questions, each as soon as those before it are there."""
+    """Passes answers on in the order of the questions, each as soon as those before it have come."""
 
     def __init__(
         self,
@@ -284,28 +266,27 @@ class _InOrder:
         in_domain: Mapping[str, bool],
     ) -> None:
         self.answers: list[Answer] = []
-        self._questions, self._strategy, self._fitted, self._bar = questions, strategy, fitted, bar
+        self._questions = {question.id: question for question in questions}
+        self._left = list(reversed(self._questions))
+        self._strategy, self._fitted, self._bar = strategy, fitted, bar
         self._on_answer, self._in_domain = on_answer, in_domain
-        self._place = {question.id: place for place, question in enumerate(questions)}
         self._early: dict[str, Answer] = {}
 
     def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
-        """Take a verdict with its samples, and hand on what can be."""
         self._bar.update(1, unreadable=verdict.answer is None)
-        question = self._questions[self._place[verdict.question_id]]
         best = best_response(verdict, samples, self._strategy.confidence)
-        self._early[question.id] = Answer(
-            question,
+        self._early[verdict.question_id] = Answer(
+            self._questions[verdict.question_id],
             verdict,
             self._strategy.max_samples,
             response=None if best is None else best.text,
             withheld_by=self._reason_to_withhold(verdict),
             finish=None if best is None else best.finish,
             samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
-            calibrated_in_domain=self._in_domain.get(question.id),
+            calibrated_in_domain=self._in_domain.get(verdict.question_id),
         )
-        while len(self.answers) < len(self._questions) and self._questions[len(self.answers)].id in self._early:
-            self.answers.append(self._early.pop(self._questions[len(self.answers)].id))
+        while self._left and self._left[-1] in self._early:
+            self.answers.append(self._early.pop(self._left.pop()))
             self._on_answer(self.answers[-1])
 
     def _reason_to_withhold(self, verdict: Verdict) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Iterator
@@ -44,19 +45,13 @@ def find_gguf(name: str) -> Path:
     path = Path(name)
     package, colon, inside = name.partition(":")
     if colon and package.isidentifier() and not path.exists():
-        path = _package_folder(package) / inside
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise InputError(f"Expected `file` to lie in an installed package, but {package!r} is not installed.")
+        path = Path(spec.origin).parent / inside
     if not path.is_file() or not is_gguf(path):
         raise InputError(f"Expected `file` to be a GGUF file, but there is none at {str(path)!r}.")
     return path
-
-
-def _package_folder(package: str) -> Path:
-    import importlib.util
-
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise InputError(f"Expected `file` to lie in an installed package, but {package!r} is not installed.")
-    return Path(spec.origin).parent
 
 
 def _convert(source: Path, target: Path, dtype: str) -> None:
@@ -73,15 +68,15 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
                 folder, gguf_file=name, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
     except (OSError, ValueError, KeyError, NotImplementedError, struct.error) as error:
-        raise InputError(
-            f"Expected {source} to be a GGUF file of a language model that transformers can read, but: {error}"
-        ) from error
+        raise InputError(f"transformers cannot read {source} as the GGUF file of a language model: {error}") from error
     # What was read is no longer quantised, but transformers would still refuse to save it.
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer, model.is_quantized = None, False  # type: ignore[assignment]
     with replacing(target) as fresh:
         model.to(getattr(torch, dtype)).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        _unquantised(fresh / CONFIG)
+        config = parse_json((fresh / CONFIG).read_bytes(), origin=CONFIG)
+        config.pop("quantization_config", None)
+        (fresh / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextmanager
@@ -95,10 +90,3 @@ def _read_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
-
-
-def _unquantised(file: Path) -> None:
-    """Take what is left of the quantisation out of a configuration."""
-    config = parse_json(file.read_bytes(), origin=str(file))
-    config.pop("quantization_config", None)
-    file.write_text(json.dumps(config, indent=2) + "\n")

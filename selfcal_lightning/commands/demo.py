@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
 
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.core.plan import free_bytes, show_bytes
-from selfcal_lightning.core.processes import run_step
+from selfcal_lightning.core.processes import run_shown
 from selfcal_lightning.models.folders import BUNDLED_NAME, config_path
 
 NEEDED_BYTES = 100 * 2**20
@@ -18,9 +17,7 @@ LARGER = "train/qwen2.5-7b-instruct.yaml"
 
 
 def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
-    """Return the arguments of ``selfcal`` for each step: calibrate, evaluate."""
-    folder = Path(output_dir)
-    adapter = str(folder / "adapter")
+    folder, adapter = Path(output_dir), f"{Path(output_dir) / 'adapter'}"
     return [
         [
             "fit", "--config", config_path("demo.yaml"),
@@ -51,14 +48,7 @@ def run_demo(output_dir: str = "runs/demo") -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # so small a model trains 1.6 times as fast on one core as on two
     commands = demo_commands(output_dir)
     for step, arguments in enumerate(commands, start=1):
-        sys.stdout.write(f"\n[{step}/{len(commands)}] {shlex.join(['selfcal', *arguments])}\n")
-        sys.stdout.flush()
-        status = run_step(arguments)
-        if status:
-            raise RunError(
-                f"Expected all steps of the demo to succeed, but step {step}, `selfcal {arguments[0]}`, ended with "
-                f"status {status}; its own message stands above. `selfcal demo` again goes on with what is there."
-            )
+        run_shown(f"{step}/{len(commands)}", arguments)
     sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
 
 
@@ -67,7 +57,6 @@ OWN_QUESTION = "Felix has 14 marbles. Sofia gives Felix 9 more. How many marbles
 
 
 def what_next(folder: Path) -> str:
-    """Return where the results lie, and commands that this machine can run."""
     adapter = folder / "adapter"
     return (
         "What to look at, and what to type next:\n"
@@ -85,7 +74,7 @@ def what_next(folder: Path) -> str:
 
 
 def larger_model_lines() -> str:
-    """Return how the same is done with a larger model, on a machine that has what it takes."""
+    """Return how to do the same with a larger model, where this machine can."""
     import torch
 
     path = Path(config_path(LARGER))

@@ -17,7 +17,7 @@ from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
-from selfcal_lightning.evaluation.curves import StrategySettings, known_labels, reads_texts, settings_json
+from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts, settings_json
 from selfcal_lightning.evaluation.inputs import (
     Inputs,
     PoolSource,
@@ -47,7 +47,7 @@ from selfcal_lightning.evaluation.plan import (
     plan_pools,
 )
 from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, run_strategies
-from selfcal_lightning.evaluation.test_set import Calibrated, TrainingCost, calibrate_side, prepare_test
+from selfcal_lightning.evaluation.test_set import TrainingCost, calibrate_side, prepare_test
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
 from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
@@ -95,10 +95,10 @@ def run_evaluate(
 ) -> dict[str, Any]:
     """Evaluate calibration and test-time strategies on samples of models, or on recorded pools.
 
-    In go two models (--before, --after), one (--model), or recorded pools (--pools). Each side is judged on samples of
-    its own of the same questions. With two sides calibration is compared before and after. Strategies run on many
-    random orders of each pool; calibration questions, where given, fit scaled and fused confidences (first half) and
-    choose settings (second half), and nothing is reported on them.
+    Compares two models (--before, --after), measures one (--model), or reads recorded pools (--pools). Each system is
+    judged on samples of its own of the same questions. With two systems calibration is compared before and after.
+    Strategies run on many random orders of each pool; calibration questions, where given, fit scaled and fused
+    confidences (first half) and choose settings (second half), and nothing is reported on them.
 
     Args:
         before: Folder or hub name of the base model, or "bundled".
@@ -147,17 +147,11 @@ def run_evaluate(
     arguments = {**locals(), "plugins": loaded_plugins()}
     settings = StrategySettings(
         strategies=tuple(known_labels()) if strategies is None else tuple(strategies),
-        confidences=confidences,
-        max_samples=max_samples,
-        budgets=budgets,
-        targets=targets,
-        fusion_target=fusion_target,
-        num_reshuffles=num_reshuffles,
-        num_resamples=num_resamples,
+        confidences=confidences, max_samples=max_samples, budgets=budgets, targets=targets,
+        thresholds=THRESHOLDS if thresholds is None else thresholds, fusion_target=fusion_target,
+        num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed,
         cost_tokens=None if training_cost is None else training_cost.tokens(),
-        seed=seed,
-        **({} if thresholds is None else {"thresholds": thresholds}),
-    )
+    )  # fmt: skip
     given = load_scorers(scorers or [])
     chosen = [FittedThreshold.load(path) for path in fitted_thresholds or []]
     if protocol == "paper":
@@ -172,10 +166,11 @@ def run_evaluate(
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         engine.check_local()
-        prompt, note = choose_prompt(after or before or model or "bundled", adapter, prompt)
+        main = after or before or model or "bundled"
+        prompt, note = choose_prompt(main, adapter, prompt)
         if note is not None:
             say(note)
-        sampling = CalibratedDefaults.of(after or before or model or "bundled", adapter).sampling_for(sampling)
+        sampling = CalibratedDefaults.of(main, adapter).sampling_for(sampling)
         arguments |= {"prompt": prompt, "sampling": sampling}
         options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
@@ -188,6 +183,7 @@ def run_evaluate(
         return {}
     open_evaluation_folder(folder, _plain(arguments))
     replayed = reads_texts(settings.strategies)
+    results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if pools is not None:
         inputs = read_pools(*sources, replayed=replayed)
         if (sentence := sides_apart(inputs)) is not None:
@@ -195,31 +191,18 @@ def run_evaluate(
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
         inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, replayed=replayed)
-    results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
-    for key, shared in ({} if pools is not None else trained_on(inputs, sampled.sides)).items():
-        test, _, side = key.rpartition(".")
-        say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
-        results[f"own.{test}.trained_on.{side}"] = shared
-    unlike = {} if pools is not None else unlike_training(inputs, sampled.sides, options)
-    for key, number in unlike.items():
-        _, test, what, side = key.split(".", 3)
-        if what == "unlike_training" and number:
-            whole = len(inputs.tests[test][side].entries)
-            say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")
-    results |= unlike
+        results |= _overlap_with_training(inputs, sampled, options)
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)
     else:
         with Stage("Comparing calibration"):
             inputs = check_inputs(inputs)
             results = compare_calibration(inputs, folder, num_resamples=num_resamples) | results
-            results |= compare_votes(
-                inputs, folder, num_reshuffles=num_reshuffles, num_resamples=num_resamples, seed=seed
-            )
+            resampled = {"num_reshuffles": num_reshuffles, "num_resamples": num_resamples, "seed": seed}
+            results |= compare_votes(inputs, folder, **resampled)
         if strategies != []:
-            results |= _run_strategies(
-                inputs, settings, given, fitted_thresholds or [], folder, is_short=tables == "short"
-            )
+            files, is_short = fitted_thresholds or [], tables == "short"
+            results |= _run_strategies(inputs, settings, given, files, folder, is_short=is_short)
     write_atomically(folder / RESULTS, to_json(results))
     systems = list(dict.fromkeys(name for pools in inputs.tests.values() for name in pools))
     if len(systems) <= len(SIDES):
@@ -228,6 +211,22 @@ def run_evaluate(
             write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
     _say_where(folder, results)
     return results
+
+
+def _overlap_with_training(inputs: Inputs, sampled: ModelInputs, options: SamplingOptions) -> dict[str, int]:
+    """Count, and tell, the questions that a system was trained on, and those unlike its training questions."""
+    results = {}
+    for key, shared in trained_on(inputs, sampled.sides).items():
+        test, _, side = key.rpartition(".")
+        say(f"{test}: {side!r} was trained on {shared:,} of these questions, so its figures flatter it.")
+        results[f"own.{test}.trained_on.{side}"] = shared
+    unlike = unlike_training(inputs, sampled.sides, options)
+    for key, number in unlike.items():
+        _, test, what, side = key.split(".", 3)
+        if what == "unlike_training" and number:
+            whole = len(inputs.tests[test][side].entries)
+            say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")
+    return results | unlike
 
 
 def _run_strategies(
@@ -261,7 +260,10 @@ def _run_strategies(
         reports.append(report)
     if is_short:
         show_briefly(reports, console)
-    fitted = [f"{side}/{name}" for side, c in calibrated.items() for name in _save_scorers(c, folder / "fitted" / side)]
+    fitted = []
+    for side, one in calibrated.items():
+        saved = [] if one.first_half is None else save_scorers(one.scorers, folder / "fitted" / side)
+        fitted += [f"{side}/{name}" for name in saved]
     fitted += save_thresholds(curves[0], calibrated, folder / "fitted")
     with Stage("Drawing and writing"):
         files = write_strategies(reports, folder)
@@ -273,10 +275,6 @@ def _run_strategies(
     }
 
 
-def _save_scorers(calibrated: Calibrated, folder: Path) -> list[str]:
-    return [] if calibrated.first_half is None else save_scorers(calibrated.scorers, folder)
-
-
 def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) -> list[PoolSource]:
     if isinstance(pools, Mapping):
         return [PoolSource(name, path, task=task) for name, path in pools.items()]
@@ -284,20 +282,17 @@ def _sources(pools: Mapping[str, str] | Sequence[PoolSource], task: str | None) 
 
 
 def _refuse(given: str, **options: object) -> None:
-    """Raise when options that belong to the other kind of input are given."""
-    unused = [name for name, value in options.items() if value]
-    if unused:
-        raise InputError(f"Expected no {', '.join(f'`{name}`' for name in unused)} beside {given}, but got both.")
+    """Refuse options that belong to the other kind of input."""
+    if unused := [f"`{name}`" for name, value in options.items() if value]:
+        raise InputError(f"Expected no {', '.join(unused)} beside {given}, but got both.")
 
 
-def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments as plain JSON types."""
-    return {name: _plain_value(value) for name, value in arguments.items()}
-
-
-def _plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value, or a dictionary of arguments, as plain JSON types."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
+        return [_plain(item) for item in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 

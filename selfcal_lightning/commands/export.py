@@ -13,24 +13,20 @@ from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_apart
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.models.folders import ADAPTER_CONFIG, MANIFEST, check_adapter, read_manifest, resolve_model
+from selfcal_lightning.models.folders import (
+    ADAPTER_CONFIG,
+    MANIFEST,
+    base_model_identity,
+    check_adapter,
+    read_invocation_ids,
+    read_manifest,
+    resolve_model,
+    same_base_model,
+)
 from selfcal_lightning.models.names import check_model
 from selfcal_lightning.records import Dtype
+from selfcal_lightning.training import export as exports
 from selfcal_lightning.training.contracts import class_path, import_class
-from selfcal_lightning.training.export import (
-    LOCAL,
-    check_output,
-    describe_folder,
-    manifest_text,
-    model_card,
-    now,
-    public_configurations,
-    public_manifest,
-    replacing,
-    upload,
-    versions,
-    write_export,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,26 +71,26 @@ def run_export(
             so name only code that you trust; a checkpoint never decides what is imported.
     """
     target = Path(output_dir)
-    check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
+    exports.check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
     kind = _module_class(adapter, module)
     token = _token() if push else None
-    if not merge:
-        _write_trained(adapter, target, base_model, dtype, kind)
-    else:
+    if merge:
         _write_merged(adapter, target, base_model, dtype, kind)
+    else:
+        _write_trained(adapter, target, base_model, dtype, kind)
     if push:
         _push(target, push, private=private, token=token)
     return str(target)
 
 
 def _write_merged(
-    adapter: str, target: Path, base_model: str | None, dtype: str, kind: type[TrainedModule] | None
+    adapter: str, target: Path, base_model: str | None, dtype: Dtype, kind: type[TrainedModule] | None
 ) -> None:
+    from selfcal_lightning.models.chat_format import load_tokenizer
+
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"Expected `adapter` to be a checkpoint file or a folder with an {ADAPTER_CONFIG}, but got {adapter!r}."
-        )
+        raise InputError(f"`adapter` must be a checkpoint file or a folder with an {ADAPTER_CONFIG}, got {adapter!r}.")
     _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
     if kind is not None:
@@ -102,19 +98,19 @@ def _write_merged(
     else:
         model, base, manifest = _from_adapter(adapter, base_model, dtype, target)
     say(f"Writing the merged model to {target}")
-    with replacing(target) as folder:
+    with exports.replacing(target) as folder:
         # The generation config comes along with the model, the chat template with the tokenizer.
         model.save_pretrained(folder)
-        _save_tokenizer(folder, base)
+        load_tokenizer(base[0], revision=base[1]).save_pretrained(folder)
         if not is_checkpoint and (domain := Domain.of(adapter)) is not None:
             domain.save(folder)
         into = {**manifest["base_model"], "model": base[0], "revision": base[1]}
-        facts = {"kind": "merged", "base_model": into, "versions": versions(), "created": now()}
-        describe_folder(folder, {**manifest, **facts})
+        facts = {"kind": "merged", "base_model": into, "versions": exports.versions(), "created": exports.now()}
+        exports.describe_folder(folder, {**manifest, **facts})
 
 
 def _write_trained(
-    checkpoint: str, target: Path, base_model: str | None, dtype: str, kind: type[TrainedModule] | None
+    checkpoint: str, target: Path, base_model: str | None, dtype: Dtype, kind: type[TrainedModule] | None
 ) -> None:
     """Write the adapter of a checkpoint, or whatever else the module trains on top of its base model."""
     if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
@@ -126,18 +122,17 @@ def _write_trained(
         raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
     # The dtype is that of the base, which is not written.
     module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
-    what = {"adapter": "adapter"}.get(module.export_kind, "trained weights")
+    trained = _as_trained(stored)
+    what = "adapter" if module.export_kind == "adapter" else "trained weights"
     say(f"Writing the {what} to {target}")
-    write_export(module, target, described=_as_trained(stored))
+    exports.write_export(module, target, described=trained)
     for name in module.beside:
         place = target.with_name(f"{target.name}-{name}")
-        check_output(place, kinds=("adapter",), overwrite=False)
-        own = {
-            **_as_trained(stored)["hyper_parameters"],
-            **cast("ConfidenceModel", module).describe_beside(name)["hyper_parameters"],
-        }
+        exports.check_output(place, kinds=("adapter",), overwrite=False)
+        own = cast("ConfidenceModel", module).describe_beside(name)["hyper_parameters"]
+        described = {**trained, "hyper_parameters": {**trained["hyper_parameters"], **own}}
         say(f"Writing the adapter {name!r}, an auxiliary one, to {place}")
-        write_export(module, place, described={**_as_trained(stored), "hyper_parameters": own}, beside=name)
+        exports.write_export(module, place, described=described, beside=name)
 
 
 def _check_can_merge(adapter: str) -> None:
@@ -146,8 +141,6 @@ def _check_can_merge(adapter: str) -> None:
         lora = _hyper_parameters(adapter).get("lora") or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
     else:
-        from selfcal_lightning.models.folders import read_invocation_ids
-
         activated, folder = read_invocation_ids(adapter) is not None, "this folder"
     if activated:
         raise InputError(
@@ -159,32 +152,29 @@ def _check_can_merge(adapter: str) -> None:
 
 
 def _from_adapter(
-    adapter: str, base_model: str | None, dtype: str, target: Path
+    adapter: str, base_model: str | None, dtype: Dtype, target: Path
 ) -> tuple[PreTrainedModel, tuple[str, str | None], dict[str, Any]]:
     """Return the merged model, the base model's name and revision, and the manifest."""
     from selfcal_lightning.models.causal_lm import load_causal_lm
-    from selfcal_lightning.models.folders import base_model_identity, same_base_model
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
     config, manifest = check_adapter(adapter), read_manifest(Path(adapter))
     named = {"model": config.get("base_model_name_or_path"), "revision": config.get("revision")}
     trained_on = manifest["base_model"] if manifest else named
-    base = (base_model or trained_on["model"], None if base_model else trained_on["revision"])
-    if base[0] is None:
+    name, revision = base_model or trained_on["model"], None if base_model else trained_on["revision"]
+    if name is None:
         raise InputError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
-    check_apart(target, {"adapter": adapter, "base model": resolve_model(base[0])}, option="output_dir")
-    check_model(base[0], revision=base[1], option="base_model")
-    model = load_causal_lm(base[0], revision=base[1], dtype=dtype)
+    check_apart(target, {"adapter": adapter, "base model": resolve_model(name)}, option="output_dir")
+    check_model(name, revision=revision, option="base_model")
+    model = load_causal_lm(name, revision=revision, dtype=dtype)
     if manifest is None:
-        log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, base[0])
-    else:
-        identity = base_model_identity(base[0], revision=base[1])
-        if not same_base_model(trained_on, identity):
-            raise InputError(
-                f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
-                f"({trained_on}), but got {base[0]!r} ({identity})."
-            )
-    return merge_adapter(load_adapter(model, adapter)), base, manifest or {"base_model": trained_on}
+        log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, name)
+    elif not same_base_model(trained_on, identity := base_model_identity(name, revision=revision)):
+        raise InputError(
+            f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
+            f"({trained_on}), but got {name!r} ({identity})."
+        )
+    return merge_adapter(load_adapter(model, adapter)), (name, revision), manifest or {"base_model": trained_on}
 
 
 def _from_checkpoint(
@@ -198,7 +188,7 @@ def _from_checkpoint(
 
     if not issubclass(kind, ConfidenceModel):
         raise InputError(f"Expected a module that can be merged, but got {kind.__name__}: set `merge: false`.")
-    place = _hyper_parameters(path) if base_model is None else {"base_model": base_model, "revision": None}
+    place: dict[str, Any] = {"base_model": base_model, "revision": None} if base_model else _hyper_parameters(path)
     places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
     check_apart(target, places, option="output_dir")
     if dtype == "auto":
@@ -218,7 +208,7 @@ def _module_of(
 
 
 def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None:
-    """Return the class of the module that wrote a checkpoint; None for what is no file."""
+    """Return the class of the module that wrote a checkpoint; None for a folder."""
     if not Path(adapter).is_file():
         return None
     from selfcal_lightning.training.checkpoints import read_checkpoint
@@ -247,7 +237,7 @@ def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:
-    """Return the settings of the module that a checkpoint is of. Nothing in the file is run."""
+    """Return the module's settings in a checkpoint. Nothing in the file is run."""
     from selfcal_lightning.training.checkpoints import read_checkpoint
 
     stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
@@ -258,34 +248,28 @@ def _hyper_parameters(path: str) -> dict[str, Any]:
     return stored
 
 
-def _save_tokenizer(folder: Path, base: tuple[str, str | None]) -> None:
-    from selfcal_lightning.models.chat_format import load_tokenizer
-
-    load_tokenizer(base[0], revision=base[1]).save_pretrained(folder)
-
-
 def _token() -> str:
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise InputError(
-            f"Expected the environment variable {TOKEN_VARIABLE} to hold a token for the hub, but it is not set. "
-            "Set it, or leave `push` out."
+            f"`push` needs a token for the hub in the environment variable {TOKEN_VARIABLE}. Set it first."
         )
     return token
 
 
 def _push(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
     """Upload an export with a manifest and a card that name no place on this machine."""
-    manifest, texts = public_manifest(read_manifest(folder)), public_configurations(folder)
+    manifest = exports.public_manifest(read_manifest(folder) or {})
+    texts = exports.public_configurations(folder)
     changed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     manifest["files"] |= {name: digest for name, digest in changed.items() if manifest["files"][name] is not None}
-    texts |= {MANIFEST: manifest_text(manifest), "README.md": model_card(manifest)}
-    upload(folder, repository, texts=texts, private=private, token=token)
+    texts |= {MANIFEST: exports.manifest_text(manifest), "README.md": exports.model_card(manifest)}
+    exports.upload(folder, repository, texts=texts, private=private, token=token)
     say(f"Uploaded {folder} to {repository}")
     if manifest["base_model"]["model"] is None:
         say(
-            f"It calls its base model {LOCAL}, with the sha256 of its weights, since that is a folder of this machine. "
-            "Where the same model is on the hub, export with `--base_model OWNER/NAME`."
+            f"It calls its base model {exports.LOCAL}, with the sha256 of its weights, since that is a folder of this "
+            "machine. Where the same model is on the hub, export with `--base_model OWNER/NAME`."
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, cast
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -65,21 +65,25 @@ def plan_training_run(
         check_checkpoint_file(Path(ckpt_path))  # Lightning would find out after the samples were drawn
     places = [Place("logs", str(logger.save_dir)) for logger in trainer.loggers if logger.save_dir is not None]
     if verb == FIT:
-        if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and not trainer.fast_dev_run:
+        fast = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.max_steps == -1 and trainer.max_epochs in (None, -1) and not fast:
             raise InputError("Set `trainer.max_epochs` or `trainer.max_steps`: the learning rate follows a schedule.")
         places += [Place("checkpoints", str(one.dirpath)) for one in _checkpoints(trainer)]
         own = Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),))
     else:
         untrained = ckpt_path is None and adapter is None
         own = Plan(places=tuple(places), notes=(untrained_note(verb),) if untrained else ())
-    participants = [one for one in (module, data, *trainer.callbacks) if isinstance(one, Participant)]
-    plan = merge_plans([*(one.plan_run(verb, trainer, module, data) for one in participants), own])
+    parts = [one.plan_run(verb, trainer, module, data) for one in _participants(trainer, module, data)]
+    plan = merge_plans([*parts, own])
     check_places(plan)
     return plan
 
 
+def _participants(trainer: Trainer, *more: object) -> list[Participant]:
+    return [one for one in (*more, *_callbacks(trainer)) if isinstance(one, Participant)]
+
+
 def untrained_note(verb: str) -> str:
-    """Return what a verb scores that was given no checkpoint."""
     return (
         f"No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. "
         "Give `--ckpt_path FILE.ckpt` for a calibrated one."
@@ -87,10 +91,7 @@ def untrained_note(verb: str) -> str:
 
 
 def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
-    """Return what a training that is stopped leaves behind, and how it goes on.
-
-    Lightning's own checkpoint callback counts only where its folder is stated: elsewhere nobody would find the file.
-    """
+    """Return what a stopped training leaves behind, and how it goes on."""
     kept = "Complete samples are kept, and the same command goes on with them"
     files = _checkpoints(trainer)
     if not files:
@@ -103,18 +104,19 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     )
 
 
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]
+
+
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
-    """Return the checkpoint callbacks whose folder the user stated."""
+    """Return the checkpoint callbacks whose folder the user stated; nobody would find the files of others."""
     found = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
     return [one for one in found if one.dirpath is not None]
 
 
 @contextmanager
 def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
-    """Remove, when the block ends by an error or a signal, the log folders that this run made and logged nothing into.
-
-    A folder that was there before stays, and so does one of a run that goes on from a checkpoint.
-    """
+    """If the block fails or is stopped before anything was logged, remove the log folders that it made."""
     folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
     before = {folder for folder in folders if folder.exists()}
     try:
@@ -136,21 +138,21 @@ LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
 
 
 class TrainerParser(ShortErrors, LightningArgumentParser):
-    """LightningCLI's parser, which says what is wrong in a sentence."""
+    """LightningCLI's parser with short errors."""
 
 
 class RaisingParser(RaisingErrors, LightningArgumentParser):
-    """The same for a program: what is wrong is raised."""
+    """The same for a program: mistakes are raised."""
 
 
 class ConfigKeeper(SaveConfigCallback):
-    """Leaves the resolved configuration in the log folder, and never in the place of another one.
+    """Leaves the resolved configuration in the log folder, and never replaces another one.
 
-    Without a logger that is the folder in which the command was started, where the user's own ``config.yaml`` may lie.
+    Without a logger that is the working folder, where the user's own ``config.yaml`` may lie.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose ``config.yaml``, or with a number the first name that is free or holds these very settings."""
+        """Take ``config.yaml``, or the first numbered name that is free or holds these very settings."""
         log_dir = trainer.log_dir  # agreed on by a broadcast
         if not self.already_saved and log_dir is not None and not is_address(log_dir):
             text = self.parser.dump(self.config, skip_none=False)
@@ -165,20 +167,28 @@ class ConfigKeeper(SaveConfigCallback):
 class SelfCalibrationCLI(LightningCLI):
     """LightningCLI in subclass mode: model and data are named by class path, each setting is stated once."""
 
-    def __init__(self, *given: Any, args: ArgsType = None, **named: Any) -> None:
-        # The parser is built before it parses: which arguments are shared follows from the classes that are named.
-        self._linked = links_of(args if isinstance(args, list) else sys.argv[1:])
-        super().__init__(*given, args=args, **named)
+    def __init__(self, arguments: Sequence[str], parser_class: type[LightningArgumentParser] = TrainerParser) -> None:
+        # The parser is built before it parses; which arguments are shared depends on the classes that are named.
+        self._linked = links_of(arguments)
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=ConfigKeeper,
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"prog": "selfcal"},
+            parser_class=parser_class,
+            args=list(arguments),
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, without Lightning's warning that a list of arguments is not what stands in ``sys.argv``."""
-        if not isinstance(args, list):
-            super().parse_arguments(parser, args)
-            return
-        self.config = parser.parse_args(args)
+        """Parse, without Lightning's warning that the arguments are not ``sys.argv``."""
+        self.config = parser.parse_args(cast("list[str]", args))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Give the data module what it takes over from the model, as its class says."""
+        """Link the arguments that the data module's class takes from the model."""
         for name in self._linked:
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
         check = "Check what can be checked, print the plan, and stop there."
@@ -186,10 +196,7 @@ class SelfCalibrationCLI(LightningCLI):
         add_plugins_option(parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
-        """Say what a verb does and where its settings are explained; add the writer's options to ``predict`` alone.
-
-        A checkpoint is read with ``weights_only``, also from an address, where Lightning itself would unpickle it.
-        """
+        """Describe the verb, and read checkpoints with ``weights_only``: Lightning would unpickle one from a URL."""
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser.usage = f"selfcal {subcommand} --config FILE.yaml [--ckpt_path FILE.ckpt] [options that override it]"
         parser.description = (
@@ -208,7 +215,7 @@ class SelfCalibrationCLI(LightningCLI):
         return parser
 
     def instantiate_classes(self) -> None:
-        """Build module, data module and trainer; what a constructor refuses is said in its own words."""
+        """Build module, data module and trainer; an error of a constructor keeps its own words."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -218,7 +225,7 @@ class SelfCalibrationCLI(LightningCLI):
             raise InputError(own) from error
 
     def before_predict(self) -> None:
-        """Let the module take the weights of ``--adapter``."""
+        """Load the weights of ``--adapter``."""
         adapter = self.config["predict"].adapter
         if adapter is None:
             return
@@ -227,11 +234,12 @@ class SelfCalibrationCLI(LightningCLI):
         self.model.load_export(Path(adapter))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Let checkpoints be written atomically and read with their errors explained, unless the user named a way."""
+        """Write checkpoints atomically and explain errors in reading them, unless the user named a plugin for it."""
         trainer = super().instantiate_trainer(**kwargs)
         # The numbers of Lightning's own bar would take six lines of eighty columns.
         bar = importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar
-        trainer.callbacks[:] = [bar() if type(one) is RichProgressBar else one for one in trainer.callbacks]
+        callbacks = _callbacks(trainer)
+        callbacks[:] = [bar() if type(one) is RichProgressBar else one for one in callbacks]
         plugins = self._get(self.config_init, "trainer")["plugins"]
         named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))
         if not named and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -239,19 +247,14 @@ class SelfCalibrationCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the configuration as the user wrote it.
-
-        Lightning would let the hyper-parameters inside ``--ckpt_path`` override the YAML and the command line. A
-        checkpoint of another base model is refused by the module when it is loaded.
-        """
+        """Leave the configuration as the user wrote it; Lightning would let the checkpoint's settings override it."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Check what can be checked and show the plan, then run; with ``--check`` stop before that."""
+        """Check, show the plan, and run unless ``--check`` is given."""
         ckpt_path = self._get(self.config_init, "ckpt_path")
         adapter = self.config[subcommand].get("adapter")  # of predict alone
-        plan = plan_training_run(
-            subcommand, self.trainer, self.model, self.datamodule, ckpt_path=ckpt_path, adapter=adapter
-        )
+        model, data = self.model, self.datamodule
+        plan = plan_training_run(subcommand, self.trainer, model, data, ckpt_path=ckpt_path, adapter=adapter)
         if self._get(self.config, "check"):
             sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
             return
@@ -265,17 +268,14 @@ class SelfCalibrationCLI(LightningCLI):
 
 
 def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments that the data module of a command line takes over from its module.
-
-    A class that cannot be imported by its path is passed for the parser to judge.
-    """
+    """Return the arguments that the data module of a command line takes from its module."""
     settings, kinds = given_settings(arguments), []
     for option, default in (("model", MODULE), ("data", DATA_MODULE)):
         named = settings.get(f"{option}.class_path", settings.get(option, default))
         known = isinstance(named, str) and "." in named and may_be_imported(named)
         try:
             kinds.append(import_class(named if known else default, option=option))
-        except InputError:
+        except InputError:  # the parser will say what is wrong
             kinds.append(import_class(default, option=option))
     module, data = kinds
     shared = argument_names(module) & argument_names(data)
@@ -283,7 +283,7 @@ def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def argument_names(kind: type) -> frozenset[str]:
-    """Return the names of a class's arguments, and of its parents' where it hands further ones on."""
+    """Return the names of a class's arguments, and of its parents' where it takes ``**kwargs``."""
     names: set[str] = set()
     for base in (one for one in kind.__mro__ if "__init__" in vars(one)):
         parameters = inspect.signature(vars(base)["__init__"]).parameters
@@ -296,24 +296,10 @@ def argument_names(kind: type) -> frozenset[str]:
 def run_trainer(
     arguments: Sequence[str], *, parser_class: type[LightningArgumentParser] = TrainerParser
 ) -> SelfCalibrationCLI:
-    """Parse ``arguments`` (the verb first), run the Trainer, and return it with its module and data module.
-
-    ``TrainerParser`` ends the process at a mistake, ``RaisingParser`` raises it.
-    """
+    """Parse ``arguments`` (the verb first), run the Trainer, and return it with its module and data module."""
     silence_lightning()
     try:
-        return SelfCalibrationCLI(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=ConfigKeeper,
-            save_config_kwargs={"overwrite": True},
-            parser_kwargs={"prog": "selfcal"},
-            parser_class=parser_class,
-            args=[arguments[0], *complete_arguments(arguments[1:])],
-        )
+        return SelfCalibrationCLI([arguments[0], *complete_arguments(arguments[1:])], parser_class)
     except (UnpicklingError, EOFError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"`ckpt_path` is no checkpoint of tensors and plain values: {reason}") from error
@@ -322,12 +308,10 @@ def run_trainer(
 
 
 def silence_lightning() -> None:
-    """Keep advertisements for other packages, and Lightning's words about itself and at Ctrl-C, off the terminal."""
-    logging.getLogger(LIGHTNING_LOGGER).addFilter(_is_of_use)
+    """Keep advertisements for other packages, and Lightning's chatter, off the terminal."""
+    logging.getLogger(LIGHTNING_LOGGER).addFilter(
+        lambda record: not any(word in record.getMessage() for word in USELESS)
+    )
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     # Metrics are summed over processes before they are logged; `sync_dist` would weigh uneven processes wrongly.
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(.*sync_dist=True")
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    return not any(word in record.getMessage() for word in USELESS)

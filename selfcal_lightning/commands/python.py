@@ -1,8 +1,4 @@
-"""The main job from Python: calibrate a model on questions, answer with it, evaluate it.
-
-Each function does what the verb of its name does on the command line, with the same classes and the same presets behind
-it, and returns a record. Questions may be a file, a list of mappings with its fields, or ``Question`` records.
-"""
+"""The main job from Python: ``calibrate``, ``answer`` and ``evaluate`` do what the verbs do, and return records."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.lightning_cli import RaisingParser, run_trainer
 from selfcal_lightning.commands.presets import CommonCase, as_arguments, by_task, count_parts, own_task, prepare
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import as_json_line, write_atomically
+from selfcal_lightning.core.files import write_json_lines
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.rows import JSON_ENDINGS, PARQUET_ENDING, QuestionRow, check_question_file
 from selfcal_lightning.engines.settings import EngineSettings
@@ -37,14 +33,14 @@ QUESTION_ENDINGS = (*JSON_ENDINGS, PARQUET_ENDING, ".txt", ".csv")
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What ``calibrate`` leaves behind.
+    """Result of ``calibrate``.
 
     Attributes:
         model: The model that was calibrated.
         adapter: Folder of the exported adapter.
         store_dir: Folder of the sampled responses.
-        metrics: Metrics of the validation questions after training, by their logged names ("val/calibration/ECE" ...).
-        counts: Questions that were trained on, validated on, and set aside for calibration.
+        metrics: Validation metrics after training, by their logged names ("val/calibration/ECE" ...).
+        counts: Numbers of questions to train on, to validate on, and set aside for calibration.
     """
 
     model: str
@@ -69,12 +65,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What ``evaluate`` found.
-
-    Attributes:
-        output_dir: Folder with tables, figures and ``results.json``.
-        results: The content of ``results.json``.
-    """
+    """Result of ``evaluate``: the folder with tables, figures and ``results.json``, and that file's content."""
 
     output_dir: Path
     results: Mapping[str, Any]
@@ -88,7 +79,6 @@ class Evaluation:
 
 
 def _html_rows(rows: Mapping[str, object]) -> str:
-    """Return names and values as a table for a notebook."""
     shown = {name: f"{value:.4f}" if isinstance(value, float) else str(value) for name, value in rows.items()}
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in shown.items())
     return f"<table>{''.join(cells)}</table>"
@@ -106,9 +96,9 @@ def calibrate(
     prompt: Prompt | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Calibration:
-    """Teach a model to know when it is right: sample, pool, train an adapter, export it. No answers are needed.
+    """Teach a model to know when it is right: sample, train an adapter, export it. No answers are needed.
 
-    It is ``selfcal fit --model M --questions Q``, and goes on where an earlier call with the same settings stopped.
+    It is ``selfcal fit --model M --questions Q``, and resumes an earlier call with the same settings.
 
     Args:
         model: Folder or hub name of the model, or "bundled".
@@ -120,12 +110,9 @@ def calibrate(
             "activated".
         output_dir: Folder for everything that is written; None is ``runs/`` and the model's name.
         engine: The engine that samples, by name ("transformers", "vllm") or with settings; None is the preset's.
-        max_new_tokens: Longest response; None is the preset's.
+        max_new_tokens: Maximum length of a response; None is the preset's.
         prompt: How questions are put to the model; None is their tasks' own way.
         settings: Further settings, by their names on the command line, such as ``{"data.num_samples": 16}``.
-
-    Raises:
-        InputError: A question or a setting cannot be used.
 
     Example:
         >>> import selfcal_lightning as sc
@@ -142,12 +129,20 @@ def calibrate(
         count_parts({name: [one for one in asked if one.task == name] for name in names}, origin="`questions`")
     file = _as_file(questions, case.folder / QUESTIONS_FILE, task=case.default_task)
     prepared = prepare(replace(case, questions=str(file)))
-    overrides = [word for name, value in (settings or {}).items() for word in (f"--{name}", _as_word(value))]
+    overrides = []
+    for name, value in (settings or {}).items():
+        overrides += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     done = run_trainer(["fit", *as_arguments(prepared), *overrides], parser_class=RaisingParser)
     logged = done.trainer.callback_metrics
     metrics = {name: value.item() for name, value in logged.items() if name.startswith("val/")}
     store_dir = Path(done.datamodule.store_dir)
-    return Calibration(model, case.folder / "adapter", store_dir, metrics, dict(prepared.counts))
+    return Calibration(
+        model,
+        case.folder / "adapter",
+        store_dir,
+        metrics,
+        {str(part): number for part, number in prepared.counts.items()},
+    )
 
 
 def answer(
@@ -184,18 +179,15 @@ def answer(
         threshold_file: File of a threshold that ``fit_threshold`` wrote.
         scorers: Files of confidences that ``fit_confidence`` wrote.
         strategy_args: Further fields of the strategy.
-        sampling: How responses are drawn; None is as the calibration did.
-        max_new_tokens: Maximum length of a response in tokens; None is as ``sampling`` says.
-        engine: The engine that draws them, by name ("transformers", "vllm", "openai") or with settings.
+        sampling: How responses are drawn; None is as in the calibration.
+        max_new_tokens: Maximum length of a response in tokens; None is that of ``sampling``.
+        engine: The engine, by name ("transformers", "vllm", "openai") or with settings.
         chain_of_thought: Asks for reasoning before the answer.
-        prompt: How questions are put to the model; None is as the calibration did, else their tasks' own way.
+        prompt: How questions are put to the model; None is as in the calibration, else their tasks' own way.
         seed: Seeds sampling.
 
     Returns:
         One record a question, in their order: ``answer``, ``confidence``, ``samples_used``, ``verdict`` and more.
-
-    Raises:
-        InputError: Settings contradict one another, or a question cannot be used.
 
     Example:
         >>> import selfcal_lightning as sc
@@ -214,17 +206,9 @@ def answer(
     if isinstance(engine, str):
         engine = EngineSettings(engine)  # type: ignore[arg-type]
     settings = AnswerSettings(
-        strategy=strategy,
-        threshold=threshold,
-        max_samples=max_samples,
-        strategy_args=strategy_args or {},
-        scorers=tuple(scorers),
-        threshold_file=threshold_file,
-        sampling=sampling,
-        seed=seed,
-        prompt=prompt,
-        engine=engine.of(adapter=given),
-    )
+        strategy, threshold, max_samples, strategy_args=strategy_args or {}, scorers=tuple(scorers),
+        threshold_file=threshold_file, sampling=sampling, seed=seed, prompt=prompt, engine=engine.of(adapter=given),
+    )  # fmt: skip
     return answer_questions(model, asked, settings, on_answer=lambda _: None)
 
 
@@ -250,9 +234,6 @@ def evaluate(
         output_dir: Folder for tables, figures and ``results.json``.
         options: Further options of ``selfcal evaluate``, such as ``strategies``, ``num_samples`` or ``seed``.
 
-    Raises:
-        InputError: An option is unknown or does not fit the others, or a pool or a question cannot be used.
-
     Example:
         >>> import selfcal_lightning as sc
         >>> sc.evaluate("no_such_pool.jsonl", task="local_number")
@@ -269,11 +250,10 @@ def evaluate(
         raise InputError(f"Expected one model with `questions`, but got {subject!r}. Name the other one by `after`.")
     file = _as_file(_spelt_out(questions), folder / QUESTIONS_FILE, task=task or default_task(subject))
     tasks = by_task(CommonCase(subject, str(file), task))
-    tests = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]
-    is_alone = adapter is None and after is None
-    sides = {"model": subject} if is_alone else {"before": subject, "after": after}
-    given = {**sides, "adapter": None if adapter is None else str(adapter), "tests": tests}
-    return Evaluation(folder, run_evaluate(output_dir=str(folder), **given, **options))
+    options |= {"adapter": None if adapter is None else str(adapter), "after": after}
+    options["model" if adapter is None and after is None else "before"] = subject
+    options["tests"] = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]
+    return Evaluation(folder, run_evaluate(output_dir=str(folder), **options))
 
 
 def _spelt_out(questions: Questions | Sequence[str]) -> Questions:
@@ -286,18 +266,15 @@ def _spelt_out(questions: Questions | Sequence[str]) -> Questions:
 
 
 def _as_file(questions: Questions, place: Path, *, task: str) -> Path:
-    """Return the file of questions; those of a list are written to ``place``, since runs read files."""
+    """Return the file of the questions; a list is written to ``place``, since runs read files."""
     if isinstance(questions, str | Path):
         return check_question_file(questions)
     asked = read_questions(questions, task=task)
-    text = "".join(as_json_line(_as_row(one, number)) for number, one in enumerate(asked, start=1))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(place, text.encode())
+    write_json_lines(place, (_as_row(one, number) for number, one in enumerate(asked, start=1)))
     return place
 
 
 def _as_row(question: Question, number: int) -> dict[str, Any]:
-    """Return a question as a line of a file."""
     task, origin = own_task(question.task), f"questions[{number}]"
     row = QuestionRow(question.text, question.reference, question.id, task, origin, number)
     if put_question(row, task=task, question_id=question.id).messages != question.messages:
@@ -306,8 +283,3 @@ def _as_row(question: Question, number: int) -> dict[str, Any]:
             'mapping, `{"question": ..., "answer": ...}`.'
         )
     return {"id": question.id, "question": question.text, "answer": question.reference, "task": task}
-
-
-def _as_word(value: object) -> str:
-    """Return a value as it is written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)

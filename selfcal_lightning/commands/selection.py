@@ -151,7 +151,9 @@ def run_extract_steps(
         overwrite: Replaces steps that were extracted with other settings.
     """
     if (backend == "engine") != (model is not None):
-        raise InputError(f"Expected `model` with `backend` engine, and only there, but got {model!r} with {backend!r}.")
+        raise InputError(
+            f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
+        )
     chosen = read_selection(selection)
     if model is not None:
         check_engine(engine.of(revision=revision), model)

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from selfcal_lightning.core import processes
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import write_atomically
-from selfcal_lightning.core.processes import run_step
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.models.folders import read_manifest
@@ -49,33 +51,37 @@ def run_tune_and_calibrate(
         calibrate_options: Overrides the settings of the second stage.
         check: Checks both stages, prints their plans, and stops.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if (launched := int(os.environ.get("WORLD_SIZE") or 1)) > 1:
         raise InputError(
-            f"Expected one process that starts both stages, but got {os.environ['WORLD_SIZE']} from a launcher. Start "
-            "`selfcal tune-and-calibrate` by itself: each stage starts the processes that its `trainer.devices` asks."
+            f"Expected one process that starts both stages, but got {launched} from a launcher. Start `selfcal "
+            "tune-and-calibrate` without it: each stage starts the processes that its `trainer.devices` asks for."
         )
     folder = Path(output_dir)
     first = read_stage(tune, tune_options, stage="tune")
     second = read_stage(calibrate, calibrate_options, stage="calibrate")
     check_modes(first, second)
     first = lay_out(first, folder / TUNED, base_model=base_model)
-    stages = {
-        TUNED: first,
-        CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=str(tuned_model(folder, first))),
-    }
+    tuned_adapter, adapter = folder / TUNED / ADAPTER, folder / CALIBRATED / ADAPTER
+    # Where all weights are trained, the export is the tuned model, and nothing is merged.
+    model = tuned_adapter if first["model"]["init_args"].get("lora", {}) is None else folder / MERGED
+    stages = {TUNED: first, CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=str(model))}
     for name, settings in stages.items():
         check_begun(folder / name / CONFIG, settings)
-    if check or not is_exported(folder / TUNED / ADAPTER):
-        # The tuned model is not there yet: the one that it is made of has its layers and its tokenizer.
-        check_stages({TUNED: first, CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=model_of(first))})
+    if check or read_manifest(tuned_adapter) is None:
+        # The tuned model does not exist yet: the one that it is made from has its layers and its tokenizer.
+        check_fit({TUNED: first, CALIBRATED: lay_out(second, folder / CALIBRATED, base_model=model_of(first))})
     if check:
-        return str(tuned_model(folder, first))
+        return str(model)
     for name, settings in stages.items():
         write_settings(folder / name / CONFIG, settings)
-    train(folder, TUNED, "1/3")
-    merge(folder, first)
-    train(folder, CALIBRATED, "3/3")
-    model, adapter = tuned_model(folder, first), folder / CALIBRATED / ADAPTER
+    fit_stage("1/3", folder / TUNED)
+    merged, trained = read_manifest(model), read_manifest(tuned_adapter) or {}
+    if merged is not None and merged.get("run") == trained.get("run"):
+        say(f"[2/3] {MERGED}: done before, {model}")
+    else:
+        again = [] if merged is None else ["--overwrite", "true"]
+        processes.run_shown("2/3", ["export", "--adapter", str(tuned_adapter), "--output_dir", str(model), *again])
+    fit_stage("3/3", folder / CALIBRATED)
     sys.stdout.write(
         f"\nDone. The tuned model is {model}, the adapter that knows when it is right {adapter}. Both are used "
         "together:\n"
@@ -84,24 +90,11 @@ def run_tune_and_calibrate(
     return str(model)
 
 
-def tuned_model(folder: Path, first: Settings) -> Path:
-    """Return where the tuned model lies or will lie: merged, or where all weights were trained, as it was exported."""
-    has_adapter = first["model"]["init_args"].get("lora", {}) is not None
-    return folder / MERGED if has_adapter else folder / TUNED / ADAPTER
-
-
-def is_exported(folder: Path) -> bool:
-    """Return whether a stage ended with an export, which is there as a whole or not at all."""
-    return read_manifest(folder) is not None
-
-
 def check_begun(path: Path, settings: Settings) -> None:
-    """Raise InputError where a stage was begun with other settings, naming some of them."""
+    """Refuse to go on with other settings than those a stage was started with, naming some of them."""
     if not path.exists():
         return
-    from yaml import safe_load
-
-    before, now = (dict(flatten(one)) for one in (safe_load(path.read_text()), _as_written(settings)))
+    before, now = (dict(flatten(one)) for one in (yaml.safe_load(path.read_text()), yaml.safe_load(_as_yaml(settings))))
     absent = object()
     changed = [
         f"`{name}` was {before.get(name)!r} and is {now.get(name)!r}"
@@ -115,60 +108,33 @@ def check_begun(path: Path, settings: Settings) -> None:
         )
 
 
-def check_stages(stages: Mapping[str, Settings]) -> None:
-    """Let `selfcal fit --check` look at both stages; nothing is left behind."""
-    with tempfile.TemporaryDirectory(prefix="selfcal-stages-") as place:
+def check_fit(stages: Mapping[str, Settings]) -> None:
+    """Run `selfcal fit --check` on the settings of each stage; nothing is left behind."""
+    with tempfile.TemporaryDirectory(prefix="selfcal-check-") as place:
         for name, settings in stages.items():
             path = Path(place) / f"{name}.yaml"
             write_settings(path, settings)
             say(f"Checking the stage {name}")
-            if run_step(["fit", "--config", str(path), "--ckpt_path", "last", "--check", "true"]):
+            if processes.run_step(["fit", "--config", str(path), "--ckpt_path", "last", "--check", "true"]):
                 raise RunError(
-                    f"Expected both stages to pass their check, but {name} did not; its own message stands above. "
-                    "Nothing was sampled."
+                    f"The settings of the stage {name} did not pass their check; its own message stands above. Nothing "
+                    "was sampled or written."
                 )
 
 
-def train(folder: Path, name: str, number: str) -> None:
-    """Run or resume the training of a stage, unless it is done."""
-    if is_exported(folder / name / ADAPTER):
-        say(f"[{number}] {name}: done before, {folder / name / ADAPTER}")
-        return
-    _run(number, ["fit", "--config", str(folder / name / CONFIG), "--ckpt_path", "last"])
-
-
-def merge(folder: Path, first: Settings) -> None:
-    """Merge what the first stage trained, unless that is done, or there is nothing to merge."""
-    adapter, target = folder / TUNED / ADAPTER, tuned_model(folder, first)
-    merged = read_manifest(target)
-    if merged is not None and merged.get("run") == (read_manifest(adapter) or {}).get("run"):
-        say(f"[2/3] {MERGED}: done before, {target}")
-        return
-    again = [] if merged is None else ["--overwrite", "true"]
-    _run("2/3", ["export", "--adapter", str(adapter), "--output_dir", str(target), *again])
+def fit_stage(number: str, folder: Path) -> None:
+    """Run or resume the training of a stage, unless it is done; an export is there as a whole or not at all."""
+    if read_manifest(folder / ADAPTER) is not None:
+        say(f"[{number}] {folder.name}: done before, {folder / ADAPTER}")
+    else:
+        processes.run_shown(number, ["fit", "--config", str(folder / CONFIG), "--ckpt_path", "last"])
 
 
 def write_settings(path: Path, settings: Settings) -> None:
     """Write settings as YAML."""
-    from yaml import safe_dump
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, safe_dump(_as_written(settings), sort_keys=False).encode())
+    write_atomically(path, _as_yaml(settings).encode())
 
 
-def _as_written(settings: Settings) -> Any:
-    """Return settings as they come back from a file."""
-    from yaml import safe_dump, safe_load
-
-    return safe_load(safe_dump(dict(settings)))
-
-
-def _run(number: str, arguments: list[str]) -> None:
-    sys.stdout.write(f"\n[{number}] {shlex.join(['selfcal', *arguments])}\n")
-    sys.stdout.flush()
-    status = run_step(arguments)
-    if status:
-        raise RunError(
-            f"Expected all steps to succeed, but step {number}, `selfcal {arguments[0]}`, ended with status {status}; "
-            "its own message stands above. The same command goes on from what is there."
-        )
+def _as_yaml(settings: Settings) -> str:
+    return yaml.safe_dump(dict(settings), sort_keys=False)

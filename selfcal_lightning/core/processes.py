@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -187,6 +188,17 @@ def run_step(arguments: Sequence[str]) -> int:
             step.kill()
         if step.stdin is not None:
             step.stdin.close()
+
+
+def run_shown(number: str, arguments: Sequence[str]) -> None:
+    """Show a ``selfcal`` command as a user would type it, run it, and raise RunError if it fails."""
+    sys.stdout.write(f"\n[{number}] {shlex.join(['selfcal', *arguments])}\n")
+    sys.stdout.flush()
+    if status := run_step(arguments):
+        raise RunError(
+            f"Step {number}, `selfcal {arguments[0]}`, ended with status {status}; its own message stands above. The "
+            "same command goes on from what is there."
+        )
 
 
 def _watch_parent() -> None:

@@ -13,8 +13,8 @@ from support.selection_stores import select, sums_entry, sums_store
 from selfcal_lightning.adaptation.evaluation import cost_in_samples, round_labels
 from selfcal_lightning.adaptation.runs import Adaptation, QuestionSlice, check_learnt, fit_settings
 from selfcal_lightning.adaptation.selection_files import read_selection
-from selfcal_lightning.commands import adapt as adapt_file
 from selfcal_lightning.commands.adapt import run_adapt
+from selfcal_lightning.core import processes
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
@@ -86,9 +86,9 @@ def test_settings_that_fit_refuses_are_not_held_to(tmp_path: Path, monkeypatch: 
         assert Path(arguments[2]).exists()
         return 1
 
-    monkeypatch.setattr(adapt_file, "run_step", refuse)
+    monkeypatch.setattr(processes, "run_step", refuse)
     for changes in ({"num_samples": 1}, {"num_samples": 4}, {"num_samples": 4, "check": True}):
-        with pytest.raises(RunError, match=r"pass their check, .* Nothing was sampled or written\.$"):
+        with pytest.raises(RunError, match="did not pass their check"):
             adapt(tmp_path / "adapt", **changes)
     assert [one[-2:] for one in started] == [["--check", "true"]] * 3
     assert not (tmp_path / "adapt").exists()
@@ -97,9 +97,9 @@ def test_settings_that_fit_refuses_are_not_held_to(tmp_path: Path, monkeypatch: 
 
 def test_settings_that_passed_are_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(adapt_file, "run_step", lambda one: started.append(one) or int("--check" not in one))
+    monkeypatch.setattr(processes, "run_step", lambda one: started.append(one) or int("--check" not in one))
     for _ in range(2):
-        with pytest.raises(RunError, match=r"The same command goes on from what is there\.$"):
+        with pytest.raises(RunError, match="Step adapt"):
             adapt(tmp_path)
     assert ["--check" in one for one in started] == [True, False, False]
 
@@ -171,6 +171,6 @@ def test_an_adaptation_from_end_to_end_goes_on_from_what_is_there(tmp_path: Path
     (tmp_path / "adaptation.json").unlink()
     capsys.readouterr()
     assert adapt(tmp_path) == result
-    assert "Training was done before" in capsys.readouterr().err
+    assert "done before" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"`model.init_args.lr` was 0\.001 and is 0\.1"):
         adapt(tmp_path, lr=0.1)

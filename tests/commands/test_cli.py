@@ -120,7 +120,6 @@ def test_checkpoint_does_not_override_the_user(
 ) -> None:
     """Lightning would end in an error without the class, and with it train the checkpoint's settings in silence."""
     import torch
-    from lightning.pytorch import LightningDataModule, LightningModule
 
     from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
 
@@ -128,9 +127,7 @@ def test_checkpoint_does_not_override_the_user(
     torch.save({"hyper_parameters": {"base_model": "another", "omega": 0.1, **named}}, checkpoint)
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
     cli = SelfCalibrationCLI(
-        LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        args=["fit", "--model", MODULE,
+            ["fit", "--model", MODULE,
               "--model.base_model", tiny_model, "--model.omega", "0.33", "--model.lora.activated", "false",
               "--data", "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
               "--data.store_dir", str(tmp_path / "s"),

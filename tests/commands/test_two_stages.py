@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from support.module_batches import quiet_trainer
 from support.ssc_pools import Pool
 
-from selfcal_lightning.commands import two_stages
 from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.commands.two_stages import run_tune_and_calibrate
+from selfcal_lightning.core import processes
 from selfcal_lightning.core.config_files import read_config
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocation_ids, read_manifest, resolve_model
@@ -75,7 +75,7 @@ def leave_export(folder: Path, *, run: str = "a run") -> None:
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Steps]:
     def make(**settings: Any) -> Steps:
         made = Steps(tmp_path / "run", **settings)
-        monkeypatch.setattr(two_stages, "run_step", made)
+        monkeypatch.setattr(processes, "run_step", made)
         return made
 
     return make
@@ -109,7 +109,7 @@ def test_both_stages_are_checked_before_anything_runs(
 @pytest.mark.parametrize("refused", ["tuned", "calibrated"])
 def test_a_stage_that_is_refused_stops_all(refused: str, steps: Callable[..., Steps], tmp_path: Path) -> None:
     made = steps(refused=refused)
-    with pytest.raises(RuntimeError, match=f"both stages to pass their check, but {refused} did not"):
+    with pytest.raises(RuntimeError, match=f"stage {refused} did not pass"):
         start(tmp_path)
     assert "fit" not in made.verbs
     assert not (tmp_path / "run").exists()
@@ -136,7 +136,7 @@ def test_the_same_command_goes_on(
 ) -> None:
     steps(stops_at=stops_at)
     if stops_at is not None:
-        with pytest.raises(RuntimeError, match=r"with status 137.*The same command goes on from what is there"):
+        with pytest.raises(RuntimeError, match="with status 137"):
             start(tmp_path)
     else:
         start(tmp_path)
@@ -147,11 +147,11 @@ def test_the_same_command_goes_on(
 
 def test_a_model_that_was_merged_from_another_run_is_merged_again(steps: Callable[..., Steps], tmp_path: Path) -> None:
     steps(stops_at="calibrated")
-    with pytest.raises(RuntimeError, match="step 3/3"):
+    with pytest.raises(RuntimeError, match="Step 3/3"):
         start(tmp_path)
     leave_export(tmp_path / "run" / "tuned" / "adapter", run="another")
     made = steps(stops_at="merged")
-    with pytest.raises(RuntimeError, match="step 2/3"):
+    with pytest.raises(RuntimeError, match="Step 2/3"):
         start(tmp_path)
     assert made.asked[0][-2:] == ["--overwrite", "true"]
 
@@ -167,7 +167,7 @@ def test_other_settings_than_those_that_were_begun_with_are_refused(
     steps: Callable[..., Steps], tmp_path: Path
 ) -> None:
     steps(stops_at="calibrated")
-    with pytest.raises(RuntimeError, match="step 3/3"):
+    with pytest.raises(RuntimeError, match="Step 3/3"):
         start(tmp_path)
     made = steps()
     with pytest.raises(ValueError, match=r"calibrated was begun, but got others: `model\.init_args\.lr` was 0\.0005"):

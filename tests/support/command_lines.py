@@ -18,17 +18,8 @@ def given_to(verb: str, arguments: list[str]) -> dict[str, Any]:
 
 def instantiated(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the command line of a Trainer's verb with its model, data and trainer built, and nothing run."""
-    from lightning.pytorch import LightningDataModule, LightningModule
-
     from selfcal_lightning.commands.lightning_cli import SelfCalibrationCLI
 
     with monkeypatch.context() as patch:
         patch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
-        return SelfCalibrationCLI(
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            args=arguments,
-        )
+        return SelfCalibrationCLI(arguments)

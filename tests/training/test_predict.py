@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule
 from support.ssc_pools import Pool
 from support.training_runs import data_module, generation, module_of, trainer_with
 
@@ -201,11 +200,7 @@ def test_only_the_predict_verb_brings_the_writer(
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
 
     def writers(verb: str, *more: str) -> list[str]:
-        cli = SelfCalibrationCLI(
-            LightningModule, LightningDataModule, subclass_mode_model=True, subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            args=[verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more],
-        )  # fmt: skip
+        cli = SelfCalibrationCLI([verb, "--config", str(DEMO), "--model.init_args.base_model", tiny_model, *more])
         return [callback.name for callback in cli.trainer.callbacks if isinstance(callback, ConfidenceWriter)]
 
     assert writers("predict", *options) == [options[-1] if options else NAME]

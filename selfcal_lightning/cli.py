@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
 from selfcal_lightning import __version__
@@ -24,22 +25,22 @@ NOTHING_WRITTEN = "Nothing was written. Run the same command again."
 CONTINUES = "What is complete is in the store, and the same command goes on from there."
 
 
-class Verb(NamedTuple):
-    """One verb: its help line, its function, and what is kept if it is interrupted.
+def _command(module: str) -> ModuleType:
+    return importlib.import_module(f"selfcal_lightning.commands.{module}")
 
-    ``function`` names a module of ``commands`` and a function in it; None marks a verb of the Trainer. ``kept`` is
-    printed unless the interrupted work gives a more precise message.
-    """
+
+class Verb(NamedTuple):
+    """One verb: its help line, its function (None: the Trainer's), and what an interruption leaves."""
 
     text: str
     function: str | None
-    kept: str = NOTHING_WRITTEN
+    kept: str = NOTHING_WRITTEN  # unless the interrupted work gives a more precise message
     places: tuple[str, ...] = ()  # options whose names may be left out, at the beginning
 
     def load(self) -> Callable[..., Any]:
-        """Import the function."""
+        """Import the function, which is named by its module in ``commands``."""
         module, name = str(self.function).split(".")
-        return getattr(importlib.import_module(f"selfcal_lightning.commands.{module}"), name)
+        return getattr(_command(module), name)
 
 
 GROUPS = {
@@ -157,22 +158,14 @@ STDOUT_IS_GONE = 141  # 128 and the number of SIGPIPE
 
 def usage() -> str:
     """Return the text of ``selfcal --help``."""
-    return "\n".join(
-        [
-            "usage: selfcal VERB [options]",
-            "",
-            "Teach a language model to know when it is right, and spend samples only where they are needed.",
-            "",
-            *(
-                line
-                for group, verbs in GROUPS.items()
-                for line in (f"{group}:", *(f"  {name:<26}{verb.text}" for name, verb in verbs.items()), "")
-            ),
-            "`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE",
-            "(or FILE.py), which registers tasks, estimators and strategies of your own.",
-            "SELFCAL_TRACEBACK=1 shows where an error was raised.",
-            "",
-        ]
+    lines = ["usage: selfcal VERB [options]", ""]
+    lines += ["Teach a language model to know when it is right, and spend samples only where they are needed.", ""]
+    for group, verbs in GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:<26}{verb.text}" for name, verb in verbs.items()), ""]
+    return "\n".join(lines) + (
+        "\n`selfcal VERB --help` lists a verb's options. Every verb takes --config FILE.yaml, and --plugins MODULE\n"
+        "(or FILE.py), which registers tasks, estimators and strategies of your own.\n"
+        "SELFCAL_TRACEBACK=1 shows where an error was raised.\n"
     )
 
 
@@ -198,7 +191,7 @@ def run(arguments: Sequence[str], *, owns_process: bool = False) -> int:
 
 
 def with_names(verb: str, arguments: list[str]) -> list[str]:
-    """Return the arguments with the names of those that stand first without one."""
+    """Add the names of the options that stand first without one."""
     plain = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[: len(VERBS[verb].places)]))
     pairs = zip(VERBS[verb].places, plain, strict=False)
     return [word for name, value in pairs for word in (f"--{name}", value)] + arguments[len(plain) :]
@@ -232,15 +225,15 @@ def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> No
             sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
     check_settings(verb, arguments)
     if owns_process:
-        importlib.import_module("selfcal_lightning.commands.parsing").import_named_packages_only()
-    importlib.import_module("selfcal_lightning.commands.lightning_cli").run_trainer([verb, *arguments])
+        _command("parsing").import_named_packages_only()
+    _command("lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
         sys.stdout.write(what_next(prepared.case))
-        importlib.import_module("selfcal_lightning.commands.view").view_training(prepared.case.folder)
+        _command("view").view_training(prepared.case.folder)
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
-    """Run ``work`` and return its exit status; any error is explained on standard error."""
+    """Run ``work`` and return its exit status; errors are explained on standard error."""
     try:
         work()
         sys.stdout.flush()
@@ -263,7 +256,7 @@ def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: st
 
 
 def _stdout_is_gone(error: BaseException) -> bool:
-    """Return whether standard output was closed, as by ``| head``; then nothing more is written to it."""
+    """Return whether standard output was closed, as by ``| head``, and redirect it to nowhere if so."""
     if not isinstance(error, BrokenPipeError) or sys.stdout is not sys.__stdout__ or sys.stdout is None:
         return False
     output = select.poll()
@@ -276,7 +269,6 @@ def _stdout_is_gone(error: BaseException) -> bool:
 
 
 def run_function(verb: str, arguments: list[str]) -> None:
-    """Parse ``arguments`` against the signature of a verb's function and call it."""
     function, given = parse_function(verb, arguments)
     function(**given)
 
@@ -288,7 +280,7 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
     from selfcal_lightning.commands.parsing import VerbParser, own_sentence
 
     function = VERBS[verb].load()
-    # Else jsonargparse would resolve them, and import what stands under `if TYPE_CHECKING:` for it.
+    # Or jsonargparse would resolve them itself, and import what stands under `if TYPE_CHECKING:`.
     function.__annotations__ = get_type_hints(function)
     required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
     parser = VerbParser(
@@ -303,7 +295,7 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
         given = vars(parser.instantiate(parsed))
     except UserError:
         raise
-    except ValueError as error:  # of a record that may be null: our sentence stands among those of the parser
+    except ValueError as error:  # raised by a record that may be null; the parser wraps our sentence in its own
         if (own := own_sentence(str(error))) is None:
             raise
         raise InputError(own) from error

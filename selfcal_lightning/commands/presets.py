@@ -1,11 +1,12 @@
-"""The common case of training: a model and a file of questions, with the settings of a preset behind them.
+"""The common case of training: a model and a file of questions, with the settings of a preset.
 
 ``selfcal fit --model M --questions Q`` and ``selfcal_lightning.calibrate`` both take their configuration from here. A
-preset is a training YAML; the model, the questions and the places of what is written are put into it.
+preset is a training YAML; the model, the questions and the output folders are put into it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from selfcal_lightning.core.config_files import read_config
-from selfcal_lightning.core.errors import InputError, did_you_mean, unknown_name
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
 from selfcal_lightning.data.tasks.base import Part, take_part
 from selfcal_lightning.data.tasks.dataset import DatasetTask, has_question_rows
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.data.tasks.rows import Columns, QuestionRow, is_hub_name, read_question_file
+from selfcal_lightning.data.tasks.rows import Columns, is_hub_name, read_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.answering import default_task, put_question
 from selfcal_lightning.models.chat_format import Prompt, put_prompt
@@ -39,7 +40,7 @@ ENGINES = ("transformers", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class CommonCase:
-    """What the common case is told."""
+    """Options of the common case."""
 
     model: str
     questions: str
@@ -53,17 +54,16 @@ class CommonCase:
 
     @property
     def default_task(self) -> str:
-        """The task of questions that name none."""
+        """Task of the questions that name none."""
         return self.task or default_task(self.model)
 
     @property
     def preset_name(self) -> str:
-        """The preset that is taken."""
         return self.preset or ("small" if is_bundled(self.model) else "activated")
 
     @property
     def folder(self) -> Path:
-        """Where everything goes."""
+        """Folder for everything that is written."""
         return Path(self.output_dir or f"runs/{Path(self.model).name}")
 
 
@@ -77,7 +77,6 @@ class PreparedCase:
 
     @property
     def description(self) -> str:
-        """What is going to happen, in a sentence or two."""
         parts = self.counts
         return (
             f"preset {self.case.preset_name}. {self.case.questions}: {sum(parts.values()):,} questions, "
@@ -89,39 +88,51 @@ class PreparedCase:
 def prepare(case: CommonCase) -> PreparedCase:
     """Read the questions and return the configuration. Only questions of the hub or of named columns are written."""
     resolve_model(case.model)
-    preset = read_preset(case.preset_name)
+    configuration = read_preset(case.preset_name)
     case = _with_local_questions(case)
     questions = by_task(case)
     counts = count_parts(questions, origin=case.questions)
-    configuration = _with_places(preset, case.folder)
-    _set(configuration, "model", base_model=case.model)
+    _place_outputs(configuration, case.folder)
+    model, data = (configuration[section].setdefault("init_args", {}) for section in ("model", "data"))
+    model["base_model"] = case.model
     if case.prompt is not None:
         for found in questions.values():
             put_prompt(found, case.prompt)
-        _set(configuration, "model", prompt=case.prompt.as_json())
-    _set(configuration, "data", train=_sources(case, questions, "train"))
-    _set(configuration, "data", validation=_sources(case, questions, "validation"), test=[])
-    _set_total(configuration, counts["train"])
-    generation = _callback(configuration, "SSCGeneration")
-    engine = {"name": case.engine}
+        model["prompt"] = case.prompt.as_json()
+    for part in ("train", "validation"):
+        data[part] = [{"task": task, "split": "train", "path": case.questions, "part": part} for task in questions]
+    data["test"] = []
+    lora = model.get("lora")
+    is_joint = isinstance(lora, dict) and lora.get("activated") is False
+    if is_joint and data.get("total_tuples") is None and "num_samples" in data:
+        data["total_tuples"] = counts["train"] * data["num_samples"]  # joint training has no such default
+    _set_sampling(configuration, case)
+    return PreparedCase(case, configuration, counts)
+
+
+def _set_sampling(configuration: Mapping[str, Any], case: CommonCase) -> None:
+    """Pass engine and length to the callback that samples."""
+    engine: dict[str, Any] = {"name": case.engine}
     if isinstance(case.engine, EngineSettings):
         engine = {name: value for name, value in asdict(case.engine).items() if value or name == "name"}
     elif case.engine is not None and case.engine not in ENGINES:
         raise unknown_name("engine.name", case.engine, ENGINES)
-    named = {"sampling.max_new_tokens": case.max_new_tokens} | {f"engine.{name}": engine[name] for name in engine}
-    given = {name: value for name, value in named.items() if value is not None}
-    if given and generation is None:
-        raise InputError(f"Expected a preset that samples, for `{next(iter(given))}`, but it has no SSCGeneration.")
+    named = {"engine": engine, "sampling": {"max_new_tokens": case.max_new_tokens}}
+    given = {
+        record: known
+        for record, settings in named.items()
+        if (known := {name: value for name, value in settings.items() if value is not None})
+    }
+    generation = _callback(configuration, "SSCGeneration")
     if generation is not None:
-        settings = generation.setdefault("init_args", {})
-        for option, value in given.items():
-            record, _, name = option.partition(".")
-            settings.setdefault(record, {})[name] = value
-    return PreparedCase(case, configuration, counts)
+        for record, settings in given.items():
+            generation.setdefault("init_args", {}).setdefault(record, {}).update(settings)
+    elif given:
+        raise InputError(f"The preset has no SSCGeneration, which takes `{next(iter(given))}`. Take one that samples.")
 
 
 def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> dict[Part, int]:
-    """Return how many questions, given by task, each part has. Raises InputError where they are too few for that."""
+    """Return how many questions, given by task, each part has; refuse too few."""
     counts: dict[Part, int] = dict.fromkeys(get_args(Part), 0)
     for task, found in questions.items():
         for part in counts:
@@ -133,7 +144,7 @@ def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> 
 
 
 def _with_local_questions(case: CommonCase) -> CommonCase:
-    """Return the case with questions of the hub, or of named columns, as a file of our format in its folder."""
+    """Write questions of the hub, or of named columns, as a file of our format, and return the case with it."""
     if case.columns is None and not is_hub_name(case.questions):
         return case
     place = case.folder / "questions.jsonl"
@@ -154,11 +165,7 @@ def read_preset(name: str) -> dict[str, Any]:
             raise InputError(f"Expected {name} to be the YAML of a training, but it has no `{missing[0]}`.")
         return settings
     if name not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise InputError(
-            f"Expected `preset` to be one of {known}, or a training YAML (a path that ends in .yaml), but got "
-            f"{name!r}.{did_you_mean(name, PRESETS)}"
-        )
+        raise unknown_name("preset", name, (*PRESETS, "a training YAML"))
     return read_config(Path(config_path(f"presets/{name}.yaml")))
 
 
@@ -167,7 +174,7 @@ def by_task(case: CommonCase) -> dict[str, list[Question]]:
     rows = read_question_file(case.questions)
     found: dict[str, list[Question]] = {}
     for row in rows:
-        question = _question(row, case.default_task)
+        question = put_question(row, task=case.default_task, question_id=row.id or f"line-{row.number}")
         if own_task(question.task) != question.task:
             raise InputError(
                 f"{row.where}Expected a task of questions in this format, but got {question.task!r}, whose files have "
@@ -185,7 +192,7 @@ def by_task(case: CommonCase) -> dict[str, list[Question]]:
 
 
 def own_task(name: str) -> str:
-    """Return the task that reads the same answers from a file in the one format: mostly the task itself.
+    """Return the task that reads the same answers from a file in our format: mostly the task itself.
 
     Example:
         >>> own_task("gsm8k"), own_task("local_text"), own_task("word_problems")
@@ -196,20 +203,12 @@ def own_task(name: str) -> str:
     return LOCAL_TASKS[task.answer_type] if has_own_columns else name
 
 
-def _question(row: QuestionRow, task: str) -> Question:
-    return put_question(row, task=task, question_id=row.id or f"line-{row.number}")
-
-
-def _sources(case: CommonCase, questions: Mapping[str, Sequence[Question]], part: Part) -> list[dict[str, str]]:
-    return [{"task": task, "split": "train", "path": case.questions, "part": part} for task in questions]
-
-
-def _with_places(preset: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a preset that writes into ``folder`` alone."""
-    configuration: dict[str, Any] = json.loads(json.dumps(preset))
-    _set(configuration, "data", store_dir=str(folder / "samples"))
-    configuration["trainer"]["default_root_dir"] = str(folder)
-    logger = configuration["trainer"].get("logger")
+def _place_outputs(configuration: dict[str, Any], folder: Path) -> None:
+    """Make a configuration write into ``folder`` alone."""
+    trainer = configuration["trainer"]
+    trainer["default_root_dir"] = str(folder)
+    configuration["data"].setdefault("init_args", {})["store_dir"] = str(folder / "samples")
+    logger = trainer.get("logger")
     if isinstance(logger, dict) and "save_dir" in logger.get("init_args", {}):
         logger["init_args"]["save_dir"] = str(folder)
     for name, option, place in (
@@ -218,7 +217,6 @@ def _with_places(preset: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     ):
         if (callback := _callback(configuration, name)) is not None:
             callback.setdefault("init_args", {})[option] = str(folder / place)
-    return configuration
 
 
 def _callback(configuration: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -226,56 +224,36 @@ def _callback(configuration: Mapping[str, Any], name: str) -> dict[str, Any] | N
     return next((one for one in callbacks if one["class_path"].rpartition(".")[2] == name), None)
 
 
-def _set(configuration: dict[str, Any], section: str, **settings: object) -> None:
-    configuration[section].setdefault("init_args", {}).update(settings)
-
-
-def _set_total(configuration: dict[str, Any], num_train: int) -> None:
-    """State the tuples of an epoch of joint training, which has no such default: as many as there are responses."""
-    data, lora = configuration["data"]["init_args"], configuration["model"]["init_args"].get("lora")
-    is_joint = isinstance(lora, dict) and lora.get("activated") is False
-    if is_joint and data.get("total_tuples") is None and "num_samples" in data:
-        data["total_tuples"] = num_train * data["num_samples"]
-
-
 # ---- the command line
 
-# Options that have another name in YAML, where they stand in a record of theirs.
+# Options that have another name in YAML, inside a record.
 IN_RECORDS = {"engine": "engine.name", "max_new_tokens": "sampling.max_new_tokens"}
 OF_COLUMNS = ("columns.question", "columns.answer", "columns.choices", "columns.id")
 OPTIONS = (
     *(IN_RECORDS.get(field.name, field.name) for field in fields(CommonCase) if field.name != "columns"),
     *OF_COLUMNS,
 )
-OF_THE_CASE = tuple(name for name in OPTIONS if name != "model")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of the common case, and the other arguments in their order."""
-    given: dict[str, str] = {}
-    rest: list[str] = []
-    place = 0
-    while place < len(arguments):
-        option, has_value, value = arguments[place].partition("=")
-        name = option.removeprefix("--")
-        place += 1
-        if not option.startswith("--") or name not in OPTIONS:
-            rest.append(arguments[place - 1])
-            continue
-        if not has_value:
-            if place == len(arguments) or arguments[place].startswith("--"):
-                raise InputError(f"Expected a value after `{option}`, but got none.")
-            value, place = arguments[place], place + 1
-        if name in given:
-            raise InputError(f"Expected `{option}` once, but got {given[name]!r} and {value!r}.")
-        given[name] = value
-    return given, rest
+    """Return the options of the common case, and the remaining arguments in their order."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in OPTIONS:
+        parser.add_argument(f"--{name}", dest=name, action="append")
+    try:
+        known, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise InputError(f"{error}.") from error
+    given = {name: values for name, values in vars(known).items() if values}
+    if twice := [name for name, values in given.items() if len(values) > 1]:
+        raise InputError(f"Expected `--{twice[0]}` once, but got {' and '.join(map(repr, given[twice[0]]))}.")
+    return {name: values[0] for name, values in given.items()}, rest
 
 
 def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | None:
-    """Return the case that a command line states and what else stands in it, or None where it states none."""
+    """Return the case that a command line states and its remaining arguments, or None if it states none."""
     names = {argument.partition("=")[0].removeprefix("--") for argument in arguments if argument.startswith("--")}
-    if not names & {*OF_THE_CASE}:
+    if not names & {*OPTIONS} - {"model"}:
         _check_model_class(arguments)
         return None
     given, rest = split_arguments(arguments)
@@ -286,8 +264,9 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
     longest = given.pop("sampling.max_new_tokens", None)
     if longest is not None and not longest.isdecimal():
         raise InputError(f"Expected `sampling.max_new_tokens` to be a whole number, but got {longest!r}.")
-    read: dict[str, Any] = {"max_new_tokens": None if longest is None else int(longest)}
-    read["engine"] = given.pop("engine.name", None)
+    read: dict[str, Any] = {
+        "max_new_tokens": None if longest is None else int(longest), "engine": given.pop("engine.name", None),
+    }  # fmt: skip
     if named := {name.partition(".")[2]: given.pop(name) for name in OF_COLUMNS if name in given}:
         read["columns"] = Columns(**named)
     if "prompt" in given:
@@ -296,7 +275,7 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
 
 
 def _check_model_class(arguments: Sequence[str]) -> None:
-    """Refuse the name of a model where Lightning takes a class, and say what goes with it."""
+    """Refuse the name of a model where Lightning takes a class."""
     for place, argument in enumerate(arguments):
         option, has_value, value = argument.partition("=")
         if option != "--model":
@@ -310,12 +289,11 @@ def _check_model_class(arguments: Sequence[str]) -> None:
 
 
 def as_arguments(prepared: PreparedCase) -> list[str]:
-    """Return the configuration as arguments of the Trainer's verb, which later ones override."""
+    """Return the configuration as arguments of `selfcal fit`; later ones override it."""
     return ["--config", json.dumps(prepared.configuration)]
 
 
 def what_next(case: CommonCase) -> str:
-    """Return the commands that use what was trained."""
     adapter = case.folder / "adapter"
     return (
         f"Written to {case.folder}: adapter, samples, logs. To use it:\n"

@@ -1,4 +1,4 @@
-"""The Trainer's verbs before anything is imported that takes seconds: a short help, and settings that cannot work."""
+"""The Trainer's verbs before slow imports: a short help, and settings that cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESCRIPTIONS = {
     "test": "Compute the metrics of the test split.",
     "predict": "Write the model's confidence in each stored response into the store.",
 }
-# What is changed most, where it is written with its default: the class of each, by `selfcal VERB --model.help`.
+# The options that are changed most. `selfcal VERB --model.help` explains all of a class.
 COMMON = {
     "--config FILE.yaml": "settings; options and later files override it",
     "--ckpt_path FILE.ckpt": 'a checkpoint; "last" is the newest of the run',
@@ -55,7 +55,7 @@ EXPLAINED = {"--model.help": MODULE, "--data.help": DATA_MODULE}
 
 
 def short_help(verb: str, arguments: Sequence[str]) -> str | None:
-    """Return a help that fits on a screen and says where the rest is; None where another help or none is asked for."""
+    """Return a help that fits on a screen; None where another help or none is asked for."""
     if not set(arguments) & set(HELP) or wants_full_help(arguments):
         return None
     width = max(map(len, COMMON))
@@ -80,13 +80,13 @@ def short_help(verb: str, arguments: Sequence[str]) -> str | None:
 
 
 def wants_full_help(arguments: Sequence[str]) -> bool:
-    """Return whether all options are asked for: ``--help=full``, or ``--help full``."""
+    """Return whether ``--help=full`` or ``--help full`` is given."""
     words = " ".join(arguments).replace("=", " ").split()
     return any(one in HELP and other in FULL for one, other in pairwise(words))
 
 
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as the parser takes them: ``--model.help`` alone explains the class that is named."""
+    """Add the class that is named, or the default one, to ``--model.help`` alone."""
     if wants_full_help(arguments):
         return ["--help"]
     completed: list[str] = []
@@ -99,7 +99,7 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def is_check(arguments: Sequence[str]) -> bool:
-    """Return whether the last word on ``--check`` is that nothing is to be run.
+    """Return whether the last ``--check`` is on.
 
     Example:
         >>> is_check(["--check"]), is_check(["--check", "true", "--check=false"])
@@ -110,12 +110,12 @@ def is_check(arguments: Sequence[str]) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this is the first process of its machine, which speaks for all."""
+    """Return whether this is the first process of its machine."""
     return int(os.environ.get("LOCAL_RANK") or 0) == 0
 
 
 def check_settings(verb: str, arguments: Sequence[str]) -> None:
-    """Refuse what needs no library to be refused, and say that libraries are loaded now."""
+    """Refuse what needs no library to be refused, and announce that libraries are loaded."""
     options = {argument.partition("=")[0] for argument in arguments}
     if wants_full_help(arguments) or "--print_config" in options or any(one.endswith(".help") for one in options):
         return
@@ -134,7 +134,7 @@ def check_settings(verb: str, arguments: Sequence[str]) -> None:
 
 
 def check_accelerator(settings: Mapping[str, Any]) -> None:
-    """Raise InputError where a GPU is asked for and PyTorch sees none, or fewer than are asked for."""
+    """Refuse GPUs that PyTorch does not see."""
     accelerator, devices = settings.get("trainer.accelerator"), str(settings.get("trainer.devices", "auto"))
     if accelerator not in ("gpu", "cuda"):
         return

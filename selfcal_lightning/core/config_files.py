@@ -1,4 +1,4 @@
-"""The YAML files of a command line, read before anything is imported that takes seconds."""
+"""The YAML files of a command line, read before slow imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ MOST_ALIASES = 100
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
-    """Return the files that ``--config`` names, in their order."""
     return [Path(value) for value in _config_values(arguments) if not _is_yaml(value)]
 
 
@@ -46,8 +45,9 @@ def check_nesting(arguments: Sequence[str]) -> None:
             deepest = max(deepest, level)
         if deepest > MOST_LEVELS:
             option = arguments[place - 1] if place and not argument.startswith("--") else argument[:30]
-            expected = f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels"
-            raise InputError(f"{expected}, but got {deepest:,}.")
+            raise InputError(
+                f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels, but got {deepest:,}."
+            )
 
 
 def check_files(arguments: Sequence[str]) -> None:
@@ -83,10 +83,9 @@ def _events(path: Path) -> Iterator[yaml.Event]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the settings in a YAML file."""
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        listed = f" Beside it lie {', '.join(near[:5])}." if near else ""
+        listed = f" There are {', '.join(near[:5])}." if near else ""
         raise InputError(f"Expected `--config` to be a YAML file, but there is none at {path}.{listed}")
     try:
         content = yaml.safe_load(path.read_bytes())
@@ -95,16 +94,17 @@ def read_config(path: Path) -> dict[str, Any]:
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         raise InputError(f"Expected {path} to be YAML, but got at{where[1:]}: {error.problem or error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"Expected {path} to be YAML, but it cannot be read: {_reason(error)}.") from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise InputError(f"Expected {path} to be YAML, but it cannot be read: {reason}.") from error
     if not isinstance(content, dict):
         raise InputError(f"Expected {path} to hold settings (`name: value`), but got {type(content).__name__}.")
     return content
 
 
 def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what the files and then the options of a command line set, by dotted names without ``init_args``.
+    """Return what files and options of a command line set, by dotted names without ``init_args``.
 
-    Only for a first look: the verb's own parser has the last word.
+    Only for a first look: the verb's own parser decides.
 
     Example:
         >>> given_settings(["--trainer.accelerator", "cpu", "--model.init_args.lr=0.1"])
@@ -112,7 +112,7 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for value in _config_values(arguments):
-        settings |= _flat(_read_yaml(value) if _is_yaml(value) else read_config(Path(value)))
+        settings |= _flat(_yaml_text(value) if _is_yaml(value) else read_config(Path(value)))
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
         if not option.startswith("--") or option in OPTIONS:
@@ -122,11 +122,11 @@ def given_settings(arguments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _read_yaml(text: str) -> dict[str, Any]:
+def _yaml_text(text: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}  # the parser of the verb says what is wrong
+    except (yaml.YAMLError, ValueError, RecursionError):  # the verb's parser says what is wrong
+        return {}
     return content if isinstance(content, dict) else {}
 
 
@@ -143,7 +143,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _short(name: str) -> str:
     return name.replace(".init_args.", ".")
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

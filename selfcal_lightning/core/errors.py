@@ -12,11 +12,11 @@ MOST_NAMES = 30
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message says what was expected, what was found and what to do."""
+    """An error that the user can fix; the message says how."""
 
 
 class InputError(UserError, ValueError):
-    """An option, a file or a value is not what it must be."""
+    """A wrong option, file or value."""
 
 
 class RunError(UserError, RuntimeError):
@@ -47,7 +47,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(option: str, name: object, known: Iterable[str]) -> InputError:
-    """Return the error for a name that is none of ``known``: which there are, and the most similar."""
+    """Return the error for an unknown name, with the known ones and the most similar."""
     names = list(dict.fromkeys(known))
     more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
     listed = ", ".join(names[:MOST_NAMES]) + more if names else "none, since there is none yet"

@@ -1,8 +1,7 @@
 """Atomic files, cleaning up after killed writers, and JSON.
 
 A file is written under a temporary name in its own folder, flushed and renamed. The writer holds a lock on the
-temporary file; the kernel releases it when the process ends, even by SIGKILL. A clean-up can therefore tell abandoned
-files from those still being written.
+temporary file, which the kernel releases even after SIGKILL, so a clean-up can tell abandoned files from live ones.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from urllib.parse import quote
 
 from selfcal_lightning.core.errors import InputError
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_AGAIN = "start the same command again: nothing that was stored is lost."
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -46,7 +46,7 @@ def write_atomically(path: Path, data: bytes, *, exclusive: bool = False, durabl
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open ``path`` for writing; the file takes the place of an older one when the block ends without an error."""
+    """Open ``path`` for writing; the file replaces an older one when the block ends without an error."""
     with _temporary(path) as (temporary, file):
         yield file
         file.flush()
@@ -126,17 +126,14 @@ def _temporary(path: Path, *, size: int | None = None) -> Iterator[tuple[Path, B
 
 def _refusal(error: OSError, path: Path, size: int | None) -> str:
     """Return the message for a failed write when the OSError does not name the file."""
-    space, found, way = "", f"{error.strerror!r}", "see to the disk"
-    if error.errno in FULL:
-        space = "more space " if size is None else f"{size:,} bytes of space "
-        found += f" with {shutil.disk_usage(path.parent).free:,} bytes free"
-        way = "free some space"
-    kept = "Nothing that was stored is lost"
-    return f"Expected {space}to write {path}, but got {found}. {kept}: {way} and start the same command again."
+    if error.errno not in FULL:
+        return f"{path} could not be written: {error.strerror!r}. See to the disk and {_AGAIN}"
+    needed = "more space" if size is None else f"{size:,} bytes of space"
+    found = f"{error.strerror!r} with {shutil.disk_usage(path.parent).free:,} bytes free"
+    return f"Expected {needed} to write {path}, but got {found}. Free some and {_AGAIN}"
 
 
 def _open_locked(path: Path) -> tuple[Path, BinaryIO]:
-    """Open and lock a temporary file next to ``path``."""
     while True:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115 - `_temporary` closes it
@@ -147,7 +144,7 @@ def _open_locked(path: Path) -> tuple[Path, BinaryIO]:
                 file.close()
                 temporary.unlink(missing_ok=True)
                 raise
-        # Somebody who cleans up may have come between the two.
+        # A clean-up may have removed it between the two calls.
         if os.fstat(file.fileno()).st_nlink:
             return temporary, file
         file.close()
@@ -158,12 +155,10 @@ def _remove_if_abandoned(file: Path) -> bool:
         with open(file, "r+b") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.unlink()
-    except (BlockingIOError, FileNotFoundError, PermissionError):
-        return False
     except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return False
+        if isinstance(error, BlockingIOError | FileNotFoundError | PermissionError) or error.errno in NO_LOCKS:
+            return False
+        raise
     return True
 
 
@@ -191,7 +186,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-LARGEST_JSON = 2**28  # bytes; a file above that is none of ours and is not read to find out
+LARGEST_JSON = 2**28  # bytes; a larger file is not ours
 
 
 class UnreadableJSONError(InputError):
@@ -208,7 +203,7 @@ class _RepeatedKeyError(Exception):
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):  # Python would keep the last value without a word
+    if len(found) < len(pairs):  # Python would silently keep the last value
         names = [name for name, _ in pairs]
         raise _RepeatedKeyError(next(name for name in names if names.count(name) > 1))
     return found
@@ -258,7 +253,7 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
 
 
 def json_object_or_none(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``, or None if it holds anything else; used to see which tool wrote a file."""
+    """Return the JSON object in ``path``, or None if it holds anything else."""
     if path.stat().st_size > LARGEST_JSON:
         return None
     try:
@@ -279,7 +274,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
                 content = parse_json(line, origin=str(path), repeats=False)
-                # JSON may spell lone surrogates, which no file of the store can hold. UTF-8 itself has none.
+                # JSON can spell lone surrogates, which UTF-8 cannot hold.
                 if ESCAPED_SURROGATE.search(line):
                     json.dumps(content, ensure_ascii=False).encode()
             except UnreadableJSONError as error:
@@ -360,7 +355,6 @@ def check_results_folder(folder: str | Path, *, option: str) -> None:
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Return whether ``path`` is a folder that holds nothing."""
     return path.is_dir() and not any(path.iterdir())
 
 

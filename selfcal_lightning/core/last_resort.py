@@ -1,4 +1,4 @@
-"""How a command reports its failure: a user's mistake in one sentence, a bug of ours with the way to its traceback."""
+"""How a command reports its failure: a user's mistake in one sentence, a bug of ours with the way to a traceback."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _LOST_PEER = re.compile(
 
 
 def wants_traceback() -> bool:
-    """Return whether the user asked for tracebacks."""
     return bool(os.environ.get(TRACEBACK_VARIABLE))
 
 
 def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> str:
-    """Return the text that explains why a command failed, for standard error."""
+    """Return why a command failed, for standard error."""
     if isinstance(error, UserError):
         return f"{who}: error: {error}"
     if type(error).__name__ in _OUT_OF_MEMORY:
@@ -62,7 +61,6 @@ def explain_interruption(error: BaseException, *, who: str, kept: str) -> str:
 
 
 def _refusal(error: OSError) -> str:
-    """Describe what the operating system or a server refused, and where."""
     if error.strerror is None:
         return _one_line(error) or type(error).__name__
     places = [str(place) for place in (error.filename, error.filename2) if place is not None]

@@ -28,10 +28,14 @@ class QuestionCount:
     number: int | None
     is_limit: bool = False
 
+    def __str__(self) -> str:
+        number = "all" if self.number is None else f"{self.number:,}"
+        return f"{'up to ' if self.is_limit and self.number is not None else ''}{number} {self.task}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Responses that are drawn."""
+    """Responses to draw into a store."""
 
     store_dir: str
     responses: int | None
@@ -47,11 +51,27 @@ class Sampling:
 
     @property
     def disk_bytes(self) -> float | None:
-        """Bytes to be written; a bound from above where no stored response tells."""
-        if self.missing is None:
-            return None
+        """Bytes to be written; an upper bound if no response is stored yet."""
         each = self.bytes_each or BYTES_PER_RESPONSE + BYTES_PER_TOKEN * self.most_tokens
-        return self.missing * each
+        return None if self.missing is None else self.missing * each
+
+    def __str__(self) -> str:
+        if self.missing is None:
+            return f"as many as the questions ask for, into {self.store_dir}"
+        if self.missing == 0:
+            return f"none to sample: all {self.responses:,} are in {self.store_dir}"
+        return f"{self.missing:,} to sample, {self.stored:,} are in {self.store_dir} already"
+
+    @property
+    def tokens_text(self) -> str:
+        """How many tokens will be sampled; empty if none."""
+        if not self.missing:
+            return ""
+        most = f"at most {self.missing * self.most_tokens:,} (`max_new_tokens` is {self.most_tokens:,})"
+        if self.mean_tokens is None:
+            return f"{most}; nothing sampled yet tells how many of them"
+        about = self.missing * self.mean_tokens
+        return f"about {about:,.0f}, by the mean of {self.mean_tokens:.0f} of those in the store; {most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +83,27 @@ class Training:
     epochs: int | None
     most_tokens: int | None = None
 
+    def __str__(self) -> str:
+        epochs = "" if self.epochs is None else f" in {self.epochs} epoch{'s' if self.epochs != 1 else ''}"
+        return f"{self.steps:,} optimiser steps of {self.rows_per_step:,} rows{epochs}"
+
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds that a token takes, sampled or trained on; a guess."""
+    """Estimated seconds a token, sampled or trained on."""
 
     sampled: float
     trained: float
     device: str
 
     def over(self, processes: int) -> Speed:
-        """Return the speed of so many processes together."""
+        """Return the speed of this many processes together."""
         return replace(self, sampled=self.sampled / processes, trained=self.trained / processes)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes in each process; None where the model is not on this disk to be looked at.
+    """Bytes in each process; None where the model is not on this disk.
 
     ``activations`` are those kept for the backward pass of one micro-batch, if its rows are as long as they may be.
     """
@@ -90,6 +114,19 @@ class Memory:
     device: str
     activations: int | None = None
     processes: int = 1
+
+    def __str__(self) -> str:
+        free = "" if self.available is None else f" ({show_bytes(self.available)} are free on the {self.device})"
+        if self.weights is None:
+            return f"unknown: the model is not on this disk yet{free}"
+        parts = [f"weights {show_bytes(self.weights)}"]
+        if self.trained:
+            parts.append(f"what is trained, with gradients and moments, {show_bytes(self.trained)}")
+        if self.activations:
+            parts.append(f"activations of a micro-batch at most {show_bytes(self.activations)}")
+        each = f" in each of {self.processes} processes" if self.processes > 1 else ""
+        more = "caches" if self.activations else "caches and activations"
+        return f"{', '.join(parts)}{each}; {more} come on top{free}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +140,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; parts of it come from whoever takes part, and add up by :func:`merge_plans`."""
+    """What a run will do; its participants give parts of it, which :func:`merge_plans` adds up."""
 
     model: tuple[str, ...] = ()
     questions: tuple[QuestionCount, ...] = ()
@@ -116,25 +153,35 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        splits: dict[str, list[str]] = {}
+        for count in self.questions:
+            splits.setdefault(count.split, []).append(str(count))
         rows = [
             ("model", "; ".join(self.model)),
-            ("questions", _questions_text(self.questions)),
-            ("responses", "; ".join(map(_sampling_text, self.sampling))),
-            ("tokens", "; ".join(map(_tokens_text, self.sampling))),
-            ("training", "; ".join(map(_training_text, self.training))),
+            ("questions", "; ".join(f"{split}: {', '.join(counts)}" for split, counts in splits.items())),
+            ("responses", "; ".join(map(str, self.sampling))),
+            ("tokens", "; ".join(row.tokens_text for row in self.sampling)),
+            ("training", "; ".join(map(str, self.training))),
             ("time", _time_text(self)),
-            ("memory", "; ".join(map(_memory_text, self.memory))),
+            ("memory", "; ".join(map(str, self.memory))),
             ("disk", _disk_text(self)),
             ("writes", ", ".join(f"{place.path} ({place.what})" for place in self.places)),
             ("if stopped", " ".join(self.stopped)),
             *(("note", note) for note in (*self.notes, *_long_notes(self))),
         ]
-        return "\n".join(_row(name, text) for name, text in rows if text)
+        return "\n".join(
+            textwrap.fill(
+                text, WIDTH, initial_indent=f"  {name:<11}", subsequent_indent=" " * 13, break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for name, text in rows
+            if text
+        )  # fmt: skip
 
 
 @runtime_checkable
 class Participant(Protocol):
-    """A callback, module or data module that takes part in a run of the Trainer."""
+    """A callback, module or data module with a part in the plan of a run of the Trainer."""
 
     def plan_run(self, verb: str, trainer: Any, module: Any, data: Any) -> Plan:
         """Refuse what cannot work in ``verb``, and return this one's part of its plan.
@@ -144,14 +191,14 @@ class Participant(Protocol):
 
 
 def merge_plans(plans: Sequence[Plan]) -> Plan:
-    """Return the plan of which ``plans`` are the parts, in their order; what several say is said once."""
+    """Add up plans in their order; equal rows appear once, and the sampling of a store is one row."""
     names = [field.name for field in fields(Plan)]
     rows = {name: tuple(dict.fromkeys(row for plan in plans for row in getattr(plan, name))) for name in names}
     return Plan(**rows | {"sampling": tuple(_by_store([row for plan in plans for row in plan.sampling]))})
 
 
 def check_places(plan: Plan) -> None:
-    """Raise InputError where a folder cannot be written, or its disk cannot hold what is certain to come."""
+    """Refuse folders that cannot be written, and disks that cannot hold what is certain to come."""
     for place in plan.places:
         folder = existing_folder(place.path)
         if not os.access(folder, os.W_OK):
@@ -160,8 +207,7 @@ def check_places(plan: Plan) -> None:
                 "another folder."
             )
     for sampling in plan.sampling:
-        # Of an estimate from above it is not certain that it comes to that.
-        needed = None if sampling.bytes_each is None else sampling.disk_bytes
+        needed = None if sampling.bytes_each is None else sampling.disk_bytes  # an upper bound is not certain
         free = free_bytes(sampling.store_dir)
         if needed is not None and needed > free:
             raise InputError(
@@ -183,12 +229,12 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def free_bytes(path: str | Path) -> int:
-    """Return the free bytes of the disk on which ``path`` lies or would lie."""
+    """Return the free bytes of the disk of ``path``, which need not exist."""
     return shutil.disk_usage(existing_folder(path)).free
 
 
 def show_bytes(number: float) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes as text.
 
     Example:
         >>> show_bytes(3 * 2**30), show_bytes(2**20 * 1.5), show_bytes(10)
@@ -198,7 +244,6 @@ def show_bytes(number: float) -> str:
 
 
 def _by_store(rows: Sequence[Sampling]) -> list[Sampling]:
-    """Return one row a store: what is drawn into it adds up."""
     found: dict[str, Sampling] = {}
     for row in rows:
         before = found.get(row.store_dir)
@@ -210,66 +255,8 @@ def _by_store(rows: Sequence[Sampling]) -> list[Sampling]:
     return list(found.values())
 
 
-def _row(name: str, text: str) -> str:
-    indent = " " * 13
-    return textwrap.fill(
-        text, WIDTH, initial_indent=f"  {name:<11}", subsequent_indent=indent, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-
-
-def _questions_text(counts: Sequence[QuestionCount]) -> str:
-    parts = []
-    for split in dict.fromkeys(count.split for count in counts):
-        rows = [count for count in counts if count.split == split]
-        parts.append(f"{split}: " + ", ".join(f"{_number(row)} {row.task}" for row in rows))
-    return "; ".join(parts)
-
-
-def _number(count: QuestionCount) -> str:
-    if count.number is None:
-        return "all"
-    return f"up to {count.number:,}" if count.is_limit else f"{count.number:,}"
-
-
-def _sampling_text(sampling: Sampling) -> str:
-    if sampling.missing is None:
-        return f"as many as the questions ask for, into {sampling.store_dir}"
-    if sampling.missing == 0:
-        return f"none to sample: all {sampling.responses:,} are in {sampling.store_dir}"
-    return f"{sampling.missing:,} to sample, {sampling.stored:,} are in {sampling.store_dir} already"
-
-
-def _tokens_text(sampling: Sampling) -> str:
-    if not sampling.missing:
-        return ""
-    most = f"at most {sampling.missing * sampling.most_tokens:,} (`max_new_tokens` is {sampling.most_tokens:,})"
-    if sampling.mean_tokens is None:
-        return f"{most}; nothing sampled yet tells how many of them"
-    about = sampling.missing * sampling.mean_tokens
-    return f"about {about:,.0f}, by the mean of {sampling.mean_tokens:.0f} of those in the store; {most}"
-
-
-def _training_text(training: Training) -> str:
-    epochs = "" if training.epochs is None else f" in {training.epochs} epoch{'s' if training.epochs != 1 else ''}"
-    return f"{training.steps:,} optimiser steps of {training.rows_per_step:,} rows{epochs}"
-
-
-def _memory_text(memory: Memory) -> str:
-    free = "" if memory.available is None else f" ({show_bytes(memory.available)} are free on the {memory.device})"
-    if memory.weights is None:
-        return f"unknown: the model is not on this disk yet{free}"
-    parts = [f"weights {show_bytes(memory.weights)}"]
-    if memory.trained:
-        parts.append(f"what is trained, with gradients and moments, {show_bytes(memory.trained)}")
-    if memory.activations:
-        parts.append(f"activations of a micro-batch at most {show_bytes(memory.activations)}")
-    each = f" in each of {memory.processes} processes" if memory.processes > 1 else ""
-    return f"{', '.join(parts)}{each}; caches{'' if memory.activations else ' and activations'} come on top{free}"
-
-
 def _sampling_seconds(plan: Plan) -> tuple[float, bool]:
-    """Return how long sampling takes, and whether that is a bound because no stored response tells their length."""
+    """Return how long sampling takes, and whether that is only an upper bound."""
     speed = max((speed.sampled for speed in plan.speed), default=0.0)
     drawn = [row for row in plan.sampling if row.missing]
     tokens = sum((row.missing or 0) * (row.mean_tokens or row.most_tokens) for row in drawn)
@@ -295,14 +282,12 @@ def _long_notes(plan: Plan) -> list[str]:
     seconds, _ = _sampling_seconds(plan)
     if seconds < LONG_SECONDS or plan.speed[0].device != "CPU":
         return []
-    return [
-        f"Sampling may take {show_seconds(seconds)} on this CPU: lower `num_samples` or `sampling.max_new_tokens`, or "
-        "use a GPU."
-    ]
+    shown = show_seconds(seconds)
+    return [f"Sampling may take {shown} on this CPU: lower `num_samples` or `sampling.max_new_tokens`, or use a GPU."]
 
 
 def show_seconds(number: float) -> str:
-    """Return a duration for people, in its largest unit.
+    """Return a duration as text, in its largest unit.
 
     Example:
         >>> show_seconds(20), show_seconds(3000), show_seconds(2e5), show_seconds(1e6)
@@ -318,7 +303,7 @@ def _disk_text(plan: Plan) -> str:
     sizes = [(sampling.store_dir, sampling.disk_bytes) for sampling in plan.sampling]
     sizes += [(place.path, place.size) for place in plan.places]
     known = [size for _, size in sizes if size]
-    if not sizes or not known:
+    if not known:
         return ""
     unknown = any(sampling.missing is None for sampling in plan.sampling)
     exact = all(sampling.bytes_each is not None for sampling in plan.sampling)

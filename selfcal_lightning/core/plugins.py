@@ -1,8 +1,7 @@
 """Plug-ins: users' modules that register tasks, estimators, strategies and reward formats when imported.
 
-A plug-in is named by the user (``--plugins``, or ``plugins`` in a YAML file) or installed by them (an entry point);
-nothing is ever loaded from a model folder or from data. Child processes learn of the same plug-ins from the
-environment.
+The user names them (``--plugins``, or ``plugins`` in a YAML file) or installs them (an entry point); nothing is ever
+loaded from a model folder or from data. Child processes get the same plug-ins through the environment.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ HELP = (
     "imported; several with commas between them."
 )
 _FILE_ENDING = ".py"
-# What this process has imported: by its place, as it was named; and the entry points.
+# What this process has imported: names by place, and the entry points.
 _loaded: dict[str, str] = {}
 _loaded_points: set[str] = set()
 
 
 def named_plugins(arguments: Sequence[str]) -> list[str]:
-    """Return the plug-ins that the YAML files and the options of a command line name, in their order."""
+    """Return the plug-ins that YAML files and options of a command line name."""
     found = [name for path in config_files(arguments) for name in _names(read_config(path).get(OPTION))]
     for place, argument in enumerate(arguments):
         option, given, value = argument.partition("=")
@@ -50,10 +49,7 @@ def load_plugins(names: Iterable[str]) -> None:
 
     Args:
         names: Modules, or paths of ``.py`` files. A module is looked for in the current folder too, after everything
-            that is installed; the neighbours of a file can be imported by it.
-
-    Raises:
-        InputError: One is not there, fails when it is imported, or registers a name that is taken.
+            that is installed; a file can import its neighbours.
     """
     for name in names:
         place = _place_of(name)
@@ -93,14 +89,14 @@ def plugin_packages() -> list[str]:
 
 
 def _names(value: Any) -> list[str]:
-    """Return the names in the value of the option: a list, or a text with commas, in brackets or not."""
+    """Return the names in a list, or in a text with commas, in brackets or not."""
     if isinstance(value, str):
         value = value.strip().removeprefix("[").removesuffix("]").split(",")
     return [str(name).strip(" '\"") for name in value or [] if str(name).strip(" '\"")]
 
 
 def _place_of(name: str) -> str:
-    """Return how a process in another folder finds a plug-in: a file's absolute path, or a module's name."""
+    """Return a file's absolute path, or a module's name."""
     if not name.endswith(_FILE_ENDING):
         return name
     file = Path(name).resolve()
@@ -127,8 +123,7 @@ def _import(name: str, place: str) -> ModuleType:
 def _import_file(file: Path) -> ModuleType:
     """Import a file as a module of the same name, unless that name is taken."""
     taken = file.stem in sys.modules or importlib.util.find_spec(file.stem) is not None
-    same = taken and _origin(file.stem) == str(file)
-    if same:
+    if taken and _origin(file.stem) == str(file):
         return importlib.import_module(file.stem)
     name = f"selfcal_plugin_{file.stem}" if taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
@@ -156,9 +151,7 @@ def _check_is_there(name: str) -> None:
     """Refuse a plug-in that does not exist, as opposed to one whose own imports fail."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise InputError(
-            f"Expected `--{OPTION}` to name modules or files that end in {_FILE_ENDING}, but got {name!r}."
-        )
+        raise InputError(f"`--{OPTION}` must name modules, or files that end in {_FILE_ENDING}, but got {name!r}.")
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # a parent of it
@@ -166,7 +159,7 @@ def _check_is_there(name: str) -> None:
     if spec is None:
         raise InputError(
             f"Expected `--{OPTION}` to name modules that can be imported, but there is none called {name!r}, neither "
-            f"installed nor in {os.getcwd()}. A file of your own is named by its path, which ends in {_FILE_ENDING}."
+            f"installed nor in {os.getcwd()}. Name a file of your own by its path, which ends in {_FILE_ENDING}."
         )
 
 

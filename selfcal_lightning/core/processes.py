@@ -1,4 +1,4 @@
-"""Lets processes wait for each other for hours, through files on a shared disk; a collective would time out."""
+"""Processes that wait for each other, for hours, through files on a shared disk; a collective would time out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Rendezvous:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Show the other processes that the block runs, and afterwards whether it is done, failed or stopped."""
+        """Show the other processes that the block runs, and then whether it is done, failed or stopped."""
         if self.world_size == 1:
             yield
             return
@@ -84,7 +84,6 @@ class Rendezvous:
 
     @contextmanager
     def together(self) -> Iterator[Rendezvous]:
-        """``working``, followed by ``meet``."""
         with self.working():
             yield self
         self.meet()
@@ -125,9 +124,8 @@ class Rendezvous:
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
                 raise RunError(
-                    f"Expected process {rank} to finish its share, but got no sign of life for {silence:.0f} s. "
-                    "Start the same command again: what is in the store is reused. On several machines the store must "
-                    "lie on a file system that all of them share."
+                    f"Expected process {rank} to finish its share, but got no sign of life for {silence:.0f} s. Start "
+                    "the same command again: what is in the store is reused. Several machines need a shared disk."
                 )
             time.sleep(POLL_SECONDS)
 
@@ -135,7 +133,7 @@ class Rendezvous:
         return self.folder / f"{rank}.json"
 
     def _read(self, rank: int) -> dict[str, Any]:
-        """Return a process's state, or its last known one while its file is missing or being replaced."""
+        """Return a process's state; its last known one while the file is missing or being replaced."""
         try:
             self._seen[rank] = json.loads(self._file(rank).read_text())
         except OSError:
@@ -143,7 +141,7 @@ class Rendezvous:
         return self._seen[rank]
 
     def _show_surely(self, state: str, problem: str = "") -> None:
-        """Publish a state that others wait for, retrying while the disk fails for some seconds."""
+        """Publish a state that others wait for, with retries for a failing disk."""
         for _ in range(SHOWS - 1):
             try:
                 self._show(state, problem)

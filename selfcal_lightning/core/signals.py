@@ -66,7 +66,6 @@ class Interruption:
 
     @property
     def name(self) -> str:
-        """What stopped the process, in words."""
         return NAMES[self.received or signal.SIGINT]
 
     @property
@@ -75,13 +74,12 @@ class Interruption:
         return 128 + (self.received or signal.SIGINT)
 
 
-# One a process, as the handlers of signals are.
 INTERRUPTION = Interruption()
 
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Set the message for an interruption of the block: what is kept and how to go on."""
+    """Set what an interruption of the block says: what is kept and how to go on."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
@@ -106,8 +104,7 @@ ONE_REQUEST_SECONDS = 3.0
 class PreemptedError(SystemExit):
     """A signal asked the run to stop, and it stopped where it can resume.
 
-    Uncaught, the process exits with status 75. Like ``KeyboardInterrupt`` it is not an ``Exception``; finished work is
-    saved on the way out.
+    Like ``KeyboardInterrupt`` it is not an ``Exception``. Uncaught, the process exits with status 75.
     """
 
     def __init__(self, message: str) -> None:
@@ -124,10 +121,7 @@ class StopSignals:
     def __init__(self, names: Sequence[str]) -> None:
         known = signal.Signals.__members__
         if unknown := [name for name in names if name not in known or name in {"SIGKILL", "SIGSTOP"}]:
-            raise InputError(
-                f"Expected `signals` to be names of signals that can be handled, but got {unknown[0]!r}. "
-                'Take "SIGTERM", "SIGUSR1" or "SIGUSR2", for example.'
-            )
+            raise InputError(f'`signals` must be names such as "SIGTERM", "SIGUSR1" or "SIGUSR2", got {unknown[0]!r}.')
         self.signals = [signal.Signals[name] for name in names]
         self.received: str | None = None
         self._armed = False
@@ -169,12 +163,11 @@ class StopSignals:
             self._came_at[number] = now
             self.received = self.received or signal.Signals(number).name
             earlier = self._earlier[number]
-            # Those that end the process at once are what this one is in the place of.
+            # Handlers that end the process at once are what this one replaces.
             if callable(earlier) and earlier not in (signal.default_int_handler, INTERRUPTION.handle):
                 earlier(number, frame)
 
     def _pass_on(self, number: int) -> None:
-        """Send the signal again, to the previous handler."""
         signal.signal(number, self._earlier.get(number) or signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -183,4 +176,4 @@ Interrupt = Callable[[], None]
 
 
 def never() -> None:
-    """Never interrupt."""
+    """Do nothing: the default of callbacks."""

@@ -118,7 +118,7 @@ def test_a_bad_question_is_one_sentence(
         ),
         (["--model", "", "--questions", "q.jsonl"], "on the hub or 'bundled', but got ''."),
         (["--model", "bundled", "--questions", ""], "Expected `questions` to be a file of questions, but got an empty"),
-        (["--model", "bundled", "--questions"], "Expected a value after `--questions`, but got none."),
+        (["--model", "bundled", "--questions"], "argument --questions: expected one argument"),
         (["--questions", "q.jsonl"], "Expected `--model` (such as"),
         (["--model", "bundled", "--preset", "small"], "Expected `--questions` (such as"),
         (["--model", "bundled"], "Expected `--questions FILE` beside `--model`"),

@@ -10,30 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from selfcal_lightning.adaptation.evaluation import (
-    CALIBRATION,
-    SetComparison,
-    adaptation_markdown,
-    change_cell,
-    cost_in_samples,
-    round_labels,
-)
+from selfcal_lightning.adaptation import evaluation as measures
+from selfcal_lightning.adaptation import runs
 from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, REFERENCE
-from selfcal_lightning.adaptation.runs import (
-    ADAPTER,
-    GUARD_FILE,
-    INDUCTIVE,
-    OUT_OF_DOMAIN,
-    SAMPLES,
-    TRANSDUCTIVE,
-    Adaptation,
-    Evaluation,
-    QuestionSlice,
-    check_learnt,
-    fit_settings,
-    load_sets,
-    sampling_run,
-)
 from selfcal_lightning.adaptation.selection_files import read_selection
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.commands.two_stages import check_begun, check_fit, fit_stage, write_settings
@@ -61,11 +40,11 @@ ROUND_COLUMNS = {
 
 
 def run_adapt(
-    questions: QuestionSlice,
+    questions: runs.QuestionSlice,
     output_dir: str,
     base_model: str = "bundled",
-    inductive: QuestionSlice | None = None,
-    out_of_domain: QuestionSlice | None = None,
+    inductive: runs.QuestionSlice | None = None,
+    out_of_domain: runs.QuestionSlice | None = None,
     reward: GroupReward = "majority",
     target: PoolTarget | None = None,
     rounds: int = 2,
@@ -125,21 +104,21 @@ def run_adapt(
         check: Checks the settings of the training, prints its plan, and stops.
     """
     model, folder = resolve_model(base_model), Path(output_dir)
-    one = Adaptation(
+    one = runs.Adaptation(
         model, revision, questions, reward, target, selection, store_dir, rounds, num_samples, batch_size, lr,
         sampling.max_new_tokens, seed,
     )  # fmt: skip
-    named = {TRANSDUCTIVE: questions, INDUCTIVE: inductive, OUT_OF_DOMAIN: out_of_domain}
+    named = {runs.TRANSDUCTIVE: questions, runs.INDUCTIVE: inductive, runs.OUT_OF_DOMAIN: out_of_domain}
     slices = {name: place for name, place in named.items() if place is not None}
-    asked = load_sets(slices)
-    settings = fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
+    asked = runs.load_sets(slices)
+    settings = runs.fit_settings(one, folder, engine=engine, guard=guard, options=fit_options)
     if one.selection is not None:
-        check_learnt(one.selection, str(one.store_dir), asked, learns_confidence=one.target is not None)
+        runs.check_learnt(one.selection, str(one.store_dir), asked, learns_confidence=one.target is not None)
     learnt = settings["model"]["init_args"]
     query, prompt = learnt.get("query", DEFAULT_QUERY), learnt.get("prompt")
     prompt = None if prompt is None else Prompt.from_json(prompt)
-    evaluation = Evaluation(
-        model, revision, folder / ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
+    evaluation = runs.Evaluation(
+        model, revision, folder / runs.ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
         query, prompt,
         Path(base_samples or folder / "evaluation"), folder / "evaluation",
     )  # fmt: skip
@@ -151,11 +130,11 @@ def run_adapt(
         return {}
     write_settings(folder / CONFIG, settings)
     if one.reward in ANNOTATIONS:
-        _scored_round(one, folder / SAMPLES, engine, query, prompt)
+        _scored_round(one, folder / runs.SAMPLES, engine, query, prompt)
     fit_stage("adapt", folder)
-    store = Path(store_dir or folder / SAMPLES)
-    found = round_labels(store, asked[TRANSDUCTIVE])
-    compared = evaluation.compare(cost_in_samples(store, asked[TRANSDUCTIVE], found))
+    store = Path(store_dir or folder / runs.SAMPLES)
+    found = measures.round_labels(store, asked[runs.TRANSDUCTIVE])
+    compared = evaluation.compare(measures.cost_in_samples(store, asked[runs.TRANSDUCTIVE], found))
     result = _result(one, folder, compared, found)
     write_atomically(folder / RESULT, json.dumps(result, indent=1).encode())
     write_atomically(folder / TABLES, _markdown(result, compared).encode())
@@ -164,10 +143,10 @@ def run_adapt(
     return result
 
 
-def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
+def _scored_round(one: runs.Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
     """Sample round 0 and store the statistics of its tokens, unless that is done."""
     sample_questions(
-        sampling_run(
+        runs.sampling_run(
             one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,
             engine=engine.of(revision=one.revision), seed=one.seed, query=query, prompt=prompt,
             sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=one.max_new_tokens),
@@ -177,9 +156,12 @@ def _scored_round(one: Adaptation, store: Path, engine: EngineSettings, query: s
 
 
 def _result(
-    one: Adaptation, folder: Path, compared: Sequence[SetComparison], labels: Mapping[str, Mapping[str, Any]]
+    one: runs.Adaptation,
+    folder: Path,
+    compared: Sequence[measures.SetComparison],
+    labels: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    manifest, monitors = read_manifest(folder / ADAPTER) or {}, json_object_or_none(folder / GUARD_FILE) or {}
+    manifest, monitors = read_manifest(folder / runs.ADAPTER) or {}, json_object_or_none(folder / runs.GUARD_FILE) or {}
     chosen = None if one.selection is None else read_selection(one.selection)
     names = {one.name for one in compared}
     return {
@@ -193,7 +175,7 @@ def _result(
             name: {**labels.get(name, {}), **monitors.get(name, {})} for name in sorted({*labels, *monitors}, key=int)
         },
         "sets": {one.name: one.as_json() for one in compared},
-        "not_measured": [name for name in (TRANSDUCTIVE, INDUCTIVE, OUT_OF_DOMAIN) if name not in names],
+        "not_measured": [name for name in (runs.TRANSDUCTIVE, runs.INDUCTIVE, runs.OUT_OF_DOMAIN) if name not in names],
     }  # fmt: skip
 
 
@@ -213,13 +195,13 @@ def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def _markdown(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> str:
+def _markdown(result: Mapping[str, Any], compared: Sequence[measures.SetComparison]) -> str:
     columns = ["round", *ROUND_COLUMNS]
     rounds = markdown_table(columns, _round_rows(result), rule="|---" * len(columns) + "|")
-    return "\n".join([*_facts(result), "", adaptation_markdown(compared), rounds, ""])
+    return "\n".join([*_facts(result), "", measures.adaptation_markdown(compared), rounds, ""])
 
 
-def _show(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> None:
+def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison]) -> None:
     """Print one screen: what each set of questions shows, the changes that matter, and the rounds."""
     console = Console()
     console.print("\n".join(_facts(result)), highlight=False)
@@ -232,7 +214,10 @@ def _show(result: Mapping[str, Any], compared: Sequence[SetComparison]) -> None:
             if name in SHOWN or name.startswith("majority@"):
                 ends = ["-" if value is None else f"{value:.3f}" for value in (change.before, change.after)]
                 changes.add_row(
-                    heading, name.upper() if name in CALIBRATION else name, *ends, change_cell(change).strip("*")
+                    heading,
+                    name.upper() if name in measures.CALIBRATION else name,
+                    *ends,
+                    measures.change_cell(change).strip("*"),
                 )
                 heading = ""
     console.print(changes)

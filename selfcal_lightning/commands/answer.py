@@ -23,24 +23,7 @@ from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
-from selfcal_lightning.inference.answering import (
-    Answer,
-    ask_question,
-    best_response,
-    default_task,
-    read_questions,
-    summarise,
-)
-from selfcal_lightning.inference.choices import (
-    CalibratedDefaults,
-    check_sampled_alike,
-    choose_prompt,
-    choose_strategy,
-    load_fitted_files,
-    promise_note,
-    uncalibrated_note,
-    unreached_note,
-)
+from selfcal_lightning.inference import answering, choices
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
@@ -79,7 +62,7 @@ def run_answer(
     adapter: str | None = None,
     max_failures: int = MAX_FAILURES,
     reward: RewardSettings = RewardSettings(),
-) -> list[Answer]:
+) -> list[answering.Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
     A model that was calibrated (`selfcal fit`, `selfcal export`) knows when it is right: by default, sampling stops at
@@ -128,7 +111,7 @@ def run_answer(
             `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
             reward, any that `selfcal score` reads.
     """
-    task = task or CalibratedDefaults.of(model, adapter).task or default_task(model)
+    task = task or choices.CalibratedDefaults.of(model, adapter).task or answering.default_task(model)
     asked = _questions(question, questions, columns, task=task, chain_of_thought=chain_of_thought)
     settings = AnswerSettings(
         strategy, threshold, max_samples, confidence, strategy_args or {},
@@ -166,18 +149,18 @@ class AnswerSettings:
 
 
 def answer_questions(
-    model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[Answer], None]
-) -> list[Answer]:
+    model: str, asked: Sequence[Question], settings: AnswerSettings, *, on_answer: Callable[[answering.Answer], None]
+) -> list[answering.Answer]:
     """Answer questions, each with as few samples as its confidence allows."""
     options = settings.engine
-    prompt, note = choose_prompt(model, options.adapter, settings.prompt)
+    prompt, note = choices.choose_prompt(model, options.adapter, settings.prompt)
     if note is not None:
         say(note)
     asked = put_prompt(asked, prompt)
-    taught = CalibratedDefaults.of(model, options.adapter)
+    taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
-    known, fitted = load_fitted_files(settings.scorers, settings.threshold_file)
+    known, fitted = choices.load_fitted_files(settings.scorers, settings.threshold_file)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
@@ -193,13 +176,13 @@ def answer_questions(
         )
         say(f"{settings.strategy} {given or ''} by {settings.reward.model}; {_read_by(asked)}")
     else:
-        chosen = choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
+        chosen = choices.choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
         read = check_live_rewards(chosen, known, settings.reward)
         say(f"{chosen}; {_read_by(asked)}")
-    if (note := uncalibrated_note(model, options.adapter, chosen)) is not None:
+    if (note := choices.uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
     if fitted is not None:
-        say(promise_note(fitted))
+        say(choices.promise_note(fitted))
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
     with ExitStack() as ends:
@@ -209,7 +192,7 @@ def answer_questions(
         opened = open_engine(options, model, chat=chat)
         ends.callback(opened.close)
         if fitted is not None:
-            check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
+            choices.check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
         source = EngineSource(
             opened, chat, sampling=sampling, seed=settings.seed, scorers=[*rewards, *known], stops=stops,
             on_failed=say, max_failures=settings.max_failures,
@@ -219,8 +202,8 @@ def answer_questions(
             answers = _InOrder(asked, chosen, fitted, bar, on_answer, in_domain)
             run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
     if len(asked) > 1 or source.failed:
-        say(summarise(answers.answers, failed=source.failed))
-    if (note := unreached_note(chosen, [one.verdict for one in answers.answers])) is not None:
+        say(answering.summarise(answers.answers, failed=source.failed))
+    if (note := choices.unreached_note(chosen, [one.verdict for one in answers.answers])) is not None:
         say(note)
     if source.failed and all(one.answer is None for one in answers.answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
@@ -241,13 +224,13 @@ def _questions(
         got = "neither" if text is None else "both"
         raise InputError(f"Expected either `question` (a text) or `questions` (a file), but got {got}.")
     if path is not None:
-        return read_questions(path, task=task, chain_of_thought=chain_of_thought, columns=columns)
+        return answering.read_questions(path, task=task, chain_of_thought=chain_of_thought, columns=columns)
     if columns is not None:
         raise InputError("Expected `questions` with `columns`, which name the columns of a file, but got a question.")
-    return [ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
+    return [answering.ask_question(str(text), task=task, chain_of_thought=chain_of_thought)]
 
 
-def _print(answer: Answer, *, as_json: bool) -> None:
+def _print(answer: answering.Answer, *, as_json: bool) -> None:
     line = json_format.dumps(answer.as_json(), ensure_ascii=False) if as_json else answer.as_text()
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -262,20 +245,20 @@ class _InOrder:
         strategy: Strategy,
         fitted: FittedThreshold | None,
         bar: Progress,
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[answering.Answer], None],
         in_domain: Mapping[str, bool],
     ) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[answering.Answer] = []
         self._questions = {question.id: question for question in questions}
         self._left = list(reversed(self._questions))
         self._strategy, self._fitted, self._bar = strategy, fitted, bar
         self._on_answer, self._in_domain = on_answer, in_domain
-        self._early: dict[str, Answer] = {}
+        self._early: dict[str, answering.Answer] = {}
 
     def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
         self._bar.update(1, unreadable=verdict.answer is None)
-        best = best_response(verdict, samples, self._strategy.confidence)
-        self._early[verdict.question_id] = Answer(
+        best = answering.best_response(verdict, samples, self._strategy.confidence)
+        self._early[verdict.question_id] = answering.Answer(
             self._questions[verdict.question_id],
             verdict,
             self._strategy.max_samples,

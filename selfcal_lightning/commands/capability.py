@@ -16,40 +16,14 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from selfcal_lightning.capability import allocation, evaluation, fitted_maps, reports, scoring
 from selfcal_lightning.capability import budgets as sampling_budgets
-from selfcal_lightning.capability import evaluation, reports
-from selfcal_lightning.capability.allocation import (
-    beta_allocation,
-    greedy_allocation,
-    interpolated_allocation,
-    round_to_total,
-)
 from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.estimators import averaged_names
 from selfcal_lightning.capability.features import PromptModel
-from selfcal_lightning.capability.fitted_maps import (
-    POWER,
-    KeptMaps,
-    calibration_questions,
-    check_maps_target,
-    load_maps,
-    maps_of,
-    power_alone,
-)
 from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
 from selfcal_lightning.capability.question_table import question_table
-from selfcal_lightning.capability.scoring import (
-    QuestionScore,
-    QuestionScoring,
-    check_origins,
-    check_scores_target,
-    keep_in_store,
-    origin_digest,
-    read_scores,
-    score_questions,
-    write_scores,
-)
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core import files
@@ -193,9 +167,9 @@ def run_score_questions(
         of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, of_both={"split": split},
     )  # fmt: skip
     if output is not None:
-        check_scores_target(output)
+        scoring.check_scores_target(output)
     options = engine.of(revision=revision, adapter=adapter)
-    run = QuestionScoring(estimator, probe, model, query, options, features_dir)
+    run = scoring.QuestionScoring(estimator, probe, model, query, options, features_dir)
     run.check()
     written = []
     if store_dir is not None:
@@ -203,19 +177,19 @@ def run_score_questions(
         kept = name or estimator
         QuestionAnnotation(store_dir, kept)  # refuses a bad name before the work
         asked = pool.questions
-        values, origin = score_questions(run, asked, pool.fingerprint, pool.path)
-        keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
+        values, origin = scoring.score_questions(run, asked, pool.fingerprint, pool.path)
+        scoring.keep_in_store(pool.path, kept, asked, values, origin, overwrite=overwrite)
         written.append(f"{store_dir}/question_annotations/{kept}")
     else:
         if questions is not None:
             asked = read_questions(questions, task=task or default_task(str(model)))
         else:
             asked = load_some(str(task), split or "train", limit=limit, offset=offset)
-        values, origin = score_questions(run, asked, None, None)
+        values, origin = scoring.score_questions(run, asked, None, None)
     if output is not None:
-        digest = origin_digest(origin)
-        write_scores(
-            output, [QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
+        digest = scoring.origin_digest(origin)
+        scoring.write_scores(
+            output, [scoring.QuestionScore(q.id, q.task, q.text, v, digest) for q, v in zip(asked, values, strict=True)]
         )
         written.append(output)
     tell(describe_values(estimator, values), *written)
@@ -353,7 +327,7 @@ def _read(
     pool: str, names: Sequence[str], *, split: str | None, task: str | None, samples: int
 ) -> tuple[CapabilityPool, evaluation.TestQuestions]:
     read = load_capability_pool(pool, split=split, task=task, confidences=averaged_names(Path(pool), names))
-    check_origins(read, names)
+    scoring.check_origins(read, names)
     return read, evaluation.test_questions(read, names, estimate_samples=samples)
 
 
@@ -417,7 +391,7 @@ def run_fit_capability_maps(
     split: str | None = "calibration",
     estimator: str = "probe",
     ks: list[int] | None = None,
-) -> KeptMaps:
+) -> fitted_maps.KeptMaps:
     """Fit maps of predicted capabilities on labelled questions: isotonic, quantile, per k, Beta and inflated Beta.
 
     `selfcal map-scores`, `predict-pass-at-k` and `allocate` read the file. A probe that is calibrated gains nothing by
@@ -430,8 +404,8 @@ def run_fit_capability_maps(
         estimator: Name of the values that `selfcal score-questions` wrote.
         ks: Fits maps to pass@k for these k; null takes every k up to the fewest responses of a question.
     """
-    check_maps_target(output)
-    kept = maps_of(calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
+    fitted_maps.check_maps_target(output)
+    kept = fitted_maps.maps_of(fitted_maps.calibration_questions(pool, split=split, name=estimator), estimator, ks=ks)
     kept.save(output)
     maps = kept.maps
     tell(
@@ -445,7 +419,7 @@ def run_fit_capability_maps(
 
 def run_map_scores(
     scores: str, maps: str, output: str, *, map: Literal["isotonic", "quantile"] = "isotonic"
-) -> list[QuestionScore]:
+) -> list[scoring.QuestionScore]:
     """Map the capabilities of questions with maps that were fitted on labelled ones.
 
     Args:
@@ -455,8 +429,8 @@ def run_map_scores(
         map: "isotonic" maps each question separately; "quantile" gives all questions together the distribution of the
             calibration questions, by their order alone.
     """
-    check_scores_target(output, inputs=(scores, maps))
-    questions = read_scores(scores)
+    scoring.check_scores_target(output, inputs=(scores, maps))
+    questions = scoring.read_scores(scores)
     kept = _maps_for(maps, questions)
     known = [one for one in questions if one.capability is not None]
     values = kept.maps.apply(map, np.array([one.capability for one in known], dtype=np.float64))
@@ -465,14 +439,14 @@ def run_map_scores(
         replace(one, capability=found.get(one.id), scored_by=one.scored_by and f"{one.scored_by} {map}")
         for one in questions
     ]
-    write_scores(output, mapped)
+    scoring.write_scores(output, mapped)
     tell(f"{map}: mean capability {values.mean():.3f} of {len(known):,} questions", output)
     return mapped
 
 
-def _maps_for(file: str, questions: Sequence[QuestionScore]) -> KeptMaps:
+def _maps_for(file: str, questions: Sequence[scoring.QuestionScore]) -> fitted_maps.KeptMaps:
     """Load fitted maps and check that they suit these questions."""
-    kept = load_maps(file)
+    kept = fitted_maps.load_maps(file)
     kept.check((one.scored_by for one in questions), (one.id for one in questions))
     return kept
 
@@ -538,21 +512,23 @@ def run_predict_pass_at_k(
         raise InputError(f"Expected `ks` to be positive, at least one, but got {ks}.")
     if any(not 0.0 <= threshold <= 1.0 for threshold in zero_below or ()):
         raise InputError(f"Expected `zero_below` to lie in [0, 1], but got {zero_below}.")
-    check_scores_target(output, inputs=(scores, *([] if maps is None else [maps])))
+    scoring.check_scores_target(output, inputs=(scores, *([] if maps is None else [maps])))
     if maps is not None and calibration_pool is not None:
         raise InputError(f"Expected `maps` or `calibration_pool`, but got both, {maps!r} and {calibration_pool!r}.")
-    questions = [one for one in read_scores(scores) if one.capability is not None]
+    questions = [one for one in scoring.read_scores(scores) if one.capability is not None]
     p = np.array([one.capability for one in questions], dtype=np.float64)
     chosen = tuple(sorted(set(ks)))
     kept = None if maps is None else _maps_for(maps, questions)
     if calibration_pool is not None:
-        found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
-        kept = maps_of(found, estimator, ks=chosen)
+        found = fitted_maps.calibration_questions(
+            calibration_pool, split=calibration_split, name=estimator, asked=questions
+        )
+        kept = fitted_maps.maps_of(found, estimator, ks=chosen)
         kept.check((one.scored_by for one in questions), (one.id for one in questions))
-    ways = power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
+    ways = fitted_maps.power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
     for threshold in zero_below or ():
         kept_p = np.where(p >= threshold, p, 0.0)
-        ways[f"{POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept_p, k) for k in chosen])
+        ways[f"{fitted_maps.POWER} from {threshold:g}"] = np.stack([simulated_pass_at_k(kept_p, k) for k in chosen])
     prediction = PassAtKPrediction(tuple(one.id for one in questions), chosen, ways)
     files.write_json_lines(
         Path(output),
@@ -638,7 +614,7 @@ def run_allocate(
         raise InputError(f"`budget` must be above 0 and at most {MOST_SAMPLES:,} samples a question, got {budget:g}.")
     if concentration is not None and not 0.0 < concentration < math.inf:
         raise InputError(f"`concentration` must be above 0 and finite, got {concentration:g}.")
-    questions = read_scores(scores)
+    questions = scoring.read_scores(scores)
     p = _capabilities(questions)
     sources = {"concentration": concentration, "maps": maps, "calibration_pool": calibration_pool}
     given_sources = [name for name, value in sources.items() if value is not None]
@@ -654,7 +630,9 @@ def run_allocate(
                 "Expected `concentration`, `maps`, or a `calibration_pool` to fit it on, with the gain 'beta', but got "
                 "none. Without labelled questions take `--gain geometric`."
             )
-        found = calibration_questions(calibration_pool, split=calibration_split, name=estimator, asked=questions)
+        found = fitted_maps.calibration_questions(
+            calibration_pool, split=calibration_split, name=estimator, asked=questions
+        )
         concentration = fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
     asked = np.ones(len(p), dtype=bool) if skip_below is None else p >= skip_below
     if not asked.any():
@@ -664,12 +642,12 @@ def run_allocate(
     given = np.zeros(len(p), dtype=np.int64)
     total, bounds = round(budget * len(p)), {"minimum": minimum, "maximum": maximum}
     if concentration is None:
-        greedy = greedy_allocation(p[asked], total, **bounds)
+        greedy = allocation.greedy_allocation(p[asked], total, **bounds)
     else:
         mean = p[asked].clip(_LEAST_P, 1.0 - _LEAST_P)
-        greedy = beta_allocation(concentration * mean, concentration * (1.0 - mean), total, **bounds)
-    even = round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
-    given[asked] = interpolated_allocation(even, greedy, uniform_share)
+        greedy = allocation.beta_allocation(concentration * mean, concentration * (1.0 - mean), total, **bounds)
+    even = allocation.round_to_total(np.full(len(greedy), greedy.sum() / len(greedy)), int(greedy.sum()))
+    given[asked] = allocation.interpolated_allocation(even, greedy, uniform_share)
     details = {
         "scores": scores, "budget": budget, "gain": gain, "concentration": concentration, **bounds,
         "skip_below": skip_below, "even_share": uniform_share,
@@ -694,7 +672,7 @@ def describe_plan(given: Integers) -> str:
     )
 
 
-def _capabilities(questions: list[QuestionScore]) -> Floats:
+def _capabilities(questions: list[scoring.QuestionScore]) -> Floats:
     unknown = [one.id for one in questions if one.capability is None]
     if unknown:
         raise InputError(
@@ -745,7 +723,7 @@ def run_fit_abstention_threshold(
     )  # fmt: skip
     if grid is not None and not grid:
         raise InputError("Expected `grid` to hold a threshold, but got none.")
-    found = calibration_questions(pool, split=split, name=estimator)
+    found = fitted_maps.calibration_questions(pool, split=split, name=estimator)
     certificate = certify_threshold(
         found.predicted, 1.0 - found.table.expected_accuracy, list(GRID if grid is None else grid), risk=risk,
         delta=delta, test="hoeffding_bentkus", procedure=procedure, num_starts=NUM_STARTS if grid is None else 1,

@@ -70,7 +70,9 @@ def _convert(source: Path, target: Path, dtype: str) -> None:
                 folder, gguf_file=name, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
     except (OSError, ValueError, KeyError, NotImplementedError, struct.error) as error:
-        raise InputError(f"transformers cannot read {source} as the GGUF file of a language model: {error}") from error
+        raise InputError(
+            f"Expected {source} to be a GGUF file of a language model, but transformers fails: {error}"
+        ) from error
     # What was read is no longer quantised, but transformers would still refuse to save it.
     model.hf_quantizer, model.is_quantized = None, False  # type: ignore[assignment]
     with replacing(target) as fresh:

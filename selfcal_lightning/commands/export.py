@@ -13,16 +13,7 @@ from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_apart
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.models.folders import (
-    ADAPTER_CONFIG,
-    MANIFEST,
-    base_model_identity,
-    check_adapter,
-    read_invocation_ids,
-    read_manifest,
-    resolve_model,
-    same_base_model,
-)
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.names import check_model
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.training import export as exports
@@ -89,8 +80,11 @@ def _write_merged(
     from selfcal_lightning.models.chat_format import load_tokenizer
 
     is_checkpoint = Path(adapter).is_file()
-    if not is_checkpoint and not (Path(adapter) / ADAPTER_CONFIG).is_file():
-        raise InputError(f"`adapter` must be a checkpoint file or a folder with an {ADAPTER_CONFIG}, got {adapter!r}.")
+    if not is_checkpoint and not (Path(adapter) / folders.ADAPTER_CONFIG).is_file():
+        raise InputError(
+            f"Expected `adapter` to be a checkpoint file or a folder with an {folders.ADAPTER_CONFIG}, but got "
+            f"{adapter!r}."
+        )
     _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
     if kind is not None:
@@ -141,7 +135,7 @@ def _check_can_merge(adapter: str) -> None:
         lora = _hyper_parameters(adapter).get("lora") or {}
         activated, folder = lora.get("activated", False), "the folder that `--merge false` makes of this checkpoint"
     else:
-        activated, folder = read_invocation_ids(adapter) is not None, "this folder"
+        activated, folder = folders.read_invocation_ids(adapter) is not None, "this folder"
     if activated:
         raise InputError(
             f"Expected an adapter of joint training to merge, but got an activated one in {adapter!r}: it acts on the "
@@ -158,18 +152,18 @@ def _from_adapter(
     from selfcal_lightning.models.causal_lm import load_causal_lm
     from selfcal_lightning.models.lora import load_adapter, merge_adapter
 
-    config, manifest = check_adapter(adapter), read_manifest(Path(adapter))
+    config, manifest = folders.check_adapter(adapter), folders.read_manifest(Path(adapter))
     named = {"model": config.get("base_model_name_or_path"), "revision": config.get("revision")}
     trained_on = manifest["base_model"] if manifest else named
     name, revision = base_model or trained_on["model"], None if base_model else trained_on["revision"]
     if name is None:
         raise InputError(f"Expected `base_model`, since {adapter} does not say what it was trained on, but got null.")
-    check_apart(target, {"adapter": adapter, "base model": resolve_model(name)}, option="output_dir")
+    check_apart(target, {"adapter": adapter, "base model": folders.resolve_model(name)}, option="output_dir")
     check_model(name, revision=revision, option="base_model")
     model = load_causal_lm(name, revision=revision, dtype=dtype)
     if manifest is None:
-        log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, MANIFEST, name)
-    elif not same_base_model(trained_on, identity := base_model_identity(name, revision=revision)):
+        log.warning("%s has no %s: that its base model is %s cannot be checked.", adapter, folders.MANIFEST, name)
+    elif not folders.same_base_model(trained_on, identity := folders.base_model_identity(name, revision=revision)):
         raise InputError(
             f"Expected `base_model` to be the model that the adapter was trained on, {trained_on['model']!r} "
             f"({trained_on}), but got {name!r} ({identity})."
@@ -189,7 +183,7 @@ def _from_checkpoint(
     if not issubclass(kind, ConfidenceModel):
         raise InputError(f"Expected a module that can be merged, but got {kind.__name__}: set `merge: false`.")
     place: dict[str, Any] = {"base_model": base_model, "revision": None} if base_model else _hyper_parameters(path)
-    places = {"checkpoint": path, "base model": resolve_model(place["base_model"])}
+    places = {"checkpoint": path, "base model": folders.resolve_model(place["base_model"])}
     check_apart(target, places, option="output_dir")
     if dtype == "auto":
         config = load_config(place["base_model"], revision=place["revision"])
@@ -259,11 +253,11 @@ def _token() -> str:
 
 def _push(folder: Path, repository: str, *, private: bool, token: str | None) -> None:
     """Upload an export with a manifest and a card that name no place on this machine."""
-    manifest = exports.public_manifest(read_manifest(folder) or {})
+    manifest = exports.public_manifest(folders.read_manifest(folder) or {})
     texts = exports.public_configurations(folder)
     changed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     manifest["files"] |= {name: digest for name, digest in changed.items() if manifest["files"][name] is not None}
-    texts |= {MANIFEST: exports.manifest_text(manifest), "README.md": exports.model_card(manifest)}
+    texts |= {folders.MANIFEST: exports.manifest_text(manifest), "README.md": exports.model_card(manifest)}
     exports.upload(folder, repository, texts=texts, private=private, token=token)
     say(f"Uploaded {folder} to {repository}")
     if manifest["base_model"]["model"] is None:

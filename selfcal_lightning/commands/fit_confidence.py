@@ -7,20 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from selfcal_lightning.confidence import fusion
 from selfcal_lightning.confidence.base import add_scores, confidence_of
 from selfcal_lightning.confidence.features import required_confidences, scores_text
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
-from selfcal_lightning.confidence.fusion import (
-    DEFAULT_FEATURES,
-    FUSED,
-    FittedScorer,
-    Fusion,
-    FusionTarget,
-    fit_fusion,
-    load_for_fitting,
-    load_scorers,
-)
 from selfcal_lightning.confidence.registry import recorded_confidences, refuse_looking_ahead
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
@@ -48,8 +39,8 @@ def run_fit_confidence(
     kind: Literal["fusion", "temperature", "platt", "isotonic"] = "fusion",
     split: str | None = "calibration",
     task: str | None = None,
-    features: list[str] = list(DEFAULT_FEATURES),  # noqa: B006 - never changed; the command line shows it
-    target: FusionTarget = "label",
+    features: list[str] = list(fusion.DEFAULT_FEATURES),  # noqa: B006 - never changed; the command line shows it
+    target: fusion.FusionTarget = "label",
     source: str = "p_true",
     name: str | None = None,
     scorers: list[str] = [],  # noqa: B006
@@ -58,7 +49,7 @@ def run_fit_confidence(
     allow_pool_features: bool = False,
     figure: bool = True,
     seed: int = SEED,
-) -> FittedScorer:
+) -> fusion.FittedScorer:
     """Fit a fused or scaled confidence on the first half of a calibration split, and score it on the second.
 
     Args:
@@ -86,19 +77,19 @@ def run_fit_confidence(
     figure = figure and not use_all
     if figure:
         _check_drawing(drawing, output)
-    known = load_scorers(scorers)
+    known = fusion.load_scorers(scorers)
     needed = required_confidences(features) if kind == "fusion" else (source,)
-    read = load_for_fitting(pool, split, task, needed, known)
+    read = fusion.load_for_fitting(pool, split, task, needed, known)
     with Stage(f"Fitting {kind}"):
         recorded = [*recorded_confidences(read.estimators), *known]
         entries = [replace(e, samples=tuple(add_scores(sample, known) for sample in e.samples)) for e in read.entries]
         fit, held_out = (entries, None) if use_all else halve_pool(entries, seed=seed)
         if held_out is not None:
             check_not_fitted_on(held_out, known)
-        fitted: FittedScorer
+        fitted: fusion.FittedScorer
         if kind == "fusion":
-            fitted = fit_fusion(
-                fit, features, target=target, name=FUSED if name is None else name, l2=l2, held_out=held_out,
+            fitted = fusion.fit_fusion(
+                fit, features, target=target, name=fusion.FUSED if name is None else name, l2=l2, held_out=held_out,
                 allow_pool_features=allow_pool_features, known=recorded,
             )  # fmt: skip
         else:
@@ -109,8 +100,8 @@ def run_fit_confidence(
     return fitted
 
 
-def describe_scorer(fitted: FittedScorer) -> str:
-    if isinstance(fitted, Fusion):
+def describe_scorer(fitted: fusion.FittedScorer) -> str:
+    if isinstance(fitted, fusion.Fusion):
         return fitted.describe()
     lines = [
         f"{fitted.name}: {fitted.map.kind} scaling of {fitted.source}, fitted on {fitted.fitted_on.num_responses} "
@@ -136,7 +127,7 @@ def _check_drawing(path: Path, output: str) -> None:
     check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn beside it")
 
 
-def _draw(fitted: FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
+def _draw(fitted: fusion.FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
     """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
     from selfcal_lightning.evaluation.figures import reliability_diagram, save_figure
 
@@ -212,7 +203,7 @@ def run_fit_threshold(
         raise InputError("Expected exactly one of `budget`, `accuracy` and `risk`, but got none or several.")
     check_can_answer(strategy)
     check_fitted_target(output, KIND)
-    known = load_scorers(scorers)
+    known = fusion.load_scorers(scorers)
     options = {"confidence": confidence, "max_samples": max_samples}
     given = {option: value for option, value in options.items() if value is not None}
     if twice := sorted(given.keys() & settings.keys()):
@@ -222,7 +213,7 @@ def run_fit_threshold(
     needed = () if plain.confidence is None else (plain.confidence,)
     # A strategy without a vectorised form is a user's own, which may look at whole samples.
     is_own = not isinstance(plain, CurveStrategy)
-    read = load_for_fitting(pool, split, task, needed, known, texts=is_own)
+    read = fusion.load_for_fitting(pool, split, task, needed, known, texts=is_own)
     width, most = len(read.shortest.samples), max(len(entry.samples) for entry in read.entries)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
     if most > chosen.max_samples:

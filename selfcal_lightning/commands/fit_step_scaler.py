@@ -18,16 +18,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.inference.vectorised import SEED
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import Dtype, QuestionSamples
+from selfcal_lightning.rewards import rates as success_rates
 from selfcal_lightning.rewards.metrics import PREFIXES, STEP_BIAS, STEP_BRIER, STEP_ECE, StepMetrics
-from selfcal_lightning.rewards.rates import (
-    CONSENSUS,
-    OF_ROLLOUTS,
-    RewardTarget,
-    by_text,
-    check_target,
-    read_agreement,
-    read_rates,
-)
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
 from selfcal_lightning.rewards.step_scaling import PREFIX, StepRows, StepScaler, fit_step_map, reward_digest, step_rows
 
@@ -36,7 +28,7 @@ def run_fit_step_scaler(
     store_dir: str,
     output: str,
     kind: ScalerKind = "platt",
-    target: RewardTarget = "outcome",
+    target: success_rates.RewardTarget = "outcome",
     rollouts: str | None = None,
     split: str = "calibration",
     limit: int | None = None,
@@ -67,7 +59,7 @@ def run_fit_step_scaler(
         seed: Seeds the halves.
     """
     check_fitted_target(output, PREFIX + kind)
-    check_target(target)
+    success_rates.check_target(target)
     format = check_rewards(reward)
     if format.judges != "steps" or not format.is_probability:
         raise InputError(
@@ -76,22 +68,20 @@ def run_fit_step_scaler(
         )
     if reward.scaler is not None:
         raise InputError(f"Expected no `reward.scaler` to fit one, but got {reward.scaler!r}.")
-    if (target in OF_ROLLOUTS) != (rollouts is not None):
-        raise InputError(
-            f"Expected `rollouts` with the targets {' and '.join(sorted(OF_ROLLOUTS))} alone, but got {rollouts!r} "
-            f"with {target!r}."
-        )
+    if (target in success_rates.OF_ROLLOUTS) != (rollouts is not None):
+        those = " and ".join(sorted(success_rates.OF_ROLLOUTS))
+        raise InputError(f"Expected `rollouts` with the targets {those} alone, but got {rollouts!r} with {target!r}.")
     store = SampleStore(store_dir, num_samples=num_samples)
     pool = list(islice(store.samples(split=split), limit))
     if not pool:
         raise InputError(f"Expected {store_dir} to hold responses of the split {split!r}, but got none.")
     policy = store.round_manifest().fingerprint
     rates = {}
-    if rollouts is not None:
+    if rollouts is not None and target == success_rates.CONSENSUS:
         answers = {entry.question.id: majority_answer([one.answer for one in entry.samples]) for entry in pool}
-        agreed = target == CONSENSUS
-        found = read_agreement(rollouts, answers, policy=policy) if agreed else read_rates(rollouts, policy=policy)
-        rates = by_text(rollouts, found)
+        rates = success_rates.by_text(rollouts, success_rates.read_agreement(rollouts, answers, policy=policy))
+    elif rollouts is not None:
+        rates = success_rates.by_text(rollouts, success_rates.read_rates(rollouts, policy=policy))
     reader = open_rewards(reward, dtype=dtype)
     steps = completed(reward).steps
 

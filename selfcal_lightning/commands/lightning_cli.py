@@ -22,14 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.commands.parsing import (
-    RaisingErrors,
-    ShortErrors,
-    add_plugins_option,
-    let_flags_stand_alone,
-    may_be_imported,
-    own_sentence,
-)
+from selfcal_lightning.commands import parsing
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, DESCRIPTIONS, MODULE, complete_arguments
 from selfcal_lightning.core.config_files import given_settings
 from selfcal_lightning.core.errors import InputError
@@ -137,11 +130,11 @@ USELESS = ("litlogger", "litmodels", "TPU available: False", "Detected KeyboardI
 LIGHTNING_LOGGER = "lightning.pytorch.utilities.rank_zero"
 
 
-class TrainerParser(ShortErrors, LightningArgumentParser):
+class TrainerParser(parsing.ShortErrors, LightningArgumentParser):
     """LightningCLI's parser with short errors."""
 
 
-class RaisingParser(RaisingErrors, LightningArgumentParser):
+class RaisingParser(parsing.RaisingErrors, LightningArgumentParser):
     """The same for a program: mistakes are raised."""
 
 
@@ -193,7 +186,7 @@ class SelfCalibrationCLI(LightningCLI):
             parser.link_arguments(f"model.init_args.{name}", f"data.init_args.{name}")
         check = "Check what can be checked, print the plan, and stop there."
         parser.add_argument("--check", type=bool, default=False, help=check)
-        add_plugins_option(parser)
+        parsing.add_plugins_option(parser)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Describe the verb, and read checkpoints with ``weights_only``: Lightning would unpickle one from a URL."""
@@ -211,7 +204,7 @@ class SelfCalibrationCLI(LightningCLI):
             parser.add_argument(
                 "--adapter", type=str | None, help="Folder that AdapterExport wrote, instead of `--ckpt_path`."
             )
-        let_flags_stand_alone(parser)
+        parsing.let_flags_stand_alone(parser)
         return parser
 
     def instantiate_classes(self) -> None:
@@ -219,7 +212,7 @@ class SelfCalibrationCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            own = None if isinstance(error, InputError) else own_sentence(str(error))
+            own = None if isinstance(error, InputError) else parsing.own_sentence(str(error))
             if own is None:
                 raise
             raise InputError(own) from error
@@ -272,7 +265,7 @@ def links_of(arguments: Sequence[str]) -> tuple[str, ...]:
     settings, kinds = given_settings(arguments), []
     for option, default in (("model", MODULE), ("data", DATA_MODULE)):
         named = settings.get(f"{option}.class_path", settings.get(option, default))
-        known = isinstance(named, str) and "." in named and may_be_imported(named)
+        known = isinstance(named, str) and "." in named and parsing.may_be_imported(named)
         try:
             kinds.append(import_class(named if known else default, option=option))
         except InputError:  # the parser will say what is wrong

@@ -10,17 +10,10 @@ from typing import Any, Literal, get_args
 from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, recorded_confidences
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress, say
+from selfcal_lightning.data.pools import importing
 from selfcal_lightning.data.pools.exporting import ExportReport, export_pool, export_sampled
 from selfcal_lightning.data.pools.harness_exports import export_log
 from selfcal_lightning.data.pools.harness_logs import Log, find_format
-from selfcal_lightning.data.pools.importing import (
-    SAMPLED,
-    ImportReport,
-    find_sampled,
-    import_log,
-    import_pool,
-    import_sampled,
-)
 from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
 from selfcal_lightning.data.pools.recorded import annotation_estimators
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
@@ -54,7 +47,7 @@ def run_import_pool(
     requests: str | None = None,
     questions: str | None = None,
     undecided_seconds: float = 120.0,
-) -> ImportReport:
+) -> importing.ImportReport:
     """Read responses that were made elsewhere into a store: a pool, or the log of another tool.
 
     Args:
@@ -77,10 +70,10 @@ def run_import_pool(
     place = Path(path)
     if not is_hub_name(path) and not place.exists():
         raise FileNotFoundError(f"There is no file or folder at {path} (`path`).")
-    report: ImportReport
-    sampled = None if format not in ("auto", "sampled") or is_hub_name(path) else find_sampled(place)
+    report: importing.ImportReport
+    sampled = None if format not in ("auto", "sampled") or is_hub_name(path) else importing.find_sampled(place)
     if format == "sampled" and sampled is None:
-        raise InputError(f"Expected {path} to be the {SAMPLED} of llm-calibration or its folder.")
+        raise InputError(f"Expected {path} to be the {importing.SAMPLED} of llm-calibration or its folder.")
     is_log = sampled is None and format not in ("pool", "sampled")
     logged = find_format(place, format, columns=columns) if is_log else None
     if logged is None and is_hub_name(path):
@@ -93,18 +86,18 @@ def run_import_pool(
     if sampled is not None:
         if task is None or split is None:
             raise InputError(f"Expected `task` and `split` for {sampled}, whose rows name neither, but got null.")
-        report = import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
+        report = importing.import_sampled(sampled, store_dir, task=task, split=split, stated=stated)
     elif logged is not None:
         name, files = logged
         log = Log(
             files, columns or Columns(), filter, requests=Path(requests) if requests else None,
             questions=Path(questions) if questions else None,
         )  # fmt: skip
-        report = import_log(place, name, log, store_dir, task=task, split=split, stated=stated)
+        report = importing.import_log(place, name, log, store_dir, task=task, split=split, stated=stated)
     elif not stated:
-        raise InputError(f"Expected `stated` for a {SAMPLED} or a log only, but got false with {path}.")
+        raise InputError(f"Expected `stated` for a {importing.SAMPLED} or a log only, but got false with {path}.")
     else:
-        report = import_pool(path, store_dir, task=task, split=split)
+        report = importing.import_pool(path, store_dir, task=task, split=split)
     say(f"Imported {path} to {store_dir}: {report}")
     return report
 

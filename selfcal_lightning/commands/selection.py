@@ -7,26 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, cast
 
-from selfcal_lightning.adaptation.key_steps import (
-    EngineExtractor,
-    Extracted,
-    KeySteps,
-    RuleExtractor,
-    check_extractor,
-    write_key_steps,
-)
+from selfcal_lightning.adaptation import key_steps, selection_files
 from selfcal_lightning.adaptation.picking import FUSED, SHARE, LabelKind, Order, SelectionSettings, select_rows
 from selfcal_lightning.adaptation.rl_export import ExportLabel, Format, RLExport, check_label, export_rl
-from selfcal_lightning.adaptation.selection_files import (
-    Selection,
-    check_selection_target,
-    examples,
-    read_selection,
-    read_source,
-    remove_reference_files,
-    write_reference_files,
-    write_selection,
-)
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
 from selfcal_lightning.engines.base import MAX_FAILURES
@@ -52,7 +35,7 @@ def run_select(
     round: int = 0,
     references: bool = False,
     reference_files: bool = False,
-) -> Selection:
+) -> selection_files.Selection:
     """Choose one response to each question of a store, and the questions that are worth learning from.
 
     Within a question the response with the highest ``pick`` is chosen; questions are kept by the ``keep`` of that
@@ -88,19 +71,19 @@ def run_select(
         pick=pick, keep=keep, threshold=threshold, top=keep_top, count=keep_count, order=order, label=label,
         features=None if features is None else tuple(features), scores=tuple(scores), references=references,
     )  # fmt: skip
-    check_selection_target(output, store_dir=store_dir)
-    source = read_source(store_dir, settings, split=split, task=task, round=round)
+    selection_files.check_selection_target(output, store_dir=store_dir)
+    source = selection_files.read_source(store_dir, settings, split=split, task=task, round=round)
     with Stage("Selecting"):
         selected = select_rows(source.entries, settings)
-    remove_reference_files(Path(output))
-    selection = write_selection(output, selected, source, settings)
+    selection_files.remove_reference_files(Path(output))
+    selection = selection_files.write_selection(output, selected, source, settings)
     if reference_files:
-        write_reference_files(Path(output), list(examples(selection)))
+        selection_files.write_reference_files(Path(output), list(selection_files.examples(selection)))
     sys.stdout.write(describe(selection))
     return selection
 
 
-def describe(selection: Selection) -> str:
+def describe(selection: selection_files.Selection) -> str:
     counts, threshold = selection.manifest["counts"], selection.manifest["threshold"]["value"]
     lines = [
         f"Kept {counts['kept']:,} of {counts['questions']:,} questions; the last one has the score {threshold:.4g}."
@@ -132,7 +115,7 @@ def run_extract_steps(
     max_new_tokens: int = 1024,
     max_failures: int = MAX_FAILURES,
     overwrite: bool = False,
-) -> KeySteps:
+) -> key_steps.KeySteps:
     """Find the key steps of the kept responses of a selection.
 
     They go to key_steps.json in the folder of the selection, with how many responses gave steps, needed a second
@@ -154,21 +137,23 @@ def run_extract_steps(
         raise InputError(
             f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
         )
-    chosen = read_selection(selection)
+    chosen = selection_files.read_selection(selection)
     if model is not None:
         check_engine(engine.of(revision=revision), model)
     with ExitStack() as ends:
-        extractor: RuleExtractor | EngineExtractor = RuleExtractor()
+        extractor: key_steps.RuleExtractor | key_steps.EngineExtractor = key_steps.RuleExtractor()
         if model is not None:
             options = engine.of(revision=revision)
             chat = load_chat(options, model, query=DEFAULT_QUERY)
             opened = open_engine(options, model, chat=chat)
             ends.callback(opened.close)
-            extractor = EngineExtractor(opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures)
+            extractor = key_steps.EngineExtractor(
+                opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures
+            )
         described = extractor.describe()
-        found: list[Extracted] = check_extractor(chosen, described, overwrite=overwrite)
+        found: list[key_steps.Extracted] = key_steps.check_extractor(chosen, described, overwrite=overwrite)
         known = {one.key for one in found}
-        everything = examples(chosen, store_dir=store_dir)
+        everything = selection_files.examples(chosen, store_dir=store_dir)
         left = [one for one in everything if (one.row.question_id, one.row.round, one.sample.index) not in known]
         with Progress(len(left), label="Extracting steps") as progress:
             for start in range(0, len(left), CHUNK):
@@ -177,13 +162,13 @@ def run_extract_steps(
                         found.append(one)
                         progress.update(1)
                 finally:  # also where a service fails
-                    write_key_steps(chosen, described, found)
-        steps = write_key_steps(chosen, described, found)
+                    key_steps.write_key_steps(chosen, described, found)
+        steps = key_steps.write_key_steps(chosen, described, found)
     sys.stdout.write(describe_steps(steps))
     return steps
 
 
-def describe_steps(steps: KeySteps) -> str:
+def describe_steps(steps: key_steps.KeySteps) -> str:
     rates = steps.rates
     total = rates["responses"] or 1
     without = ", ".join(f"{number:,} {reason}" for reason, number in rates["without_steps"].items()) or "none"
@@ -222,7 +207,7 @@ def run_export_rl(
         reward_file: Also writes reward.py.
         store_dir: Folder of the store, if it was moved; null is the one that the selection names.
     """
-    chosen = read_selection(selection)
+    chosen = selection_files.read_selection(selection)
     check_label(chosen, label)
     own = None if label == chosen.manifest["settings"]["label"] else cast("ExportLabel | None", label)
     export = export_rl(chosen, output, format=format, label=own, reward_file=reward_file, store_dir=store_dir)

@@ -7,15 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from selfcal_lightning.confidence.judging import (
-    Grade,
-    KeptVerdicts,
-    Key,
-    candidates_of,
-    form_digest,
-    grade_candidates,
-    key_of,
-)
+from selfcal_lightning.confidence import judging
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.records import Reread
@@ -83,7 +75,7 @@ def run_verify(
     """
     if max_new_tokens < 1:
         raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")
-    KeptVerdicts(store_dir, name)  # refuses a bad name before the work
+    judging.KeptVerdicts(store_dir, name)  # refuses a bad name before the work
     _check_has_verifier(SampleStore(store_dir), split, task)
     options, resolved = engine.of(revision=revision), resolve_model(model)
     check_engine(options, resolved)
@@ -110,23 +102,23 @@ def verify_store(
     tasks: Callable[[str], Task] = get_task,
 ) -> VerificationReport:
     """Verify the answers of a store with a running model; see :func:`run_verify`."""
-    found = candidates_of(store.samples(split=split, task=task), tasks)
+    found = judging.candidates_of(store.samples(split=split, task=task), tasks)
     origin = {
         "judge": store_fingerprint(engine, chat, SamplingSettings(0.0), 0).model.as_json(),
         "template_sha256": chat.describe()["template_sha256"],
         "max_new_tokens": max_new_tokens,
-        "forms": form_digest(["facts", "mathematics"]),
+        "forms": judging.form_digest(["facts", "mathematics"]),
     }
-    kept = KeptVerdicts(store.path, name)
+    kept = judging.KeptVerdicts(store.path, name)
     kept.check_origin(origin, overwrite=overwrite)
     grades = kept.known(origin)
     asked = {key: candidate for key, candidate in found.items() if key not in grades}
 
-    def keep(new: Mapping[Key, Grade | None]) -> None:
+    def keep(new: Mapping[judging.Key, judging.Grade | None]) -> None:
         grades.update(new)
         kept.write(grades, origin=origin)
 
-    grade_candidates(engine, chat, asked, max_new_tokens=max_new_tokens, keep=keep)
+    judging.grade_candidates(engine, chat, asked, max_new_tokens=max_new_tokens, keep=keep)
     done = _apply(store, {key: grades[key] for key in found}, name=name, tasks=tasks)
     counts = Counter(grades[key] for key in found)
     return VerificationReport(
@@ -136,14 +128,14 @@ def verify_store(
 
 
 def _apply(
-    store: SampleStore, grades: Mapping[Key, Grade | None], *, name: str, tasks: Callable[[str], Task]
+    store: SampleStore, grades: Mapping[judging.Key, judging.Grade | None], *, name: str, tasks: Callable[[str], Task]
 ) -> Reread:
     """Give every response the verdict on its answer, if there is one."""
     readers: dict[str, str] = {}
 
     def verified(group: QuestionSamples, sample: Sample) -> Sample:
         form = verifier_form(tasks(group.question.task))
-        key = None if form is None else key_of(group, sample, form)
+        key = None if form is None else judging.key_of(group, sample, form)
         grade = None if key is None else grades.get(key)
         if grade is None:
             return sample

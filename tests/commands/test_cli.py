@@ -11,6 +11,7 @@ import lightning.pytorch  # noqa: F401 - its log handler keeps the standard erro
 import pytest
 
 from selfcal_lightning.cli import VERBS, run
+from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.models.folders import config_path
 
 FUNCTIONS = [name for name, verb in VERBS.items() if verb.function is not None]
@@ -80,15 +81,15 @@ def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, capsys: py
         (["generate", "--modle", "bundled"], ["--modle", "Did you mean --model?"]),
         (["generate", "--model", "bundled"], ["required", "store_dir", "task"]),
         (["generate", "--model", "bundled", "--store_dir"], ["--store_dir"]),
-        (["answer", "--model", "bundled", "--seed", "many"], ["--seed", "int", "'many'"]),
+        (["answer", "--model", "bundled", "--seed", "many"], ["--seed", "int", "many"]),
         (["answer", "--model", "bundled", "--engine.name", "vlm"], ["--engine.name", "Did you mean 'vllm'?"]),
-        (["answer", "--model", "bundled", "--json", "maybe"], ["--json", "true or false", "'maybe'"]),
+        (["answer", "--model", "bundled", "--json", "maybe"], ["--json", "bool", "maybe"]),
         (["evaluate", "--tests", "[{nme: a, task: gsm8k}]"], ["TestSet", "'nme'", "'name'"]),
         (["fit", "--config", "CONFIG", "--model.omgea", "1"], ["'omgea'", "Did you mean 'omega'?"]),
-        (["fit", "--config", "CONFIG", "--model.lora.r", "x"], ["--model.lora.r", "int", "'x'"]),
+        (["fit", "--config", "CONFIG", "--model.lora.r", "x"], ["--model.lora.r", "int", "value: x"]),
         (["fit", "--config", "CONFIG", "--model.lr", "-1"], ["`lr`", "-1"]),
         (["fit", "--config", "CONFIG", "--trainr.max_epochs", "1"], ["Did you mean --trainer.max_epochs?"]),
-        (["fit", "--config", "CONFIG", "--model", "no.Module"], ["--model", "'no.Module'"]),
+        (["fit", "--config", "CONFIG", "--model", "no.Module"], ["--model", "No module named 'no'"]),
     ],
     ids=lambda value: value[-2] if value[0] in VERBS else "",
 )
@@ -111,9 +112,6 @@ def test_a_wrong_option_is_one_line_and_a_short_usage(
     assert f"`selfcal {arguments[0]} --help`" in lines[2]
 
 
-MODULE = "selfcal_lightning.training.self_calibration.SelfCalibrationModule"
-
-
 @pytest.mark.parametrize("named", [{}, {"_class_path": MODULE}], ids=["plain", "with its class"])
 def test_checkpoint_does_not_override_the_user(
     named: dict[str, str], tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,11 +125,9 @@ def test_checkpoint_does_not_override_the_user(
     torch.save({"hyper_parameters": {"base_model": "another", "omega": 0.1, **named}}, checkpoint)
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda *_: None)
     cli = SelfCalibrationCLI(
-            ["fit", "--model", MODULE,
-              "--model.base_model", tiny_model, "--model.omega", "0.33", "--model.lora.activated", "false",
-              "--data", "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule",
-              "--data.store_dir", str(tmp_path / "s"),
-              "--trainer.accelerator", "cpu", "--ckpt_path", str(checkpoint)],
+        ["fit", "--model", MODULE, "--model.base_model", tiny_model, "--model.omega", "0.33",
+         "--model.lora.activated", "false", "--data", DATA_MODULE, "--data.store_dir", str(tmp_path / "s"),
+         "--trainer.accelerator", "cpu", "--ckpt_path", str(checkpoint)]
     )  # fmt: skip
     assert cli.model.omega == pytest.approx(0.33)
     assert cli.model.base_model == tiny_model

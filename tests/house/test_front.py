@@ -109,7 +109,7 @@ def test_records_with_a_prompt_of_their_own_are_refused(tmp_path: Path) -> None:
         ({"questions": [{"qestion": "a"}]}, r"questions\[1\]: .*Did you mean 'question'"),
         ({"questions": "no.jsonl"}, "there is none at no.jsonl"),
         ({"settings": {"data.num_sample": 3}}, "Did you mean"),
-        ({"settings": {"data.num_samples": "many"}}, "must be int, got 'many'"),
+        ({"settings": {"data.num_samples": "many"}}, "Expected a int. Got value: many"),
         ({"preset": "smal"}, "Did you mean 'small'"),
         ({"model": ""}, "or 'bundled', but got ''"),
     ],

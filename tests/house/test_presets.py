@@ -125,7 +125,7 @@ def test_a_bad_question_is_one_sentence(
         (["--model", ""], "Expected `--questions FILE` beside `--model`"),
         (["--model", "bundled", "--questions", "q.jsonl", "--preset", "smal"], "Did you mean 'small'?"),
         (["--model", "bundled", "--questions", "q.jsonl", "--engine.name", "vlm"], "Did you mean 'vllm'?"),
-        (["--model", "bundled", "--questions", "few.jsonl"], "at least 10 different questions to train, validate and"),
+        (["--model", "bundled", "--questions", "few.jsonl"], "at least 10 different questions"),
         (["--model", "a", "--model", "b", "--questions", "q.jsonl"], "Expected `--model` once"),
         (
             ["--model", "bundled", "--questions", "q.jsonl", "--sampling.max_new_tokens", "x"],

@@ -11,8 +11,7 @@ from selfcal_lightning.confidence.registry import ESTIMATORS, check_name_tells, 
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.data.pools import importing
-from selfcal_lightning.data.pools.exporting import ExportReport, export_pool, export_sampled
-from selfcal_lightning.data.pools.harness_exports import export_log
+from selfcal_lightning.data.pools.exporting import ExportReport, export_log, export_pool, export_sampled
 from selfcal_lightning.data.pools.harness_logs import Log, find_format
 from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
 from selfcal_lightning.data.pools.recorded import annotation_estimators

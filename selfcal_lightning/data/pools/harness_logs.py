@@ -1,7 +1,7 @@
 """Logs of evaluation harnesses, batch APIs and RL trainers, read as responses to questions.
 
-Each reader yields one record per response and counts what it leaves out, with the reason. Field names are those that
-the tools write; ``docs/guides/exchange.md`` lists the tools and what their logs cannot say.
+Each reader yields one record per response and counts what it leaves out, by reason. ``docs/guides/exchange.md`` lists
+the tools and what their logs cannot say.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from selfcal_lightning.data.tasks.rows import (
 )
 from selfcal_lightning.records import UNSTATED, Message, Unstated
 
-LARGEST_MEMBER = 2**28  # bytes of one sample inside of a zip
+LARGEST_MEMBER = 2**28  # bytes of one sample in a zip
 ZSTANDARD = 93  # the zip method that inspect writes since 2026
 LONGEST_LIST = 10_000
 FULL_SCORES = {"C": True, "I": False, "N": False, "True": True, "False": False, 1.0: True, 0.0: False, -1.0: False}
@@ -44,13 +44,9 @@ QUESTION_FIELDS = ("question", "problem", "query", "input")
 class LoggedResponse:
     """One response of a log.
 
-    Attributes:
-        question_id: Tells which responses answer the same question.
-        question: Text of the question.
-        text: Text of the response.
-        prompt: What the model was sent, as text or chat messages; None is the question alone.
-        reference: Reference answer, or a list of accepted ones; None is unknown.
-        answer, correct: What the log states; unstated ones are read out of the text and verified.
+    Responses with one ``question_id`` answer the same question. ``prompt`` (text or chat messages) is None if only the
+    question was sent; ``reference`` may be a list of accepted answers. An unstated ``answer`` and ``correct`` are
+    extracted from the text and verified.
     """
 
     question_id: str
@@ -72,7 +68,7 @@ class LoggedResponse:
 
 @dataclass
 class Log:
-    """The files of a log, how to read them, and what was left out of them."""
+    """The files of a log, how to read them, and counts of what was left out."""
 
     paths: Sequence[Path]
     columns: Columns = field(default_factory=Columns)
@@ -87,12 +83,16 @@ class Log:
             for number, row in read_json_lines(path):
                 yield path, number, row
 
+    def skip_empty(self, *, after_error: object) -> None:
+        """Count a response without an output."""
+        self.skipped["without an output" + (" after an error" if after_error else "")] += 1
+
 
 # ---- evaluation harnesses
 
 
 def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
-    """Read `samples_*.jsonl` of lm-evaluation-harness: a line per document and filter, of which one filter is kept."""
+    """Read `samples_*.jsonl` of lm-evaluation-harness: a line per document and filter; one filter is kept."""
     kept: dict[Path, str] = {}
     seen = set[tuple[str, str]]()
     for path, number, row in log.rows():
@@ -139,10 +139,10 @@ def read_inspect(log: Log) -> Iterator[LoggedResponse]:
             attachments = sample.get("attachments") or {}
             choices = _at(sample, "output", "choices") or []
             if not choices:
-                log.skipped["without an output" + (" after an error" if sample.get("error") else "")] += 1
+                log.skip_empty(after_error=sample.get("error"))
                 continue
             asked = _chat(sample.get("input"), attachments)
-            question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+            question = _last_question(asked)
             if options := sample.get("choices"):
                 question = write_options(question, [str(one) for one in options])
             turns = _chat(sample.get("messages") or [], attachments)
@@ -164,7 +164,7 @@ def read_inspect(log: Log) -> Iterator[LoggedResponse]:
 
 
 def _inspect_score(scores: Mapping[str, Any]) -> tuple[str | Unstated | None, bool | None]:
-    """Return the answer and verdict of the first score that says right or wrong; "P" (in part) says neither."""
+    """Return the answer and verdict of the first score that is right or wrong; "P" (partial) is neither."""
     for score in scores.values():
         verdict = _verdict(score.get("value")) if isinstance(score, dict) else None
         if verdict is not None:
@@ -237,7 +237,7 @@ def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
 
 
 def read_helm(log: Log) -> Iterator[LoggedResponse]:
-    """Read `scenario_state.json` of HELM, verdicts apart: they lie in another file, so answers are verified here."""
+    """Read `scenario_state.json` of HELM; its verdicts are in another file, so answers are verified here."""
     for path in log.paths:
         states = read_json_object(path, what="a scenario state of HELM").get("request_states")
         if not isinstance(states, list):
@@ -248,7 +248,7 @@ def read_helm(log: Log) -> Iterator[LoggedResponse]:
                 log.skipped["that score one option instead of answering"] += 1
                 continue
             if not result.get("success", True) or not result.get("completions"):
-                log.skipped["without an output" + (" after an error" if result.get("error") else "")] += 1
+                log.skip_empty(after_error=result.get("error"))
                 continue
             right = [_at(one, "output", "text") for one in instance.get("references") or [] if _is_right(one)]
             if mapping := state.get("output_mapping"):  # the model answers by letter
@@ -276,7 +276,7 @@ def _is_right(reference: Mapping[str, Any]) -> bool:
 
 
 def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
-    """Read the log of OpenAI evals; a verdict belongs to the sampling of its number, further calls are a grader's."""
+    """Read the log of OpenAI evals: verdict k belongs to sampling k, and further calls are a grader's."""
     for path in log.paths:
         calls: dict[str, list[dict[str, Any]]] = {}
         matches: dict[str, list[dict[str, Any]]] = {}
@@ -300,7 +300,7 @@ def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
                     continue
                 verdict = judged[place] if place < len(judged) else {}
                 asked = _chat(data.get("prompt"))
-                question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+                question = _last_question(asked)
                 for text in texts:
                     one = LoggedResponse(name, question, text, asked, verdict.get("expected"))
                     if len(texts) == 1 and isinstance(verdict.get("correct"), bool):
@@ -337,7 +337,7 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
         body = _at(row, "response", "body") or {}
         texts = list(_batch_texts(body))
         if row.get("error") or not texts:
-            log.skipped["without an output" + (" after an error" if row.get("error") else "")] += 1
+            log.skip_empty(after_error=row.get("error"))
             continue
         stem = re.sub(r"#\d+$", "", name)
         own = next((known[one] for one in (name, stem) if one in known), None)
@@ -346,7 +346,7 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
             log.skipped["of a request that is not in the file"] += 1
             continue
         chat = _chat(sent)
-        question = next((turn["content"] for turn in reversed(chat) if turn["role"] == "user"), "")
+        question = _last_question(chat)
         usage = body.get("usage") or {}
         tokens = _count(usage.get("completion_tokens", usage.get("output_tokens"))) if len(texts) == 1 else None
         for text, finish, logprob, counted in texts:
@@ -389,13 +389,10 @@ def read_trl(log: Log) -> Iterator[LoggedResponse]:
     for path in log.paths:
         for number, row in enumerate(read_table(path), start=1):
             prompt, completion = (_needed(path, number, row, name) for name in ("prompt", "completion"))
-            text = (
-                completion
-                if isinstance(completion, str)
-                else "".join(_text(one.get("content")) or "" for one in completion)
-            )
+            turns = [{"content": completion}] if isinstance(completion, str) else completion
+            text = "".join(_text(turn.get("content")) or "" for turn in turns)
             asked = _chat(prompt)
-            question = next((turn["content"] for turn in reversed(asked) if turn["role"] == "user"), "")
+            question = _last_question(asked)
             step = row.get("step", path.stem.removeprefix("completions_"))
             verdict = _stated(path, number, row.get(log.columns.correct or ""))
             reference = row.get(log.columns.answer or "answer")
@@ -415,10 +412,8 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
             verdicts = row.get(columns.correct) if columns.correct else None
             verdicts = [None] * len(texts) if verdicts is None else list(verdicts)
             if len(verdicts) != len(texts):
-                raise line_error(
-                    path, number, f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}",
-                    str(len(verdicts)),
-                )  # fmt: skip
+                expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
+                raise line_error(path, number, expected, str(len(verdicts)))
             name = str(row[columns.id]) if columns.id else f"{path.stem}/{number:06d}"
             for text, verdict in zip(texts, verdicts, strict=True):
                 if not isinstance(text, str):
@@ -447,7 +442,7 @@ def _at(found: Any, *names: str) -> Any:
 
 
 def _verdict(value: Any) -> bool | None:
-    """Return what a score says: right, wrong, or neither. Some tools write numbers and truth values as texts."""
+    """Return whether a score means right or wrong, or None; some tools write numbers and booleans as text."""
     if isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value)
     return FULL_SCORES.get(value) if isinstance(value, str | int | float) else None
@@ -473,7 +468,7 @@ def _listed(value: Any) -> Any:
 
 
 def _text(content: Any, attachments: Mapping[str, str] | None = None) -> str | None:
-    """Return the text of a message, given as text or as parts; reasoning is left out, attachments are put in."""
+    """Return the text of a message (text or parts), without reasoning and with its attachments."""
     if isinstance(content, str):
         if attachments and "attachment://" in content:
             content = re.sub(r"attachment://(\w+)", lambda found: attachments.get(found[1], found[0]), content)
@@ -489,7 +484,7 @@ def _text(content: Any, attachments: Mapping[str, str] | None = None) -> str | N
 
 
 def _chat(prompt: Any, attachments: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """Return a prompt as chat messages: those of a list, or of JSON in a text (as lm-eval writes them), else one."""
+    """Return a prompt as chat messages: a list, JSON in a text (as lm-eval writes it), or one user turn."""
     if isinstance(prompt, str):
         prompt = _text(prompt, attachments)
         if prompt.startswith('[{"role"'):
@@ -502,6 +497,10 @@ def _chat(prompt: Any, attachments: Mapping[str, str] | None = None) -> list[dic
         return _chat(prompt[0])
     turns = [turn for turn in prompt or [] if isinstance(turn, Mapping)]
     return [{"role": str(turn.get("role")), "content": _text(turn.get("content"), attachments) or ""} for turn in turns]
+
+
+def _last_question(turns: Sequence[Mapping[str, str]]) -> str:
+    return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
 
 
 def _finish(reason: Any) -> str | None:
@@ -528,7 +527,7 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LogFormat:
-    """A format: its reader, which files of a folder hold it, and the fields of a first row that give it away."""
+    """A format: its reader, its files in a folder, and the fields of a first row that identify it."""
 
     read: Callable[[Log], Iterator[LoggedResponse]]
     files: str
@@ -549,7 +548,7 @@ FORMATS = {
 
 
 def find_format(path: Path, name: str = "auto", *, columns: Columns | None = None) -> tuple[str, list[Path]] | None:
-    """Return the format of a log and its files; None where ``name`` is "auto" and the file is of none of them."""
+    """Return the format of a log and its files; None if ``name`` is "auto" and no format fits."""
     if name != "auto" and name not in FORMATS:
         raise unknown_name("format", name, ("auto", "pool", "sampled", *FORMATS))
     if columns is not None and columns.responses and name == "auto":
@@ -572,7 +571,7 @@ def _natural(path: Path) -> list[object]:
 
 
 def _first_fields(path: Path) -> set[str]:
-    """Return the names of the first row of a file, or of the object that it holds."""
+    """Return the field names of the first row of a file, or of its object."""
     if path.suffix == ".eval":
         return {"eval", "samples"}
     if path.suffix == ".parquet":

@@ -1,4 +1,4 @@
-"""Responses made elsewhere, a JSON-lines pool of them, into a store."""
+"""Responses made elsewhere, from a JSON-lines pool, two sampled files or a log, into a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from selfcal_lightning.data.pools.line_format import (
     open_imported,
     read_foreign_pool,
 )
-from selfcal_lightning.data.store.manifest import StoredQuestion
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.dataset import DatasetTask
@@ -41,9 +40,13 @@ TRUTH_KEYS = (
 )  # fmt: skip
 
 
+COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
+QUESTIONS_PER_SHARD = 256
+
+
 @dataclass
 class SampledPool:
-    """What the two files hold."""
+    """Contents of the two files."""
 
     lines: list[PoolLine]
     dropped: Counter[str] = field(default_factory=Counter)
@@ -53,7 +56,7 @@ class SampledPool:
 
 
 def find_sampled(path: str | Path) -> Path | None:
-    """Return the file of responses where ``path`` is one, or a folder that holds one; else None."""
+    """Return the file of responses if ``path`` is one or a folder that holds one, else None."""
     place = Path(path)
     if place.is_dir():
         return place / SAMPLED if (place / SAMPLED).is_file() else None
@@ -64,10 +67,11 @@ def find_sampled(path: str | Path) -> Path | None:
 def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> SampledPool:
     """Read the responses and, if it is in the same folder, the file of questions.
 
-    Questions are identified by their whole id. Rows without a text, and those whose id and number occurred before,
-    are left out and counted; others are renumbered from 0, in the order of their own numbers.
+    Rows without a text, and those whose id and number occurred before, are left out and counted; the others are
+    renumbered from 0, in the order of their own numbers.
     """
-    truths = _read_truths(path.with_name(GROUND_TRUTH))
+    file = path.with_name(GROUND_TRUTH)
+    truths = {_id(file, number, row): row for number, row in (read_json_lines(file) if file.is_file() else ())}
     pool = SampledPool([])
     found: dict[str, dict[object, dict[str, Any]]] = {}
     questions: dict[str, Question] = {}
@@ -95,7 +99,7 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
 
 
 def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a question's responses; those that the engine could not give are left out."""
+    """Yield the rows of a question's responses, without failed requests."""
     prompt = [asdict(message) for message in group.question.messages]
     tokens = None if group.prompt_ids is None else len(group.prompt_ids)
     for sample in group.samples:
@@ -118,11 +122,6 @@ def truth_row(group: QuestionSamples) -> dict[str, Any]:
     return dict(zip(TRUTH_KEYS, values, strict=True))
 
 
-def _read_truths(path: Path) -> dict[str, dict[str, Any]]:
-    rows = read_json_lines(path) if path.is_file() else ()
-    return {_id(path, number, row): row for number, row in rows}
-
-
 def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
     name = row.get("example_id")
     if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
@@ -131,7 +130,7 @@ def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
 
 
 def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool, *, stated: bool) -> dict[str, Any]:
-    """Return a response as a line of a pool has it."""
+    """Return a response as in a line of a pool."""
     tokens = row.get("completion_tokens")
     response: dict[str, Any] = {"text": row["response"]}
     if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
@@ -163,7 +162,7 @@ def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[st
 
 
 def _text(value: object) -> str | None:
-    """Return an answer as text: a whole number without a point, no answer as None."""
+    """Return an answer as text, whole numbers without a point; None for an empty one."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = "" if value is None else str(value)
@@ -171,7 +170,7 @@ def _text(value: object) -> str | None:
 
 
 def _order(own: object) -> tuple[int, int, str]:
-    """Return what rows of a question are sorted by: the number in which their own id ends, else the id."""
+    """Return the sort key of a row: the number at the end of its id, else the id."""
     text = str(own)
     digits = text[len(text.rstrip("0123456789")) :]
     return (0, int(digits), text) if digits else (1, 0, text)
@@ -212,9 +211,6 @@ def further_counts(report: Any, without: Sequence[str]) -> str:
     return f" ({', '.join(found)})" if found else ""
 
 
-COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
-
-
 def import_pool(
     path: str | Path,
     store_dir: str | Path,
@@ -222,28 +218,25 @@ def import_pool(
     task: str | None = None,
     split: str | None = None,
     tasks: Callable[[str], Task] = get_task,
-    questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read a JSON-lines pool of responses made elsewhere into a store of its own.
+    """Read a JSON-lines pool of responses made elsewhere into its own store.
 
-    A file of the task's own columns with a list of texts in ``responses`` is read too, where ``task`` is given. The
-    whole file is checked before the first row is stored. Equal answers are named by the first seen of their class.
+    With ``task``, a file with the task's columns and a list of texts in ``responses`` is read too. The whole file is
+    checked before the first row is stored. Equal answers are named by the first seen.
     """
     path, before = Path(path), Undecided.so_far()
-    responses: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
         for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
-            responses[line.question.id] = len(line.responses)
+            sizes[line.question.id] = len(line.responses)
             tasks(line.question.task)
-    if not responses:
+    if not sizes:
         raise InputError(f"Expected {path} to hold a question on every line, but got an empty file.")
     with Stage(f"Hashing {path.name}"):
         store = open_imported(store_dir, path, {"task": task})
     lines = read_foreign_pool(path, task=task, split=split, tasks=tasks)
-    counts = _store_lines(path, store, lines, responses, tasks=tasks, questions_per_shard=questions_per_shard)
-    return ImportReport(
-        questions=len(responses), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED}
-    )
+    counts = _store_lines(path, store, lines, sizes, tasks)
+    return ImportReport(questions=len(sizes), undecided=say_undecided(before), **counts)
 
 
 def import_sampled(
@@ -254,9 +247,8 @@ def import_sampled(
     split: str,
     stated: bool = True,
     tasks: Callable[[str], Task] = get_task,
-    questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read `sampled.jsonl`, and `ground_truth.jsonl` if it is there, into a store of its own."""
+    """Read `sampled.jsonl`, and `ground_truth.jsonl` if it exists, into its own store."""
     before = Undecided.so_far()
     tasks(task)
     with Stage(f"Reading {path.name}"):
@@ -264,14 +256,11 @@ def import_sampled(
     if not pool.lines:
         raise InputError(f"Expected {path} to hold responses to questions, but got none.")
     store = open_imported(store_dir, path, {"task": task, "stated": stated})
-    sizes = {line.question.id: len(line.responses) for line in pool.lines}
-    numbered = enumerate(pool.lines, start=1)
-    counts = _store_lines(path, store, numbered, sizes, tasks=tasks, questions_per_shard=questions_per_shard)
+    counts = _store_lines(path, store, enumerate(pool.lines, start=1), _sizes(pool.lines), tasks)
     counts["without_responses"] = pool.without_responses
-    if pool.dropped:
-        say(f"Left out of {path}: {_reasons(pool.dropped)}.")
+    _say_left_out(path, pool.dropped)
     return ImportReport(
-        questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},
+        questions=len(pool.lines), undecided=say_undecided(before), **counts,
         dropped=pool.dropped.total(), overruled=pool.overruled, differing=pool.differing,
     )  # fmt: skip
 
@@ -286,11 +275,10 @@ def import_log(
     split: str | None = None,
     stated: bool = True,
     tasks: Callable[[str], Task] = get_task,
-    questions_per_shard: int = 256,
 ) -> ImportReport:
-    """Read the log of another tool into a store of its own; ``task`` None is guessed from the reference answers.
+    """Read the log of another tool into its own store; without ``task`` it is guessed from the reference answers.
 
-    Answers and verdicts of the log are kept where it states both, or, without ``stated``, read and verified again.
+    Answers and verdicts of the log are kept where it states both; without ``stated`` they are extracted and verified.
     """
     before = Undecided.so_far()
     with Stage(f"Reading {path.name}, format {format}"):
@@ -307,29 +295,33 @@ def import_log(
         read = _LoggedAnswers(tasks(task))
         lines = read.lines(responses, task, split or UNNAMED, stated=stated)
         digest = hashlib.sha256("".join(map(repr, responses)).encode(errors="surrogatepass")).hexdigest()
-    settings = {"task": task, "stated": stated, "format": format}
-    store = open_imported(store_dir, path, settings, digest=digest)
-    sizes = {line.question.id: len(line.responses) for line in lines}
-    counts = _store_lines(
-        path, store, enumerate(lines, start=1), sizes, tasks=tasks, questions_per_shard=questions_per_shard
-    )
-    if log.skipped.total():
-        say(f"Left out of {path}: {_reasons(log.skipped)}.")
+    store = open_imported(store_dir, path, {"task": task, "stated": stated, "format": format}, digest=digest)
+    counts = _store_lines(path, store, enumerate(lines, start=1), _sizes(lines), tasks)
+    _say_left_out(path, log.skipped)
     return ImportReport(
-        questions=len(sizes), undecided=say_undecided(before), **{name: counts[name] for name in COUNTED},
+        questions=len(lines), undecided=say_undecided(before), **counts,
         dropped=log.skipped.total(), overruled=read.overruled, references_unreadable=read.unreadable,
     )  # fmt: skip
 
 
+def _sizes(lines: Iterable[PoolLine]) -> dict[str, int]:
+    return {line.question.id: len(line.responses) for line in lines}
+
+
+def _say_left_out(path: Path, skipped: Counter[str]) -> None:
+    if skipped.total():
+        say(f"Left out of {path}: {_reasons(skipped)}.")
+
+
 class _LoggedAnswers:
-    """Reads the answers of a log as a task does."""
+    """Reads the answers of a log for a task."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self.unreadable = self.overruled = 0
 
     def lines(self, responses: Iterable[LoggedResponse], task: str, split: str, *, stated: bool) -> list[PoolLine]:
-        """Return a line for every question, with its responses in the order of the log."""
+        """Return a line per question, with its responses in the order of the log."""
         found: dict[str, PoolLine] = {}
         for one in responses:
             if one.question_id not in found:
@@ -348,10 +340,9 @@ class _LoggedAnswers:
         if not stated or isinstance(one.correct, Unstated):
             return response
         answer = one.answer
-        if isinstance(answer, str):  # what the task cannot read is a judge's remark or the whole text
-            answer = self._canonical(answer) or self._task.extract(one.text)
-        elif isinstance(answer, Unstated):
-            answer = self._task.extract(one.text)
+        if answer is not None:  # what the task cannot read is a judge's remark or the whole text
+            canonical = None if isinstance(answer, Unstated) else self._canonical(answer)
+            answer = canonical or self._task.extract(one.text)
         self.overruled += bool(one.correct) and answer is None
         return {**response, "answer": answer, "correct": bool(one.correct) and answer is not None}
 
@@ -361,7 +352,7 @@ class _LoggedAnswers:
         return self._task.extract(str(answer))
 
     def _reference(self, given: Any) -> str | None:
-        """Return the reference as the task writes it: of a list, all as aliases, or the first that it can read."""
+        """Return the reference in canonical form: of a list, all as aliases, or the first that can be read."""
         if isinstance(given, list) and len(given) > 1 and self._task.answer_type == "short text":
             return self._canonical(given)
         for one in given if isinstance(given, list) else [given]:
@@ -378,46 +369,41 @@ def _store_lines(
     path: Path,
     store: SampleStore,
     lines: Iterable[tuple[int, PoolLine]],
-    responses: Mapping[str, int],
-    *,
+    sizes: Mapping[str, int],
     tasks: Callable[[str], Task],
-    questions_per_shard: int,
-) -> Counter[str]:
-    """Judge and store what the store lacks of ``lines``, and join it. Returns what is counted."""
-    counts: Counter[str] = Counter()
-    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
+) -> dict[str, int]:
+    """Verify and store the ``lines`` that the store lacks, and join it. Returns the counts of the report."""
+    counts = dict.fromkeys(COUNTED, 0)
+    with store.writer("import", questions_per_shard=QUESTIONS_PER_SHARD) as writer:
         stored = store.stored_questions(include_parts=True)
-        total = sum(count for name, count in responses.items() if name not in stored)
+        total = sum(count for name, count in sizes.items() if name not in stored)
         with Progress(total, label=f"Importing {path.name}") as progress:
             for number, line in lines:
-                if line.question.id in stored:
-                    _check_split(path, number, line, stored[line.question.id])
+                known = stored.get(line.question.id)
+                if known is not None:
+                    if known.split != line.split:
+                        raise line_error(path, number, f"split {known.split!r} as stored", repr(line.split))
                     counts["reused"] += 1
                 elif not line.responses:
                     counts["without_responses"] += 1
                 else:
                     judged = judge_line(line, tasks(line.question.task))
                     writer.append(judged)
-                    counts += _counted(line, judged)
-                    unreadable = sum(sample.answer is None for sample in judged.samples)
-                    progress.update(len(judged.samples), unreadable=unreadable)
+                    found = _counted(line, judged)
+                    for name, count in found.items():
+                        counts[name] += count
+                    progress.update(len(judged.samples), unreadable=found["unreadable"])
     with Stage(f"Joining {store.path.name}"):
         store.join()
     return counts
 
 
-def _check_split(path: Path, number: int, line: PoolLine, stored: StoredQuestion) -> None:
-    if stored.split != line.split:
-        raise line_error(path, number, f"split {stored.split!r} as stored", repr(line.split))
-
-
-def _counted(line: PoolLine, judged: QuestionSamples) -> Counter[str]:
-    """Return the counts of a question that is stored now."""
+def _counted(line: PoolLine, judged: QuestionSamples) -> dict[str, int]:
     unverified = sum("correct" not in response for response in line.responses)
-    return Counter(
-        responses=len(judged.samples),
-        extracted=sum("answer" not in response for response in line.responses),
-        verified=0 if line.question.reference is None else unverified,
-        unreadable=sum(sample.answer is None for sample in judged.samples),
-        truncated=sum(sample.finish == "length" for sample in judged.samples),
-    )
+    return {
+        "responses": len(judged.samples),
+        "extracted": sum("answer" not in response for response in line.responses),
+        "verified": 0 if line.question.reference is None else unverified,
+        "unreadable": sum(sample.answer is None for sample in judged.samples),
+        "truncated": sum(sample.finish == "length" for sample in judged.samples),
+    }

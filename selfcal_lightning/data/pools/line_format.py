@@ -1,13 +1,13 @@
-"""The lines of a pool: responses to questions as JSON, one question a line.
+"""The lines of a pool, one question with its responses per line.
 
-A pool holds one question a line::
+Format of a line::
 
     {"id", "task", "question", "reference", "responses": [{"text", "answer"?, "correct"?, "confidence"?, "tokens"?}]}
 
-``reference`` (or ``answer``, text or number) is null where unknown. A response's ``confidence`` maps names to numbers,
-of which "yes_mass", "no_mass" and "logprob" are the columns of that name, and "p_true" follows from the masses where
-these are given. ``tokens`` is the length of the response or the list of its token ids. ``split`` and ``messages`` of a
-question and ``finish`` of a response may be given too, and are written on export. Other keys are an error.
+``reference`` (or ``answer``, text or number) is null where unknown. A response's ``confidence`` maps names to numbers;
+"yes_mass", "no_mass" and "logprob" become the columns of that name, and "p_true" follows from the masses if both are
+given. ``tokens`` is the length of the response or its token ids. ``split`` and ``messages`` of a question and
+``finish`` of a response are optional, and are written on export. Other keys are an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BLOCK_BYTES = 1 << 20
 def open_imported(
     store_dir: str | Path, source: Path, settings: Mapping[str, Any], *, digest: str | None = None
 ) -> SampleStore:
-    """Open the store of what was imported from ``source``, identified by ``digest`` (None takes the file's sha256)."""
+    """Open the store for what is imported from ``source``, identified by ``digest`` (by default the file's sha256)."""
     if digest is None:
         with open(source, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -57,7 +57,7 @@ def open_imported(
 
 
 def count_lines(path: Path) -> int:
-    """Return how many lines a file has, empty ones too; of a large file faster than reading them."""
+    """Return the number of lines of a file, empty ones included, without decoding them."""
     count, last = 0, b"\n"
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -72,7 +72,7 @@ PROBABILITIES = ("p_true", "yes_mass", "no_mass")
 NUM_TOKENS = "num_tokens"
 LARGEST = 1e300
 WRITTEN_KEYS = ("id", "task", "split", "question", "messages", "reference", "responses")
-LONGEST_LINE = 2**28  # bytes; what is longer is no line of a pool
+LONGEST_LINE = 2**28  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
 
 
 def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
-    """Return the line with its answer as text in ``reference``, whichever of its two names and types it has."""
+    """Return the line with its answer as text in ``reference``."""
     check_spelling(line, origin)
     if ANSWER not in line and SYNONYM not in line:
         return line
@@ -162,7 +162,7 @@ def _is_whole(value: object) -> bool:
 
 
 def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
-    """Return a response of a checked line; what the line does not give is unstated."""
+    """Return a response of a checked line; missing answers and verdicts are unstated."""
     confidence = {name: float(value) for name, value in response.get("confidence", {}).items() if value is not None}
     columns: dict[str, Any] = {name: confidence.pop(name, None) for name in COLUMNS}
     if columns["yes_mass"] is not None and columns["no_mass"] is not None:
@@ -181,13 +181,13 @@ def recorded_response(response: Mapping[str, Any]) -> RecordedResponse:
 
 
 def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
-    """Return the samples of a line; what is not given is read out of the text and verified."""
+    """Return the samples of a line; missing answers and verdicts are extracted and verified."""
     samples = judge(line.question, [recorded_response(response) for response in line.responses], task)
     return QuestionSamples(line.question, samples, line.split)
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
-    """Return a question with its responses as an object of a pool."""
+    """Return a question with its responses as a line of a pool."""
     question = rows[0].question
     responses = []
     for row in rows:
@@ -214,10 +214,7 @@ def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
 
 
 def is_written_pool(path: Path) -> bool:
-    """Return whether a file begins with a line as ``pool_line`` makes it and this project writes it.
-
-    Pools from elsewhere have other fields, or another order or spelling of them.
-    """
+    """Return whether a file starts with a line of ``pool_line``; pools from elsewhere differ in fields or layout."""
     with open(path, "rb") as file:
         line = file.readline(LONGEST_LINE)
     try:
@@ -238,17 +235,14 @@ def _check_keys(path: Path, number: int, found: Mapping[str, Any], known: set[st
     _check(path, number, f"only the fields {', '.join(sorted(known))}", unknown, not unknown)
 
 
-# A pool made elsewhere that names no split.
+# Split of a pool made elsewhere that names none.
 UNNAMED = "test"
 
 
 def read_foreign_pool(
     path: Path, *, task: str | None, split: str | None, tasks: Callable[[str], Task], default_split: str | None = None
 ) -> Iterator[tuple[int, PoolLine]]:
-    """Yield (line number, line) of a pool in either form: lines of a pool, or rows of a data set with ``responses``.
-
-    The second form is meant where ``task`` is given and the first line has no ``id``.
-    """
+    """Yield (line number, line) of a pool, or of a task's data set with ``responses`` if the first line has no id."""
     first = next((line for _, line in islice(read_json_lines(path), 1)), {})
     if task is not None and "id" not in first and "responses" in first:
         lines = _read_rows(path, tasks(task), split or default_split or UNNAMED)
@@ -262,7 +256,7 @@ def read_foreign_pool(
 
 
 def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLine]]:
-    """Let the task read its own columns, and pair its questions with the texts."""
+    """Read the task's own columns, and pair its questions with the texts."""
     texts: list[list[dict[str, str]]] = []
     for number, line in read_json_lines(path):
         responses = line.get("responses")
@@ -272,8 +266,8 @@ def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLi
     questions = task.load(split, path=str(path))
     if len(questions) != len(texts):
         raise InputError(
-            f"Expected task {task.name!r} to make a question of each of the {len(texts)} rows of {path}, but got "
-            f"{len(questions)}. Take out the rows that it warns of."
+            f"Expected task {task.name!r} to read all {len(texts)} rows of {path}, but got {len(questions)} questions. "
+            "Remove the rows that it warns of."
         )
     for number, (question, responses) in enumerate(zip(questions, texts, strict=True), start=1):
         yield number, PoolLine(question, split, responses)
@@ -284,7 +278,7 @@ TRL_FIELDS = ("prompt", "completions", "labels")
 
 
 def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
-    """Return a row.
+    """Return a row of TRL's format for process reward models.
 
     Example:
         >>> trl_row("1+1?", ["It is 2."], [0.5], "hard")
@@ -295,7 +289,7 @@ def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: S
 
 
 def read_trl_row(record: Mapping[str, Any], *, separator: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return the question of a row, and each of its prefixes with its label as a rate.
+    """Return the question of a row of TRL's format, and each of its prefixes with its label as a rate.
 
     Example:
         >>> read_trl_row({"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.25]}, separator=" ")

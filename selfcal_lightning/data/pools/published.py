@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines, write_json_lines
-from selfcal_lightning.data.pools.importing import further_counts
+from selfcal_lightning.data.pools.importing import QUESTIONS_PER_SHARD, further_counts
 from selfcal_lightning.data.pools.line_format import TRL_FIELDS, open_imported, read_trl_row
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
@@ -29,7 +29,7 @@ TARGETS = {"ssc": "weighted_consistency", "consistency": "consistency"}
 
 @dataclass(frozen=True, slots=True)
 class RecordsReport:
-    """What an import of training records did."""
+    """Counts of an import of training records."""
 
     records: int
     questions: int
@@ -57,9 +57,8 @@ def import_training_records(
     model: str | None = None,
     revision: str | None = None,
     tasks: Callable[[str], Task] = get_task,
-    questions_per_shard: int = 256,
 ) -> RecordsReport:
-    """Read published training records into a store of its own, as samples that carry finished targets."""
+    """Read published training records into their own store, as samples with finished targets."""
     path = Path(path)
     if not prompt_separator:
         raise InputError("Expected `prompt_separator` to be the text that opens the assistant's turn, but got ''.")
@@ -89,7 +88,7 @@ def import_training_records(
     chat = None if model is None else ChatFormat(load_tokenizer(model, revision=revision))
     settings = {"prompt_separator": prompt_separator, "end_of_turn": end_of_turn, "task": task, "split": split}
     store = open_imported(store_dir, path, settings | ({} if chat is None else chat.describe()))
-    with store.writer("import", questions_per_shard=questions_per_shard) as writer:
+    with store.writer("import", questions_per_shard=QUESTIONS_PER_SHARD) as writer:
         stored = store.question_ids(include_parts=True)
         for prompt, responses in groups.items():
             question = Question(_question_id(prompt), task, (), None, prompt)
@@ -100,7 +99,7 @@ def import_training_records(
 
 
 def _with_tokens(question: Question, samples: Sequence[Sample], split: str, chat: ChatFormat | None) -> QuestionSamples:
-    """Return the question with the token ids of its rendered prompt and of its responses, where these can be known."""
+    """Return the question with the token ids of its prompt and of its responses, if the model is known."""
     if chat is None:
         return QuestionSamples(question, tuple(samples), split)
     prompt_ids = tuple(chat.tokenizer.encode(question.text, add_special_tokens=False))
@@ -111,18 +110,13 @@ def _with_tokens(question: Question, samples: Sequence[Sample], split: str, chat
 def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[str, str, bool]:
     """Return (prompt, response, whether the input held the prompt twice).
 
-    Prompt and response were joined by a space. One of the published generators returned the prompt with its response,
-    so that records made from it begin with the prompt twice, again joined by a space.
+    Prompt and response were joined by a space. One published generator returned the prompt with its response, so that
+    its records begin with the prompt twice, also joined by a space.
     """
     head, found, response = text.rpartition(separator)
     if not found:
-        raise line_error(
-            path,
-            number,
-            f"`input` to hold the prompt separator {separator!r} (pass the text that opens the assistant's turn in the "
-            "chat template of the model that made the records)",
-            repr(text),
-        )
+        expected = f"`input` to hold the prompt separator {separator!r}, which opens the assistant's turn"
+        raise line_error(path, number, expected, repr(text))
     prompt = head + separator
     half = len(prompt) // 2
     doubled = len(prompt) % 2 == 1 and prompt == f"{prompt[:half]} {prompt[:half]}"
@@ -134,7 +128,7 @@ def _question_id(prompt: str) -> str:
 
 
 def _share(path: Path, number: int, field: str, value: object) -> float | None:
-    """Return a share in [0, 1], or None where it is null or not a number (NaN)."""
+    """Return a share in [0, 1], or None for null and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0 + 1e-6:
@@ -164,12 +158,12 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 SUCCESS_FIELDS = ("question", "reasoning_prefix", "success_prob")
 SUCCESS = "success_prob"
-# The ways in which families of models write their control tokens: there is no model here whose own could be asked for.
+# Control tokens of common model families.
 _CONTROL = re.compile(r"<[|｜][^\s<>|｜]{2,}[|｜]>|</?s>|<(?:bos|eos|pad|start_of_turn|end_of_turn)>")
 
 
 class SuccessCounts(NamedTuple):
-    """What became of records."""
+    """How the records were used."""
 
     prefixes: int
     bare: int
@@ -180,8 +174,8 @@ class SuccessCounts(NamedTuple):
 def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, separator: str = "\n") -> SuccessCounts:
     """Write the records of a file as a pool, in which a prefix is a response whose confidence is its success rate.
 
-    Records of one question, by its text, are one line. A prefix that is given different rates has their mean, and is
-    counted. A record of the question alone, without a prefix, is left out and counted.
+    Records with the same question text are one line. A prefix with different rates gets their mean, and is counted;
+    a record without a prefix is left out and counted.
     """
     groups: dict[str, list[tuple[str, float]]] = {}
     bare = without_steps = 0
@@ -205,7 +199,7 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
 
 
 def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield the question of every line, and its prefixes with their rates."""
+    """Yield the question of each line, and its prefixes with their rates."""
     for number, record in read_json_lines(path):
         if record.keys() >= set(TRL_FIELDS):
             try:
@@ -229,11 +223,11 @@ def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, 
 
 
 def _check_plain(path: Path, number: int, field: str, texts: list[str]) -> None:
-    """Raise where a text holds a control token, which training would read as letters that no policy writes."""
+    """Refuse a text with a control token, which training would read as plain letters."""
     for text in texts:
         if found := _CONTROL.search(text):
             refusal = line_error(path, number, f"`{field}` without control tokens of a model", repr(found[0]))
-            raise InputError(f"{refusal} It stands in {text[-80:]!r}. Take it out of the text.")
+            raise InputError(f"{refusal} It is in {text[-80:]!r}. Take it out of the text.")
 
 
 def _line(question: str, group: list[tuple[str, float]], *, task: str, split: str) -> dict[str, Any]:

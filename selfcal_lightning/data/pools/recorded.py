@@ -1,4 +1,4 @@
-"""Recorded pools from wherever they lie: a JSON-lines file of responses made elsewhere, or a split of a store."""
+"""Recorded pools: a JSON-lines file of responses made elsewhere, or a split of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.files import read_json_lines
 from selfcal_lightning.core.progress import Progress, Stage, counted, say
 from selfcal_lightning.data.pools.line_format import UNNAMED, PoolLine, count_lines, judge_line, read_foreign_pool
@@ -71,23 +71,21 @@ def load_recorded_pool(
 ) -> RecordedPool:
     """Read a JSON-lines pool, or a split of a sample store, into memory.
 
-    What a JSON-lines pool does not state (``answer``, ``correct``) is read out of the text and verified by the task,
-    as in ``selfcal import-pool``, which keeps the outcome for the next time.
+    Answers and verdicts that a JSON-lines pool does not state are extracted and verified by the task, as in ``selfcal
+    import-pool``, which keeps the outcome.
     """
-    if limit is not None and limit < 1:
-        raise InputError(f"Expected `limit` to be None or at least 1, but got {limit}.")
+    if limit is not None:
+        check_at_least(1, limit=limit)
     path = check_place(path)
     if path.is_dir():
-        pool = _from_store(
-            path, split=split, task=task, confidences=confidences, limit=limit, texts=texts, token_ids=token_ids
+        pool = _from_store(path, split, task, confidences, limit=limit, texts=texts, token_ids=token_ids)
+    elif confidences:
+        raise InputError(
+            f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but got a "
+            "file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
         )
     else:
-        if confidences:
-            raise InputError(
-                f"Expected {path} to be a store when `confidences` names annotations ({', '.join(confidences)}), but "
-                "got a file. A file's responses carry their own; `selfcal import-pool` makes a store of it."
-            )
-        pool = _from_file(path, split=split, task=task, limit=limit, texts=texts, tasks=tasks)
+        pool = _from_file(path, split, task, limit=limit, texts=texts, tasks=tasks)
     if not pool.entries:
         raise InputError(
             f"Expected {path} to hold questions of split {split!r} and task {task!r} with responses, but got none. "
@@ -97,17 +95,15 @@ def load_recorded_pool(
 
 
 def check_place(path: str | Path) -> Path:
-    """Return where a pool lies. Raises FileNotFoundError where there is neither a file nor a folder."""
+    """Return the path of a pool, which must exist."""
     place = Path(path)
     if not place.is_dir() and not place.is_file():
-        raise FileNotFoundError(
-            f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing there."
-        )
+        raise FileNotFoundError(f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing.")
     return place
 
 
 def _what_is_there(path: Path) -> str:
-    """Return which splits and tasks a pool holds, for the error that another was named."""
+    """Return which splits and tasks a pool holds, for an error message."""
     if path.is_dir():
         index = SampleStore(path).index()
         found = list(zip(index.split.tolist(), index.task.tolist(), strict=True))
@@ -120,19 +116,13 @@ def _what_is_there(path: Path) -> str:
 
 
 def _from_store(
-    path: Path,
-    *,
-    split: str | None,
-    task: str | None,
-    confidences: Sequence[str],
-    limit: int | None,
-    texts: bool,
+    path: Path, split: str | None, task: str | None, confidences: Sequence[str], *, limit: int | None, texts: bool,
     token_ids: bool,
-) -> RecordedPool:
+) -> RecordedPool:  # fmt: skip
     store = SampleStore(path)
     fingerprint = store.round_manifest().fingerprint
     plain = fingerprint.as_json()
-    # Responses made elsewhere have a prompt of their own kind and no sampling settings.
+    # Responses made elsewhere have no sampling settings, and another kind of prompt.
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
     if texts:
         found = islice(store.samples(split=split, task=task, confidences=confidences), limit)
@@ -147,16 +137,16 @@ def _from_store(
 
 
 def annotation_estimators(store: str | Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the estimator that computed each of the annotations ``names`` of a store, where it is known."""
+    """Return the estimator that computed each of the annotations ``names`` of a store, if known."""
     records = {name: Annotation(store, name).record for name in names}
     origins = {name: record.origin for name, record in records.items() if record is not None}
     return {name: origin["estimator"] for name, origin in origins.items() if "estimator" in origin}
 
 
 def _from_file(
-    path: Path, *, split: str | None, task: str | None, limit: int | None, texts: bool, tasks: Callable[[str], Task]
+    path: Path, split: str | None, task: str | None, *, limit: int | None, texts: bool, tasks: Callable[[str], Task]
 ) -> RecordedPool:
-    """Read and judge the lines of a file; questions without a response are left out and counted, as in an import."""
+    """Read and verify the lines of a file; questions without a response are left out and counted."""
 
     def read() -> Iterator[tuple[int, PoolLine]]:
         return read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=split or UNNAMED)
@@ -186,7 +176,7 @@ def _without_ids(entry: QuestionSamples) -> QuestionSamples:
 
 
 def _to_count(entry: QuestionSamples) -> QuestionSamples:
-    """Return a question whose samples have no texts and no token ids, but still their lengths."""
+    """Return a question whose samples keep their lengths, but not their texts and token ids."""
     return replace(entry, samples=tuple(replace(sample, text="", token_ids=None) for sample in entry.samples))
 
 
@@ -194,36 +184,31 @@ BITS = 128
 
 
 def texts_digest(path: str | Path, *, split: str | None = None, task: str | None = None) -> int:
-    """Return a number that two pools share if, and but for a chance of 2^-128 only if, their texts are the same."""
+    """Return a hash of the texts of a pool, independent of the order of its questions."""
     path = Path(path)
-    return _digest_of_store(path, split, task) if path.is_dir() else _digest_of_file(path, split)
+    texts = _texts_of_store(path, split, task) if path.is_dir() else _texts_of_file(path, split)
+    return sum(_digest(*each) for each in texts) % (1 << BITS)
 
 
-def _digest_of_store(path: Path, split: str | None, task: str | None) -> int:
+def _texts_of_store(path: Path, split: str | None, task: str | None) -> Iterator[tuple[str, int, str]]:
+    """Yield (question id, index, text) of each sample."""
     store = SampleStore(path)
     index = store.index(split=split)
     index = index if task is None else index.select(index.task == task)
-    total = 0
     for shard in np.unique(index.shard).tolist():
         table = read_shard(store.path / index.files[shard], columns=("question_id", "index", "text"))
         rows = table.take(index.row[index.shard == shard]).to_pydict()
-        for name, place, text in zip(rows["question_id"], rows["index"], rows["text"], strict=True):
-            total += _digest(name, place, text)
-    return total % (1 << BITS)
+        yield from zip(rows["question_id"], rows["index"], rows["text"], strict=True)
 
 
-def _digest_of_file(path: Path, split: str | None) -> int:
-    total = 0
+def _texts_of_file(path: Path, split: str | None) -> Iterator[tuple[str, int, str]]:
     for _, line in read_json_lines(path):
         if split not in (None, line.get("split", split)):
             continue
-        # A line may hold texts alone in the place of records.
-        for place, response in enumerate(line.get("responses") or ()):
-            total += _digest(str(line.get("id")), place, response["text"] if isinstance(response, dict) else response)
-    return total % (1 << BITS)
+        for place, response in enumerate(line.get("responses") or ()):  # records, or texts alone
+            yield str(line.get("id")), place, response["text"] if isinstance(response, dict) else response
 
 
 def _digest(name: str, place: int, text: str) -> int:
-    # Sums do not depend on the order in which stores hold their questions.
     content = f"{name}\0{place}\0{text}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(content, digest_size=BITS // 8).digest(), "big")

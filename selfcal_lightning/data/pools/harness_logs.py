@@ -1,7 +1,7 @@
 """Logs of evaluation harnesses, batch APIs and RL trainers, read as responses to questions.
 
-Each reader yields one record per response and counts what it leaves out, by reason. ``docs/guides/exchange.md`` lists
-the tools and what their logs cannot say.
+Each reader yields one record per response and counts what it leaves out, by reason. ``docs/guides/pools_elsewhere.md``
+lists the tools and what their logs cannot say.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -36,12 +36,14 @@ from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.opening import check_engine
 from selfcal_lightning.models.names import check_adapter_name
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
+
+COMMIT_SECONDS = 300.0
+CHUNK_RESPONSES = 256  # written at a time: minutes of work on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +54,22 @@ class Entry:
     samples: QuestionSamples
 
 
-class ScoreTarget(Protocol):
-    """Recorded responses to be scored. Responses are numbered 0, 1, 2, ... in the order of ``entries``."""
-
-    num_responses: int
-
-    def __enter__(self) -> object:
-        """Begin."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Save all scores; after an error, as many as can be published."""
-
-    def num_left(self, names: Sequence[str]) -> int:
-        """Return at most how many scores of ``names`` are missing over all responses."""
-
-    def entries(self, names: Sequence[str]) -> Iterator[Entry]:
-        """Yield the questions that may lack one of the confidences ``names``."""
-
-    def lacking(self, name: str, entry: Entry) -> list[int]:
-        """Return which samples of ``entry`` are not yet scored for ``name``."""
-
-    def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
-        """Store the scores of the responses at ``positions``."""
-
-
 def brings(sample: Sample, name: str) -> bool:
     """Return whether a sample has the confidence ``name`` in its own column, which is never replaced."""
     return name in STORED and confidence_of(replace(sample, confidences={}), name) is not None
 
 
 class PoolTarget:
-    """A JSONL pool; scores are written to a copy that appears once it is complete."""
+    """A JSONL pool; scores are written to a copy that appears once it is complete.
 
-    def __init__(
-        self,
-        path: Path,
-        output: Path,
-        *,
-        task: str | None,
-        overwrite: bool,
-        tasks: Callable[[str], Task] = get_task,
-    ) -> None:
+    Responses are numbered 0, 1, 2, ... in the order of ``entries``.
+    """
+
+    def __init__(self, path: Path, output: Path, *, task: str | None, overwrite: bool) -> None:
         if not (output.exists() and output.samefile(path)):
             check_replaceable(output, is_written_pool, option="output", kind="a pool that was written before")
-        self._output, self._overwrite, self._tasks = output, overwrite, tasks
-        lines = read_foreign_pool(path, task=task, split=None, tasks=tasks, default_split=UNNAMED)
+        self._output, self._overwrite = output, overwrite
+        lines = read_foreign_pool(path, task=task, split=None, tasks=get_task, default_split=UNNAMED)
         self._lines: list[PoolLine] = [line for _, line in lines]
         self.num_responses = sum(len(line.responses) for line in self._lines)
         if not self.num_responses:
@@ -111,7 +84,7 @@ class PoolTarget:
             write_json_lines(self._output, self._contents())
 
     def num_left(self, names: Sequence[str]) -> int:
-        """Return the number of responses times the number of names."""
+        """Return at most how many scores are missing."""
         return self.num_responses * len(names)
 
     def entries(self, names: Sequence[str]) -> Iterator[Entry]:
@@ -119,16 +92,13 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                yield Entry(start, judge_line(line, self._tasks(line.question.task)))
+                yield Entry(start, judge_line(line, get_task(line.question.task)))
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples without the confidence ``name``, or all if it is being replaced."""
-        return [
-            number
-            for number, sample in enumerate(entry.samples.samples)
-            if not brings(sample, name) and (self._overwrite or name not in sample.confidences)
-        ]
+        missing = [self._overwrite or name not in sample.confidences for sample in entry.samples.samples]
+        return [i for i, sample in enumerate(entry.samples.samples) if missing[i] and not brings(sample, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Keep scores in memory; unknown ones are left out of the copy."""
@@ -158,13 +128,10 @@ class PoolTarget:
             }
 
 
-COMMIT_SECONDS = 300.0
-
-
 def select_rows(
     store: SampleStore, *, split: str | None, round: int, task: str | None, shard: tuple[int, int]
 ) -> SampleIndex:
-    """Return this process's share of the rows."""
+    """Return this process's shard of the rows."""
     index = store.index(split=split, round=round)
     keep = np.ones(len(index), dtype=bool) if task is None else index.task == task
     if shard[1] > 1:
@@ -174,7 +141,7 @@ def select_rows(
     if not keep.any():
         raise InputError(
             f"Expected {store.path} to hold joined samples of split {split!r}, round {round}, task {task!r} and "
-            f"share {shard[0]}/{shard[1]}, but got none. Check the names, or finish `selfcal generate` first."
+            f"shard {shard[0]}/{shard[1]}, but got none."
         )
     return index.select(keep)
 
@@ -212,10 +179,7 @@ class StoreTarget:
     def _scored(self, name: str) -> np.ndarray:
         """Return which rows were already scored in the same way, bool [R]."""
         if name in self.index.confidences:
-            raise InputError(
-                f"Expected `name` to be new to the rows of {self.store.path}, but got {name!r}, which they bring with "
-                "them. Choose another `name`."
-            )
+            raise InputError(f"Expected `name` to be new to the rows of {self.store.path}, which bring {name!r}.")
         annotation, origin = self._annotations[name], self._origins[name]
         annotation.check_origin(origin, overwrite=self._overwrite)
         record = annotation.record
@@ -246,11 +210,7 @@ class StoreTarget:
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples with neither an annotation nor a column ``name``."""
         known = self._known[name][entry.start :]
-        return [
-            number
-            for number, sample in enumerate(entry.samples.samples)
-            if not known[number] and not brings(sample, name)
-        ]
+        return [i for i, sample in enumerate(entry.samples.samples) if not known[i] and not brings(sample, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Buffer scores, and publish them every five minutes."""
@@ -276,7 +236,7 @@ class StoreTarget:
         self._committed = time.monotonic()
 
 
-CHUNK_RESPONSES = 256  # what is written, and told of, at a time: minutes of work on a CPU
+ScoreTarget = PoolTarget | StoreTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +293,6 @@ class PoolScoring:
 def score_store(run: StoreScoring) -> list[ScoreReport]:
     """Score responses of a store. Confidences are stored as annotations, and a killed run resumes."""
     members = _members(run)
-    _check_model(run.model, members)
     store = SampleStore(run.store_dir)
     scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
     index = select_rows(store, split=run.split, round=run.round, task=run.task, shard=run.shard)
@@ -344,7 +303,6 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
 def score_pool(run: PoolScoring) -> list[ScoreReport]:
     """Score the responses of a JSONL pool into a copy."""
     members = _members(run)
-    _check_model(run.model, members)
     for member in members:
         check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool))
     target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
@@ -370,53 +328,41 @@ class _Member:
 
 
 def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
-    """Return the estimators of a run by their own or given names."""
-    chosen, name, consistency_samples = run.estimators, run.name, run.consistency_samples
+    """Return the estimators of a run with their settings; refuse those that cannot be run together, or at all."""
+    chosen = list(run.estimators)
     if not chosen or len(set(chosen)) < len(chosen):
-        raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {list(chosen)}.")
-    if name is not None and len(chosen) > 1:
-        raise InputError(
-            f"Expected one `estimator` where `name` is given, but got {list(chosen)}. Run them one by one."
-        )
+        raise InputError(f"Expected `estimator` to name different estimators, at least one, but got {chosen}.")
+    if run.name is not None and len(chosen) > 1:
+        raise InputError(f"Expected one `estimator` where `name` is given, but got {chosen}.")
     kinds = [ESTIMATORS[one] for one in chosen]
-    if consistency_samples is not None and "response_consistency" not in chosen:
-        raise InputError(
-            f"Expected `consistency_samples` with the estimator response_consistency only, but got it with "
-            f"{list(chosen)}."
-        )
+    if run.consistency_samples is not None and "response_consistency" not in chosen:
+        raise InputError(f"Expected `consistency_samples` with the estimator response_consistency, but got {chosen}.")
     run.criteria.check_taken(kinds)
-    changes = {} if consistency_samples is None else {"num_samples": consistency_samples}
-    return [
-        _Member(
-            kind,
-            name or kind.name,
-            estimator_settings(
-                kind.name, **(changes if kind.name == "response_consistency" else run.criteria.of(kind))
-            ),
-        )
-        for kind in kinds
+    _check_model(run.model, kinds)
+    members = [
+        _Member(kind, run.name or kind.name, estimator_settings(kind.name, **run.criteria.of(kind))) for kind in kinds
     ]
+    for member in members:
+        if run.consistency_samples is not None and member.kind.name == "response_consistency":
+            member.settings["num_samples"] = run.consistency_samples
+    return members
 
 
-def _check_model(settings: ModelSettings, members: Sequence[_Member]) -> None:
+def _check_model(settings: ModelSettings, kinds: Sequence[EstimatorClass]) -> None:
     """Refuse a model or adapter that does not exist; the store's own model is checked once it is known."""
-    _check_rewards(settings.reward, [member.kind.name for member in members if member.kind.reads == "rewards"])
-    if all(member.kind.reads in ("pool", "rewards") for member in members):
+    if rewarded := [kind.name for kind in kinds if kind.reads == "rewards"]:
+        REWARDS.check(settings.reward, rewarded)
+    elif settings.reward != RewardSettings():
+        raise InputError(
+            f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got "
+            f"{settings.reward}."
+        )
+    if all(kind.reads in ("pool", "rewards") for kind in kinds):
         return
     if settings.model is not None:
         check_engine(settings.engine, settings.model)
     elif settings.engine.adapter is not None:
         check_adapter_name(settings.engine.adapter)
-
-
-def _check_rewards(settings: RewardSettings, names: Sequence[str]) -> None:
-    """Refuse a reward model that is missing, unreadable by an estimator, or not used by any."""
-    if names:
-        REWARDS.check(settings, names)
-    elif settings != RewardSettings():
-        raise InputError(
-            f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got {settings}."
-        )
 
 
 def _open_store(
@@ -427,8 +373,8 @@ def _open_store(
     for member in members:
         if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
             raise InputError(
-                f"Expected `name`, since {bringing:,} responses in {store.path} bring {member.name!r} of another model "
-                f"or query with them, but got null. Choose one, such as `--name {member.name}_other`."
+                f"{bringing:,} responses in {store.path} bring {member.name!r} of another model or query. Choose "
+                f"another name, such as `--name {member.name}_other`."
             )
     engine = run.model.engine
     details = {
@@ -442,12 +388,9 @@ def _open_store(
         "reward_model": run.model.reward.model,
     }
     target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
-    folder = store.path / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(
-        folder / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json",
-        to_json({**asdict(run), "plugins": loaded_plugins()}),
-    )
+    log = store.path / "runs" / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(log, to_json({**asdict(run), "plugins": loaded_plugins()}))
     return target
 
 
@@ -476,16 +419,10 @@ def _score(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringMode
             for member in members:
                 jobs = [(entry, found) for entry in chunk if (found := target.lacking(member.name, entry))]
                 if jobs:
-                    _build(members, scoring)
+                    for one in members:  # all before the first response is read, so that one pass serves all of them
+                        one.estimator = one.estimator or scoring.build(one.kind.name, one.settings)
                     bar.update(_score_chunk(target, member, jobs, scoring))
         bar.update(bar.total - bar.done)  # those that bring the confidence with them
-
-
-def _build(members: Sequence[_Member], scoring: ScoringModel) -> None:
-    """Create the estimators before reading the first response, so that one pass serves all of them."""
-    for member in members:
-        if member.estimator is None:
-            member.estimator = scoring.build(member.kind.name, member.settings)
 
 
 def _score_chunk(
@@ -493,7 +430,10 @@ def _score_chunk(
 ) -> int:
     """Score the named samples of some questions and pass them to the target; return how many."""
     estimator = cast("Estimator", member.estimator)
-    chosen = [_only(entry.samples, found) for entry, found in jobs]
+    chosen = [
+        replace(entry.samples, samples=tuple(entry.samples.samples[number] for number in found))
+        for entry, found in jobs
+    ]
     if member.kind.needs_pool:
         scores = estimator.score([entry.samples for entry, _ in jobs])
         scores = [[row[number] for number in found] for row, (_, found) in zip(scores, jobs, strict=True)]
@@ -512,16 +452,12 @@ def _score_chunk(
     return len(values)
 
 
-def _only(samples: QuestionSamples, numbers: Sequence[int]) -> QuestionSamples:
-    return replace(samples, samples=tuple(samples.samples[number] for number in numbers))
-
-
 def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     """Yield whole questions in chunks of about ``CHUNK_RESPONSES`` responses."""
     chunk: list[Entry] = []
     for entry in entries:
         chunk.append(entry)
-        if sum(len(member.samples.samples) for member in chunk) >= CHUNK_RESPONSES:
+        if sum(len(one.samples.samples) for one in chunk) >= CHUNK_RESPONSES:
             yield chunk
             chunk = []
     if chunk:

@@ -75,15 +75,16 @@ class ScoringModel:
             return resolve_model(self.settings.model)
         sampled = self._sampled
         if sampled.model in (None, IMPORTED):
-            raise InputError(
-                "Expected `model` to name the model that scores, but got null for responses made elsewhere."
-            )
+            raise InputError("Expected `model` to name the model that scores: the responses were made elsewhere.")
         if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
+            raise InputError(f"Name `model` and `adapter`: the store was sampled with an adapter on {sampled.model!r}.")
+        try:
+            check_name(sampled.model, revision=sampled.revision)
+        except InputError as error:
             raise InputError(
-                f"Expected `model` and `adapter` for a store that was sampled with an adapter on {sampled.model!r}, "
-                "but got null. Name both."
-            )
-        _check_is_there(sampled.model, sampled.revision)
+                f"There is no {sampled.model!r}, which sampled the store. Name as `model` the folder or hub name where "
+                "it is now; its weights are compared."
+            ) from error
         return sampled.model
 
     @property
@@ -103,8 +104,7 @@ class ScoringModel:
         named = self.settings.model is not None or found["adapter_sha256"] is not None
         if not named and not self._sampled_the_store(found):
             raise InputError(
-                f"Expected the weights of {self.source!r} to be those that sampled the store, but got others. Name "
-                "`model` to score with them all the same, or another one."
+                f"The weights of {self.source!r} are not those that sampled the store. Name `model` to score with them."
             )
         return found
 
@@ -112,8 +112,7 @@ class ScoringModel:
         """Return whether the estimator ``name`` would reproduce the values stored with the samples."""
         if ESTIMATORS[name].reads == "rewards" or not self._sampled_the_store(self.identity):
             return False
-        # P(True) is the one of these that the query changes, an adapter that is awake for it, and what the output layer
-        # computes in.
+        # Only P(True) depends on the query, on an activated adapter, and on the output layer's dtype.
         if ESTIMATORS[name].reads != "engine":
             return True
         asked = PromptIdentity.from_json(self.chat.describe()), self.identity.get(ACTIVATED), self._head_dtype
@@ -168,15 +167,10 @@ class ScoringModel:
 
     def close(self) -> None:
         """Close the engine and the reward model."""
-        self._close_engine()
-        if self._rewards is not None:
-            self._rewards.close()
-            self._rewards = None
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        for opened in (self._engine, self._rewards):
+            if opened is not None:
+                opened.close()
+        self._engine = self._rewards = None
 
     def _open_engine(self) -> Engine:
         if self._engine is not None:
@@ -201,8 +195,9 @@ class ScoringModel:
         if self._tokens is None:
             from selfcal_lightning.confidence.token_reader import TokenReader
 
-            if self.settings.engine.name != "transformers":  # which has a copy of its own
-                self._close_engine()
+            if self._engine is not None and self.settings.engine.name != "transformers":  # it has a copy of its own
+                self._engine.close()
+                self._engine = None
             self._tokens = TokenReader(self._open_network(), self.chat)
         return self._tokens
 
@@ -220,14 +215,3 @@ class ScoringModel:
                 self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
             )
         return self._network
-
-
-def _check_is_there(model: str, revision: str | None) -> None:
-    """Raise InputError if the model that sampled a store has moved, and say what to do."""
-    try:
-        check_name(model, revision=revision)
-    except InputError as error:
-        raise InputError(
-            f"Expected the model that sampled the store to be there still, but there is no {model!r}. Name `model`: "
-            "the folder or hub name where it is now. Its weights are compared, not its place."
-        ) from error

@@ -137,8 +137,7 @@ def test_confidences_of_another_model_are_not_mixed(sampled: Path, tmp_path: Pat
     model = ModelIdentity("other", weights_sha256="0" * 64)
     foreign = str(rewrite(sampled, tmp_path / "foreign", lambda sample: sample, model=model))
     for name in ("p_true", "mean_logprob"):
-        message = f"{TOTAL} responses in .* bring '{name}' of another model .* `--name {name}_other`"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"{TOTAL} responses .* '{name}' .* `--name {name}_other`"):
             run_score(name, foreign, model="bundled")
     assert run_score("p_true", foreign, model="bundled", name="p_true_other")[0].scored == TOTAL
     with pytest.raises(ValueError, match="another model or query"):
@@ -150,9 +149,9 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
         model = replace(ModelIdentity(tiny_model, weights_sha256="0" * 64), **changes)
         return str(rewrite(sampled, tmp_path / name, lambda sample: sample, model=model))
 
-    with pytest.raises(ValueError, match="those that sampled the store, but got others"):
+    with pytest.raises(ValueError, match="not those that sampled the store"):
         run_score("token_entropy", with_model("changed"))
-    with pytest.raises(ValueError, match="Expected `model` and `adapter` for a store that was sampled with an adapter"):
+    with pytest.raises(ValueError, match="Name `model` and `adapter`"):
         run_score("token_entropy", with_model("adapted", adapter_sha256="1"))
     with pytest.raises(ValueError, match="Expected `model` to name the model that scores"):
         run_score("token_entropy", with_model("foreign", model="imported"))
@@ -337,40 +336,29 @@ def test_bad_pools_are_named(pool: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "field"),
     [
-        ({"estimator": [], "store_dir": "s"}, "`estimator` to name different estimators"),
-        ({"estimator": ["p_true", "p_true"], "store_dir": "s"}, "`estimator` to name different estimators"),
-        (
-            {"estimator": ["p_true", "verbalized"], "store_dir": "s", "name": "x"},
-            "one `estimator` where `name` is given",
-        ),
-        ({"estimator": "p_true"}, "either `store_dir`, or `pool` and `output`, but got none of them"),
-        ({"estimator": "p_true", "pool": "p"}, r"but got \{'pool': 'p'\}"),
-        ({"estimator": "p_true", "store_dir": "s", "output": "o"}, "either `store_dir`, or `pool` and `output`"),
-        ({"estimator": "p_true", "pool": "p", "output": "o", "split": "x"}, "`split` with `store_dir` only"),
-        ({"estimator": "p_true", "pool": "p", "output": "o", "shard": "0/2"}, "`shard` with `store_dir` only"),
-        (
-            {"estimator": "p_true", "store_dir": "s", "consistency_samples": 3},
-            "with the estimator response_consistency",
-        ),
-        ({"estimator": "prm", "store_dir": "s"}, "Expected `reward.model`"),
-        (
-            {"estimator": "p_true", "store_dir": "s", "reward": RewardSettings("m")},
-            "`reward` with an estimator that reads a reward model",
-        ),
+        ({"estimator": [], "store_dir": "s"}, "estimator"),
+        ({"estimator": ["p_true", "p_true"], "store_dir": "s"}, "estimator"),
+        ({"estimator": ["p_true", "verbalized"], "store_dir": "s", "name": "x"}, "name"),
+        ({}, "store_dir"),
+        ({"pool": "p"}, "output"),
+        ({"store_dir": "s", "output": "o"}, "store_dir"),
+        ({"pool": "p", "output": "o", "split": "x"}, "split"),
+        ({"pool": "p", "output": "o", "shard": "0/2"}, "shard"),
+        ({"store_dir": "s", "consistency_samples": 3}, "consistency_samples"),
+        ({"estimator": "prm", "store_dir": "s"}, "reward.model"),
+        ({"store_dir": "s", "reward": RewardSettings("m")}, "reward"),
     ],
 )
-def test_mistakes_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_score(**arguments)
+def test_mistakes_are_named(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"`{field}`"):
+        run_score(**{"estimator": "p_true", **arguments})
 
 
 def test_an_unknown_split_is_named(store: Path) -> None:
-    with pytest.raises(ValueError, match="split 'nowhere', round 0, task None and share 0/1, but got none"):
+    with pytest.raises(ValueError, match="split 'nowhere', round 0, task None"):
         run_score("response_consistency", str(store), split="nowhere")
-    with pytest.raises(ValueError, match="task 'gsm8k'"):
-        run_score("response_consistency", str(store), task="gsm8k")
 
 
 def test_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

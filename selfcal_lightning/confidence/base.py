@@ -20,22 +20,16 @@ STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
 
 
 class MissingConfidenceError(InputError):
-    """A required confidence is missing; the message names the estimator to run."""
+    """A required confidence is missing."""
 
 
 @dataclass(frozen=True)
 class RewardSupport:
-    """Checks, identifies and opens the reward models of estimators with ``reads = "rewards"``.
+    """What estimators with ``reads = "rewards"`` need of the room above, which registers it."""
 
-    Attributes:
-        check: Refuses settings without a model, or with one that the named estimators cannot read.
-        identity: Everything that a model's scores depend on, as JSON types.
-        open: Loads the model, in a dtype.
-    """
-
-    check: Callable[[RewardSettings, Sequence[str]], None]
-    identity: Callable[[RewardSettings], dict[str, Any]]
-    open: Callable[[RewardSettings, str], Any]
+    check: Callable[[RewardSettings, Sequence[str]], None]  # refuses a model that the named estimators cannot read
+    identity: Callable[[RewardSettings], dict[str, Any]]  # all that a model's scores depend on, as JSON types
+    open: Callable[[RewardSettings, str], Any]  # loads the model, in a dtype
 
 
 class Estimator(Protocol):
@@ -56,10 +50,7 @@ class Estimator(Protocol):
 
 
 class SampleScorer(Protocol):
-    """Derives further confidences of a sample from existing ones: scalers and fusions.
-
-    Works live and on recorded samples.
-    """
+    """Derives a further confidence of a sample from existing ones, live or recorded: a scaler or a fusion."""
 
     @property
     def name(self) -> str:

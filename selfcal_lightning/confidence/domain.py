@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ class Domain:
         """Read that of an adapter or model; None where it has none."""
         if folder is None or not Path(folder, FILE).is_file():
             return None
-        content: Mapping[str, Any] = load_fitted(Path(folder, FILE), (KIND,))[1]
+        content = load_fitted(Path(folder, FILE), (KIND,))[1]
         mean, components, variances = (_as_array(content[name]) for name in ("mean", "components", "variances"))
-        numbers = float(content["rest"]), float(content["threshold"]), int(content["num_questions"])
+        numbers = (content[name] for name in ("rest", "threshold", "num_questions"))
         return cls(mean, components.reshape(-1, len(mean)), variances, *numbers)
 
 
@@ -103,16 +103,15 @@ def prompt_states(engine: Any, questions: Sequence[Question]) -> Floats:
 def calibrated_in_domain(engine: Any, questions: Sequence[Question], folder: str | Path) -> dict[str, bool]:
     """Return whether each question, by id, is like those that the adapter or model in ``folder`` was trained on.
 
-    Empty where nobody knows: the folder holds no domain, or the engine gives no hidden states. It takes one pass over
-    each prompt.
+    Empty if the folder holds no domain, or the engine gives no hidden states.
     """
     domain = Domain.of(folder)
     if domain is None or not hasattr(engine, "prompt_states"):
         return {}
     states = prompt_states(engine, questions)
     if states.shape[1] != len(domain.mean):
-        expected = f"states of {states.shape[1]} numbers, as the model has"
-        raise InputError(f"Expected {Path(folder, FILE)} to hold {expected}, but got {len(domain.mean)}.")
+        sizes = f"{states.shape[1]} numbers a state, as the model has, but got {len(domain.mean)}"
+        raise InputError(f"Expected {Path(folder, FILE)} to hold {sizes}.")
     return {question.id: near for question, near in zip(questions, domain.holds(states), strict=True)}
 
 

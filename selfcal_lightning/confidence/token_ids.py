@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,7 @@ class ResponseIds:
 
 def entry_ids(entry: QuestionSamples, chat: ChatFormat) -> list[ResponseIds | None]:
     """Return the token ids of a question's samples; None for failed requests."""
-    rendered: list[tuple[int, ...]] = []
-
-    def prompt() -> tuple[int, ...]:
-        if not rendered:
-            rendered.append(chat.prompt_ids(entry.question.messages))
-        return rendered[0]
-
+    prompt = cache(lambda: chat.prompt_ids(entry.question.messages))
     found: list[ResponseIds | None] = []
     for sample in entry.samples:
         if is_failed(sample):

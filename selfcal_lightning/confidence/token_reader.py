@@ -14,7 +14,6 @@ from torch import Tensor
 
 from selfcal_lightning.confidence.certainty import TokenStatistics, token_statistics, top_k_confidence
 from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
@@ -33,19 +32,12 @@ Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class TokenRows(NamedTuple):
-    """The inputs of a forward pass.
+    """The inputs of a forward pass over S rows of T tokens."""
 
-    Attributes:
-        ids: Token ids [S, T].
-        mask: 1 at real tokens [S, T].
-        positions: Positions, among the S * T tokens, that predict the response tokens [n].
-        trees: Prompts and responses of a packed row.
-    """
-
-    ids: Tensor
-    mask: Tensor
-    positions: Tensor
-    trees: tuple[PrefixTree, ...] = ()
+    ids: Tensor  # [S, T]
+    mask: Tensor  # 1 at real tokens [S, T]
+    positions: Tensor  # which of the S * T tokens predict the response tokens [n]
+    trees: tuple[PrefixTree, ...] = ()  # prompts and responses of a packed row
 
 
 def rows_apart(batch: Sequence[Key]) -> TokenRows:
@@ -71,7 +63,7 @@ def packed_rows(batch: Sequence[Key]) -> TokenRows:
         responses = [response for _, response in keys]
         tree = PrefixTree(len(ids), len(prompt), tuple(map(len, responses)))
         for start, response in zip(tree.branch_starts(), responses, strict=True):
-            # The first token is drawn after the last one of the prompt, wherever the response stands.
+            # The first token is drawn after the prompt's last one, wherever the response stands.
             positions += [tree.start + tree.prompt - 1, *range(start, start + len(response) - 1)]
         ids += [*prompt, *(token for response in responses for token in response)]
         trees.append(tree)
@@ -105,7 +97,7 @@ class ResponseStatistics:
 
     @property
     def logprob(self) -> float:
-        """Sum of log p(token)."""
+        """Sum of the tokens' log-probabilities."""
         return self.tokens.logprob.sum().item()
 
     @property
@@ -123,17 +115,8 @@ class TokenReader:
     """Computes full-vocabulary statistics of recorded responses at temperature 1."""
 
     def __init__(
-        self,
-        network: PreTrainedModel,
-        chat: ChatFormat,
-        *,
-        forward_tokens: int = 8192,
-        logit_elements: int = 2**28,
+        self, network: PreTrainedModel, chat: ChatFormat, *, forward_tokens: int = 8192, logit_elements: int = 2**28
     ) -> None:
-        if network.training:
-            raise InputError(
-                "Expected `network` to be in evaluation mode, but got training mode. Call `.eval()` first."
-            )
         config = network.config.get_text_config()
         self.network, self.chat = network, chat
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)
@@ -158,7 +141,7 @@ class TokenReader:
         return self._spans[key]
 
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[ResponseStatistics | None]]:
-        """Return the statistics of every sample, [question][sample]; None without a response, or if it is too long."""
+        """Return the statistics of every sample; None without a response, or if it is too long."""
         ids = [entry_ids(entry, self.chat) for entry in pool]
         keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
         wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
@@ -177,7 +160,7 @@ class TokenReader:
     def scores(
         self, pool: Sequence[QuestionSamples], pick: Callable[[ResponseStatistics], float]
     ) -> list[list[float | None]]:
-        """Return one statistic of every sample, [question][sample]; None where it is not finite."""
+        """Return one statistic of every sample; None where it is not finite."""
 
         def known(statistics: ResponseStatistics | None) -> float | None:
             value = math.nan if statistics is None else pick(statistics)

@@ -207,9 +207,3 @@ def test_p_true_asks_once_for_equal_responses_and_keeps_to_the_context() -> None
     assert scores[0] == scores[1] is not None
     assert scores[2] is None
     assert engine.asked == [len("user: ?") + 1 + len(texts[0]) + len(chat.query.suffix_ids)]
-
-
-def test_a_network_in_training_is_refused(engine: TransformersEngine) -> None:
-    network = torch.nn.Linear(1, 1).train()
-    with pytest.raises(ValueError, match=r"evaluation mode, but got training mode\. Call `\.eval\(\)`"):
-        TokenReader(network, engine.chat)

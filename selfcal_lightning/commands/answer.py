@@ -32,7 +32,8 @@ from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdic
 from selfcal_lightning.rewards.answering import check_live_rewards, check_search, open_live_rewards, open_search
 
 if TYPE_CHECKING:
-    from selfcal_lightning.inference.base import Stops, Strategy
+    from selfcal_lightning.data.steps import StepStops
+    from selfcal_lightning.inference.base import Strategy
     from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
@@ -167,7 +168,7 @@ def answer_questions(
     given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
         given |= taught.strategy_fields()
-    stops: Stops | None = None
+    stops: StepStops | None = None
     read: list[str] = []
     if check_search(settings.strategy, given, settings.reward):
         tokenizer = load_chat(options, model, query=settings.query, prompt=prompt).tokenizer

@@ -13,12 +13,11 @@ from scipy.special import betainc, entr, gammainc, gammaln
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.inference.base import (
-    NEGATIVE_WEIGHT,
     Ask,
     Solving,
-    check_budget,
     check_confidence_name,
-    check_threshold,
+    check_number,
+    check_weights,
     leader,
     make_verdict,
     vote_confidence,
@@ -236,8 +235,8 @@ class AdaptiveConsistency:
             object.__setattr__(self, "confidence", P_TRUE)
         if is_weighted:
             check_confidence_name(self.confidence)
-        check_threshold(self._threshold)
-        check_budget(self.max_samples)
+        check_number(self._threshold, "threshold")
+        check_positive(self.max_samples, "max_samples")
         check_positive(self.min_samples, "min_samples")
 
     def solve(self, question: Question) -> Solving:
@@ -305,8 +304,7 @@ class AdaptiveConsistency:
         if self.confidence is None:
             return None if sample.answer is None else 1.0
         weight = vote_confidence(sample, self.confidence)
-        if weight is not None and weight < 0.0:
-            raise InputError(NEGATIVE_WEIGHT.format(value=weight))
+        check_weights(weight or 0.0)
         return weight
 
     def _certainty(self, votes: dict[str, float], total: float) -> float:

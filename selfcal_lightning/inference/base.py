@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.steps import StepEnd
-from selfcal_lightning.metrics.arrays import check_positive
 from selfcal_lightning.records import Question, Sample, Verdict
 
 Solving = Generator["Ask", list[Sample], Verdict]
@@ -56,25 +54,11 @@ class AskKind:
 WHOLE = AskKind()
 
 
-class Stops(Protocol):
-    """Finds the ends of steps in a partial response."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Tokens that may end a step; the engine stops at each."""
-
-    def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        """Return the first end of a step after the first ``after`` tokens, or None."""
-
-
 def refuse_parts(kind: AskKind) -> None:
-    """Refuse to take anything but whole responses from a recorded pool."""
+    """Refuse anything but whole responses."""
     if not kind.is_whole:
         asked = "to continue a prefix" if kind.prefix is not None else "to end with a step"
-        raise InputError(
-            f"Expected a strategy that asks for whole responses on recorded samples, but got one that asks for some "
-            f"{asked}: nobody has drawn them. Run it live, with a model (`selfcal answer`, or `EngineSource`)."
-        )
+        raise InputError(f"This strategy asks {asked}, which recorded samples cannot do. Run it live.")
 
 
 class Strategy(Protocol):
@@ -118,17 +102,27 @@ def make_verdict(
     return Verdict(question.id, answer, confidence, correct, len(samples), stopped_early)
 
 
-def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
-    """Return the weight of each answer in order of first appearance; each sample weighs 1 if ``confidence`` is None.
+def cast_votes(samples: Sequence[Sample], confidence: str | None) -> list[tuple[str, float]]:
+    """Return answer and confidence of the samples that vote; each weighs 1 if ``confidence`` is None.
 
     Samples without a readable answer, or without the confidence, do not vote.
     """
-    votes: dict[str, float] = {}
-    for sample in samples:
-        weight = 1.0 if confidence is None else confidence_of(sample, confidence)
-        if sample.answer is not None and weight is not None:
-            votes[sample.answer] = votes.get(sample.answer, 0.0) + weight
-    return votes
+    weights = [1.0 if confidence is None else confidence_of(sample, confidence) for sample in samples]
+    pairs = zip(samples, weights, strict=True)
+    return [(s.answer, weight) for s, weight in pairs if s.answer is not None and weight is not None]
+
+
+def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the weight of each answer in order of first appearance."""
+    total: dict[str, float] = {}
+    for answer, weight in votes:
+        total[answer] = total.get(answer, 0.0) + weight
+    return total
+
+
+def weighted_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
+    """Return the weight of each answer in order of first appearance, see :func:`cast_votes`."""
+    return add_up(cast_votes(samples, confidence))
 
 
 def leader(votes: dict[str, float]) -> str | None:
@@ -136,83 +130,34 @@ def leader(votes: dict[str, float]) -> str | None:
     return max(votes, key=votes.__getitem__) if votes else None
 
 
-NEGATIVE_WEIGHT = (
-    "Expected a confidence of at least 0 where it weighs votes, but got {value:g}. Scale it to a probability first, or "
-    "take a strategy that only compares confidences (best_of_n, borda, cisc, standardised)."
-)
+def share_of(votes: dict[str, float], answer: str | None) -> float | None:
+    """Return the answer's share of the total weight, in [0, 1]; None without an answer or any weight."""
+    total = math.fsum(votes.values())
+    return None if answer is None or total <= 0.0 else min(votes[answer] / total, 1.0)
 
 
-def check_budget(value: int, name: str = "max_samples") -> None:
-    """Raise ValueError unless ``value`` is a positive integer."""
-    check_positive(value, name)
-
-
-def check_threshold(value: float, name: str = "threshold") -> None:
-    """Raise ValueError unless ``value`` is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise InputError(f"Expected `{name}` to be a number in [0, 1], but got {value!r}.")
-
-
-def check_confidence_name(value: str | None) -> None:
-    """Raise ValueError unless ``value`` names a confidence."""
-    if not isinstance(value, str) or not value:
+def check_weights(lowest: float) -> None:
+    """Refuse negative confidences as weights of votes."""
+    if lowest < 0.0:
         raise InputError(
-            f"Expected `confidence` to be the name of a confidence such as 'p_true', but got {value!r}. "
-            "Plain votes are the strategy self_consistency."
+            f"Expected a confidence of at least 0 where it weighs votes, but got {lowest:g}. Scale it to a "
+            "probability, or take a strategy that only compares confidences (best_of_n, borda, cisc, standardised)."
         )
 
 
-def check_optional_confidence_name(value: str | None) -> None:
-    """Raise ValueError unless ``value`` is None (plain votes) or names a confidence."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise InputError(f"Expected `confidence` to be None or the name of a confidence, but got {value!r}.")
+def check_number(value: float, name: str, low: float = 0.0, high: float = 1.0) -> None:
+    """Raise InputError unless ``value`` is a number in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise InputError(f"Expected `{name}` to be a number in [{low:g}, {high:g}], but got {value!r}.")
+
+
+def check_confidence_name(value: str | None, *, optional: bool = False) -> None:
+    """Raise InputError unless ``value`` names a confidence, or is None where that is allowed."""
+    if not (optional and value is None) and (not isinstance(value, str) or not value):
+        plain = "" if optional else " Plain votes are the strategy self_consistency."
+        raise InputError(f"Expected `confidence` to be the name of a confidence, but got {value!r}.{plain}")
 
 
 def vote_confidence(sample: Sample, confidence: str) -> float | None:
     """Return the sample's confidence; None if it does not vote, being unreadable or without the confidence."""
     return None if sample.answer is None else confidence_of(sample, confidence)
-
-
-def weigh_votes(samples: Sequence[Sample], confidence: str | None) -> dict[str, float]:
-    """Return ``weighted_votes``, refusing negative weights."""
-    for sample in samples if confidence is not None else ():
-        value = vote_confidence(sample, str(confidence))
-        if value is not None and value < 0.0:
-            raise InputError(NEGATIVE_WEIGHT.format(value=value))
-    return weighted_votes(samples, confidence)
-
-
-def share_of(votes: dict[str, float], answer: str | None) -> float | None:
-    """Return the answer's share of the total weight, in [0, 1]; None without an answer or any weight.
-
-    Example:
-        >>> share_of({"7": 1.5, "8": 0.5}, "7")
-        0.75
-        >>> share_of({"7": 0.0}, "7") is None
-        True
-    """
-    total = math.fsum(votes.values())
-    return None if answer is None or total <= 0.0 else min(votes[answer] / total, 1.0)
-
-
-def add_up(votes: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the weight of each answer in order of first appearance.
-
-    Example:
-        >>> add_up([("7", 0.5), ("8", 0.25), ("7", 1.0)])
-        {'7': 1.5, '8': 0.25}
-    """
-    total: dict[str, float] = {}
-    for answer, weight in votes:
-        total[answer] = total.get(answer, 0.0) + weight
-    return total
-
-
-def vote_at_once(
-    question: Question, max_samples: int, weigh: Callable[[Sequence[Sample]], dict[str, float]]
-) -> Solving:
-    """Draw the whole budget at once and vote; the verdict's confidence is the winner's share of the weight."""
-    samples = yield Ask(max_samples)
-    votes = weigh(samples)
-    answer = leader(votes)
-    return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)

@@ -21,7 +21,7 @@ from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge, continued, total_tokens
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
-from selfcal_lightning.inference.base import WHOLE, AskKind, Stops, Strategy, refuse_parts
+from selfcal_lightning.inference.base import WHOLE, AskKind, Strategy, refuse_parts
 from selfcal_lightning.records import (
     Question,
     QuestionSamples,
@@ -35,6 +35,7 @@ from selfcal_lightning.records import (
 )
 
 if TYPE_CHECKING:
+    from selfcal_lightning.data.steps import StepStops
     from selfcal_lightning.models.chat_format import ChatFormat
 
 
@@ -193,7 +194,7 @@ class EngineSource:
         target: int | None = None,
         patience: float | None = None,
         draws: Callable[[Question], Draws] | None = None,
-        stops: Stops | None = None,
+        stops: StepStops | None = None,
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:

@@ -13,14 +13,14 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
-    check_budget,
     check_confidence_name,
-    check_threshold,
+    check_number,
+    check_weights,
     leader,
     make_verdict,
     share_of,
     vote_confidence,
-    weigh_votes,
+    weighted_votes,
 )
 from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
@@ -74,8 +74,8 @@ class EarlyStopping:
     fallback: Fallback = "weighted_vote"
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-        check_budget(self.max_samples)
+        check_number(self.threshold, "threshold")
+        check_positive(self.max_samples, "max_samples")
         check_confidence_name(self.confidence)
         if self.fallback not in get_args(Fallback):
             known = ", ".join(map(repr, get_args(Fallback)))
@@ -102,7 +102,8 @@ class EarlyStopping:
         elif votes and self.fallback == "best":
             answer = max(votes, key=lambda vote: vote[0])[1]
         elif votes:
-            answer = leader(weigh_votes(samples, self.confidence))
+            check_weights(min(value for value, _ in votes))
+            answer = leader(weighted_votes(samples, self.confidence))
         best = max((value for value, given in votes if given == answer), default=None)
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
@@ -163,8 +164,8 @@ class WindowStopping:
     mode: Mode = "disjoint"
 
     def __post_init__(self) -> None:
-        check_budget(self.window, "window")
-        check_budget(self.max_samples)
+        check_positive(self.window, "window")
+        check_positive(self.max_samples, "max_samples")
         if self.mode not in get_args(Mode):
             known = ", ".join(map(repr, get_args(Mode)))
             raise InputError(f"Expected `mode` to be one of {known}, but got {self.mode!r}.")
@@ -184,7 +185,7 @@ class WindowStopping:
             if len(in_window) >= self.window:
                 stopped = len(set(in_window)) == 1
                 in_window = in_window[1:] if self.mode == "sliding" else []
-        votes = weigh_votes(samples, None)
+        votes = weighted_votes(samples, None)
         # A window that agrees need not be the majority.
         answer = drawn[-1].answer if stopped else leader(votes)
         return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=stopped)
@@ -297,11 +298,11 @@ class CGES:
     clamp: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-        check_budget(self.max_samples)
+        check_number(self.threshold, "threshold")
+        check_positive(self.max_samples, "max_samples")
         check_confidence_name(self.confidence)
         check_positive(self.wrong_answers, "wrong_answers")
-        check_threshold(self.evidence, "evidence")
+        check_number(self.evidence, "evidence")
         if not 0.0 < self.clamp < 0.5:
             raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp}.")
 

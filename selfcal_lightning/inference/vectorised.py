@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.judging import sample_tokens
-from selfcal_lightning.inference.base import NEGATIVE_WEIGHT, Strategy, check_budget, check_threshold
+from selfcal_lightning.inference.base import Strategy, check_number, check_weights
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
 from selfcal_lightning.records import QuestionSamples
 
 UNREADABLE = -1
@@ -334,7 +334,7 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
 
     Only the answer just voted for can take the lead, so a step costs O(Q), not O(Q K).
     """
-    _check_weights(votes.weight)
+    check_weights(votes.weight.min(initial=0.0))
     num_questions = len(votes.code)
     totals = np.zeros(votes.precedence.shape)
     flat_totals, flat_precedence = totals.reshape(-1), votes.precedence.reshape(-1)
@@ -373,7 +373,7 @@ def leaders_at(votes: Votes, budgets: Integers) -> NDArray[np.int32]:
 
 def vote_leader(votes: Votes, weight: Floats) -> NDArray[np.int32]:
     """Return the winner of one vote over the first n samples [Q], the first seen on ties; -1 without votes."""
-    _check_weights(weight)
+    check_weights(weight.min(initial=0.0))
     num_samples = weight.shape[1]
     cells, weights = votes.cell.T[:num_samples].ravel(), weight.T.ravel()
     totals = np.bincount(cells, weights=weights, minlength=votes.precedence.size).reshape(votes.precedence.shape)
@@ -427,20 +427,15 @@ def outcome_of_budgets(answer: NDArray[np.integer], budgets: Integers, length: I
 def as_budgets(grid: Sequence[float], name: str = "max_samples") -> Integers:
     """Return a grid of numbers of samples as int64 [G]."""
     for value in grid:
-        check_budget(int(value) if float(value).is_integer() else value, name)  # type: ignore[arg-type]
+        check_positive(int(value) if float(value).is_integer() else value, name)  # type: ignore[arg-type]
     return np.asarray(grid, dtype=np.int64)
 
 
 def as_thresholds(grid: Sequence[float], name: str = "threshold") -> Floats:
     """Return a grid of thresholds as float64 [G]."""
     for value in grid:
-        check_threshold(float(value), name)
+        check_number(float(value), name)
     return np.asarray(grid, dtype=np.float64)
-
-
-def _check_weights(weight: Floats) -> None:
-    if weight.size and weight.min() < 0.0:
-        raise InputError(NEGATIVE_WEIGHT.format(value=weight.min()))
 
 
 def _raise_unit(unit: Integers, totals: Floats, exponent: Integers, is_vote: Flags) -> Floats:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
     add_up,
-    check_budget,
+    cast_votes,
     check_confidence_name,
-    check_optional_confidence_name,
+    check_number,
+    check_weights,
+    leader,
     make_verdict,
-    vote_at_once,
+    share_of,
     vote_confidence,
-    weigh_votes,
 )
 from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
@@ -37,49 +38,79 @@ from selfcal_lightning.inference.vectorised import (
     vote_leader,
     votes_of,
 )
-from selfcal_lightning.metrics.arrays import Floats, Integers
+from selfcal_lightning.metrics.arrays import Floats, Integers, check_positive
 from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import Question, Sample
 
-
-def _votes(pool: PoolArrays, grid: Sequence[int], *, weighted: bool = True) -> tuple[Integers, Votes]:
-    """Return the budgets of ``grid`` and the votes within the largest of them."""
-    budgets = as_budgets(grid)
-    return budgets, votes_of(pool, weighted=weighted, width=int(budgets.max(initial=0)))
+Codes = NDArray[np.integer]
 
 
-class _WeighedVote(ABC):
-    """Draws the whole budget at once and votes; subclasses turn confidences into weights."""
+class _Vote(ABC):
+    """Draws the whole budget at once and votes; members differ in the weights that they make of confidences.
+
+    Samples that are unreadable or lack the confidence do not vote. If all weights are 0, the first answer seen wins.
+    The verdict's confidence is the winner's share of the weight.
+    """
+
+    grid_parameter: ClassVar[str] = "max_samples"
+    needs_confidence: ClassVar[bool] = True
 
     max_samples: int
-    confidence: str
+    confidence: str | None
 
     def __post_init__(self) -> None:
-        check_budget(self.max_samples)
-        check_confidence_name(self.confidence)
+        check_positive(self.max_samples, "max_samples")
+        check_confidence_name(self.confidence, optional=not self.needs_confidence)
 
     @abstractmethod
     def weights(self, confidence: Floats) -> Floats:
         """Return the weights of a question's N >= 1 votes [N]."""
 
+    @abstractmethod
+    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+        """Return the winners' codes at each budget [G, Q]; equal to what ``weights`` of the first votes gives."""
+
     def weigh(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return the weight of each answer in order of first appearance."""
-        cast = [(s.answer, value) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
+        cast = cast_votes(samples, self.confidence)
         weights = self.weights(np.array([value for _, value in cast])).tolist() if cast else []
-        return add_up((str(answer), weight) for (answer, _), weight in zip(cast, weights, strict=True))
+        return add_up((answer, weight) for (answer, _), weight in zip(cast, weights, strict=True))
 
     def solve(self, question: Question) -> Solving:
         """Draw the whole budget at once and vote."""
-        return vote_at_once(question, self.max_samples, self.weigh)
+        samples = yield Ask(self.max_samples)
+        votes = self.weigh(samples)
+        answer = leader(votes)
+        return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
+
+    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
+        budgets = as_budgets(grid)
+        votes = votes_of(pool, weighted=self.confidence is not None, width=int(budgets.max(initial=0)))
+        return outcome_of_budgets(self.leaders(votes, budgets), budgets, pool.length)
+
+
+def _leaders_of(votes: Votes, budgets: Integers, weights: Callable[[int], Floats]) -> Codes:
+    """Return the winners [G, Q] of votes whose weights [n, Q] depend on the budget n, which only rises."""
+    num_questions, width = votes.code.shape
+    reached = np.minimum(budgets, width)
+    leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
+    for number in sorted(set(reached.tolist()) - {0}):
+        leaders[number] = vote_leader(votes, weights(number).T)
+    return leaders[reached]
+
+
+def _scores(votes: Votes) -> Floats:
+    """Return the confidences [W, Q]; nan where a sample does not vote."""
+    return np.where(votes.is_vote, votes.weight, np.nan).T
 
 
 @dataclass(frozen=True)
-class SelfConsistency:
+class SelfConsistency(_Vote):
     """Vote over all samples of the budget: argmax over answers a of ``sum_{i: y_i = a} w_i``.
 
     The weight w_i is 1, or the sample's confidence c_i where one is named. Samples that are unreadable or lack the
-    confidence do not vote. If all weights are 0, the first answer seen wins. The verdict's confidence is the
-    winner's share of the weight.
+    confidence do not vote. If all weights are 0, the first answer seen wins.
 
     Attributes:
         max_samples: Samples to draw.
@@ -95,23 +126,19 @@ class SelfConsistency:
     """
 
     name: ClassVar[str] = "self_consistency"
-    grid_parameter: ClassVar[str] = "max_samples"
+    needs_confidence: ClassVar[bool] = False
 
     max_samples: int = 16
     confidence: str | None = None
 
-    def __post_init__(self) -> None:
-        check_budget(self.max_samples)
-        check_optional_confidence_name(self.confidence)
+    def weights(self, confidence: Floats) -> Floats:
+        """Return the confidences."""
+        check_weights(confidence.min())
+        return confidence
 
-    def solve(self, question: Question) -> Solving:
-        """Draw the whole budget at once and vote."""
-        return vote_at_once(question, self.max_samples, partial(weigh_votes, confidence=self.confidence))
-
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid, weighted=self.confidence is not None)
-        return outcome_of_budgets(leaders_at(votes, budgets), budgets, pool.length)
+    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+        """Return the winners."""
+        return leaders_at(votes, budgets)
 
 
 # Far below what separates any two confidences, and far above what overflows.
@@ -119,12 +146,11 @@ MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
-class CISC(_WeighedVote):
+class CISC(_Vote):
     """Vote over all samples of the budget with the weights ``w_i = exp(c_i / T) / sum_j exp(c_j / T)``.
 
     c_i is the confidence in sample i, any real number, and T the temperature: a small T approaches best-of-N, a large T
-    the plain majority. The sum runs over the question's votes; samples that are unreadable or lack the confidence are
-    left out. The verdict's confidence is the winner's share of the weight.
+    the plain majority. The sum runs over the question's votes.
 
     Attributes:
         temperature: T, in units of the confidence. Tune it for each model and confidence on held-out questions, as the
@@ -141,18 +167,13 @@ class CISC(_WeighedVote):
     """
 
     name: ClassVar[str] = "cisc"
-    grid_parameter: ClassVar[str] = "max_samples"
 
     temperature: float = 0.5
     max_samples: int = 16
     confidence: str = "p_true"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
-        if not is_number or not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise InputError(
-                f"Expected `temperature` to be a number of at least {MIN_TEMPERATURE:g}, but got {self.temperature!r}."
-            )
+        check_number(self.temperature, "temperature", MIN_TEMPERATURE, sys.float_info.max)
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
@@ -160,12 +181,10 @@ class CISC(_WeighedVote):
         mantissa, exponent = _split_exp(confidence, self.temperature)
         return np.asarray(mantissa * power_of_two(exponent - exponent.max()))
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid)
+    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+        """Return the winners."""
         mantissa, exponent = _split_exp(votes.weight, self.temperature)
-        weighted = replace(votes, weight=np.where(votes.is_vote, mantissa, 0.0), exponent=exponent)
-        return outcome_of_budgets(leaders_at(weighted, budgets), budgets, pool.length)
+        return leaders_at(replace(votes, weight=np.where(votes.is_vote, mantissa, 0.0), exponent=exponent), budgets)
 
 
 def _split_exp(confidence: Floats, temperature: float) -> tuple[Floats, Integers]:
@@ -183,13 +202,11 @@ MAX_POWER = 100.0
 
 
 @dataclass(frozen=True)
-class BordaVoting(_WeighedVote):
+class BordaVoting(_Vote):
     """Vote over all samples of the budget with the weights ``w_i = (N - rank_i + 1) ** p``.
 
     rank_i is the rank of sample i by confidence, 1 for the highest, ties to the first seen; N is the number of votes.
-    Samples that are unreadable or lack the confidence do not vote. p = 0 is the majority, a large p best-of-N. Only the
-    order of the confidences matters, so they may be on any scale. The verdict's
-    confidence is the winner's share of the weight.
+    p = 0 is the majority, a large p best-of-N. Only the order of the confidences matters, so they may be on any scale.
 
     Attributes:
         power: The power p, in [0, 100].
@@ -205,16 +222,13 @@ class BordaVoting(_WeighedVote):
     """
 
     name: ClassVar[str] = "borda"
-    grid_parameter: ClassVar[str] = "max_samples"
 
     power: float = 0.5
     max_samples: int = 16
     confidence: str = "p_true"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.power, int | float) and not isinstance(self.power, bool)
-        if not is_number or not 0.0 <= self.power <= MAX_POWER:
-            raise InputError(f"Expected `power` to be a number in [0, {MAX_POWER:g}], but got {self.power!r}.")
+        check_number(self.power, "power", 0.0, MAX_POWER)
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
@@ -224,21 +238,21 @@ class BordaVoting(_WeighedVote):
         points[by_rank] = np.arange(len(confidence), 0, -1)
         return np.array([float(number) ** self.power for number in points.tolist()])
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid)
-        num_questions, width = votes.code.shape
-        scores = np.where(votes.is_vote, votes.weight, np.nan).T
+    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+        """Return the winners."""
+        scores, admitted = _scores(votes), 0
+        points = np.zeros(scores.shape, dtype=np.int64)
         # Python's power, as in `weights`: NumPy's may differ in the last bit and turn a tie.
-        weight_of_points = np.array([float(points) ** self.power for points in range(width + 1)])
-        points = np.zeros((width, num_questions), dtype=np.int64)
-        leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
-        wanted = set(np.minimum(budgets, width).tolist())
-        for number in range(width):
-            _admit(scores, points, number)
-            if number + 1 in wanted:
-                leaders[number + 1] = vote_leader(votes, weight_of_points[points[: number + 1]].T)
-        return outcome_of_budgets(leaders[np.minimum(budgets, width)], budgets, pool.length)
+        weight_of_points = np.array([float(number) ** self.power for number in range(len(scores) + 1)])
+
+        def weights(number: int) -> Floats:
+            nonlocal admitted
+            for place in range(admitted, number):
+                _admit(scores, points, place)
+            admitted = number
+            return np.asarray(weight_of_points[points[:number]])
+
+        return _leaders_of(votes, budgets, weights)
 
 
 def _admit(scores: Floats, points: Integers, number: int) -> None:
@@ -278,7 +292,7 @@ class BestOfN:
     confidence: str = "p_true"
 
     def __post_init__(self) -> None:
-        check_budget(self.max_samples)
+        check_positive(self.max_samples, "max_samples")
         check_confidence_name(self.confidence)
 
     def solve(self, question: Question) -> Solving:
@@ -293,7 +307,8 @@ class BestOfN:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid)
+        budgets = as_budgets(grid)
+        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
         num_questions, width = votes.code.shape
         scores = np.where(votes.is_vote, votes.weight, -np.inf)
         # Column n holds what the first n samples say; before any vote the score is -inf and the best sample is none.
@@ -307,12 +322,11 @@ class BestOfN:
 
 
 @dataclass(frozen=True)
-class StandardisedVoting(_WeighedVote):
+class StandardisedVoting(_Vote):
     """Vote over all samples of the budget with the weights ``w_i = exp((c_i - mean) / std)``.
 
     c_i is the confidence in sample i, any real number; mean and standard deviation are taken over the question's votes
-    within the budget. Samples that are unreadable or lack the confidence do not vote. The verdict's confidence is the
-    winner's share of the weight.
+    within the budget.
 
     With ``token_steadiness`` these are SASC's weights by the spread of token entropies, with ``mean_logprob`` those by
     certainty.
@@ -330,7 +344,6 @@ class StandardisedVoting(_WeighedVote):
     """
 
     name: ClassVar[str] = "standardised"
-    grid_parameter: ClassVar[str] = "max_samples"
 
     max_samples: int = 16
     confidence: str = "mean_logprob"
@@ -339,15 +352,10 @@ class StandardisedVoting(_WeighedVote):
         """Return the exponentials of the standardised confidences."""
         return np.asarray(masked_standardised_weights(confidence[:, None])[:, 0])
 
-    def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid)
-        num_questions, width = votes.code.shape
-        scores = np.where(votes.is_vote, votes.weight, np.nan).T
-        leaders = np.full((width + 1, num_questions), UNREADABLE, dtype=np.int32)
-        for number in set(np.minimum(budgets, width).tolist()):
-            leaders[number] = vote_leader(votes, masked_standardised_weights(scores[:number]).T)
-        return outcome_of_budgets(leaders[np.minimum(budgets, width)], budgets, pool.length)
+    def leaders(self, votes: Votes, budgets: Integers) -> Codes:
+        """Return the winners."""
+        scores = _scores(votes)
+        return _leaders_of(votes, budgets, lambda number: masked_standardised_weights(scores[:number]))
 
 
 @dataclass(frozen=True)
@@ -365,7 +373,7 @@ class PassAtN:
     max_samples: int = 16
 
     def __post_init__(self) -> None:
-        check_budget(self.max_samples)
+        check_positive(self.max_samples, "max_samples")
 
     def solve(self, question: Question) -> Solving:
         """Draw the whole budget at once and look for a correct answer."""
@@ -377,7 +385,8 @@ class PassAtN:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets, votes = _votes(pool, grid, weighted=False)
+        budgets = as_budgets(grid)
+        votes = votes_of(pool, weighted=False, width=int(budgets.max(initial=0)))
         width = votes.code.shape[1]
         is_right = votes.is_vote & pool.correct[:, :width]
         first_right = first_crossing(is_right.astype(np.float64), [1.0])[0]

@@ -115,11 +115,9 @@ def test_a_first_seen_answer_without_its_confidence_does_not_win_a_tie() -> None
 def test_negative_weights_are_refused() -> None:
     answers, scores = ["a", "b"], [-1.0, -2.5]
     strategy = SelfConsistency(confidence=SCORE)
-    with pytest.raises(
-        ValueError, match=r"at least 0 where it weighs votes, but got -1\. .*best_of_n, borda, cisc, standardised"
-    ):
+    with pytest.raises(ValueError, match=r"got -2\.5\. .*best_of_n, borda"):
         verdict_of(strategy, answers, scores)
-    with pytest.raises(ValueError, match=r"at least 0 where it weighs votes, but got -2\.5"):
+    with pytest.raises(ValueError, match=r"got -2\.5"):
         strategy.curve(PoolArrays.from_samples([score_entry(answers, scores)], confidence=SCORE), [2])
     for other in (
         BestOfN(confidence=SCORE),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
-from bundled_model_slips import write_pupil_solution
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -18,10 +20,146 @@ from selfcal_lightning.data.tasks.word_problems import (
     Difficulty,
     Draft,
     Equation,
+    Operator,
+    Problem,
     sample_problem,
     write_solution,
 )
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+
+
+def add_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
+    """Add column by column, each carry forgotten with probability ``chance``.
+
+    Example:
+        >>> add_forgetfully(47, 85, random.Random(0), 0.0), add_forgetfully(47, 85, random.Random(0), 1.0)
+        (132, 22)
+    """
+    total, carry, place = 0, 0, 1
+    while left or right or carry:
+        carry, digit = divmod(left % 10 + right % 10 + carry, 10)
+        total += place * digit
+        if carry and rng.random() < chance:
+            carry = 0
+        left, right, place = left // 10, right // 10, place * 10
+    return total
+
+
+def subtract_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
+    """Subtract the smaller ``right`` column by column, each borrow forgotten with probability ``chance``.
+
+    Example:
+        >>> subtract_forgetfully(132, 85, random.Random(0), 0.0), subtract_forgetfully(132, 85, random.Random(0), 1.0)
+        (47, 157)
+    """
+    difference, borrow, place = 0, 0, 1
+    while left:
+        digit = left % 10 - right % 10 - borrow
+        borrow = int(digit < 0)
+        difference += place * (digit % 10)
+        left, right, place = left // 10, right // 10, place * 10
+        if borrow and rng.random() < chance:
+            borrow = 0
+    return difference
+
+
+def multiply_forgetfully(number: int, digit: int, rng: random.Random, chance: float) -> int:
+    """Multiply by one digit column by column, each carry forgotten with probability ``chance``.
+
+    Example:
+        >>> multiply_forgetfully(47, 8, random.Random(0), 0.0), multiply_forgetfully(47, 8, random.Random(0), 1.0)
+        (376, 26)
+    """
+    product, carry, place = 0, 0, 1
+    while number or carry:
+        carry, column = divmod(number % 10 * digit + carry, 10)
+        product += place * column
+        if carry and rng.random() < chance:
+            carry = 0
+        number, place = number // 10, place * 10
+    return product
+
+
+def compute_forgetfully(equation: Equation, rng: random.Random, chance: float) -> int:
+    """Return the result of an equation as a pupil gets it; divisions and products of long numbers are always right."""
+    left, right = equation.left, equation.right
+    if equation.operator == "+":
+        return add_forgetfully(left, right, rng, chance)
+    if equation.operator == "-" and left > right:
+        return subtract_forgetfully(left, right, rng, chance)
+    if equation.operator == "*" and min(left, right) < 10:
+        return multiply_forgetfully(max(left, right), min(left, right), rng, chance)
+    return equation.result
+
+
+def write_pupil_solution(problem: Problem, rng: random.Random, chance: float) -> str:
+    """Write a solution whose carries are forgotten with probability ``chance``, later steps using what was written.
+
+    Where a slip would lead to a step that makes no sense (nothing left, or more taken away than there is), the right
+    solution is written.
+    """
+    written: dict[int, int] = {}
+    parts: list[str] = []
+    result = 0
+    for index, equation in enumerate(problem.equations):
+        left = written.get(equation.left, equation.left)
+        right = equation.right if equation.operator == "/" else written.get(equation.right, equation.right)
+        step = Equation(left, equation.operator, right)
+        result = compute_forgetfully(step, rng, chance) if step.result > 0 else 0
+        if result <= 0:
+            return write_solution(problem, rng)
+        if result != equation.result:
+            written[equation.result] = result
+        connective = CONNECTIVES[0] if index == 0 else rng.choice(CONNECTIVES[1:])
+        parts.append(f"{connective} {left}{equation.operator}{right}={result}.")
+    return " ".join([*parts, f"The answer is {result}."])
+
+
+_EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
+_ANSWER = "The answer is "
+
+Flags = NDArray[np.bool_]
+
+
+def mark_wrong_characters(problem: Problem, response: str) -> Flags:
+    """Return which characters of ``response`` stand in a step at or after its first wrong character [len(response)].
+
+    A step is judged by itself: its numbers may come from a wrong step before. Sums and products may be written either
+    way round. A response with too few or too many steps has a wrong answer sentence.
+    """
+    wrong = np.zeros(len(response), dtype=bool)
+    matches = list(_EQUATION.finditer(response))
+    written: dict[int, int] = {}
+    for equation, match in zip(problem.equations, matches, strict=False):
+        due = _due_step(equation, match, written)
+        _mark(wrong, match.start(), f"{due}.", response[match.start() : match.end() + 1])
+        if int(match[4]) != equation.result:
+            written[equation.result] = int(match[4])
+    start = response.rfind(_ANSWER)
+    if start >= 0:
+        complete = bool(matches) and len(matches) == len(problem.equations)
+        due_text = f"{_ANSWER}{int(matches[-1][4])}." if complete else ""
+        _mark(wrong, start, due_text, response[start:])
+    return wrong
+
+
+def _due_step(equation: Equation, match: re.Match[str], written: dict[int, int]) -> Equation:
+    """Return the equation that is due, with the numbers that the response wrote before, the way round it has them."""
+    operator: Operator = equation.operator
+    left = written.get(equation.left, equation.left)
+    right = equation.right if operator == "/" else written.get(equation.right, equation.right)  # divisors are given
+    if operator in "+*" and (int(match[3]), match[2], int(match[1])) == (left, operator, right):
+        left, right = right, left
+    return Equation(left, operator, right)
+
+
+def _mark(wrong: Flags, start: int, due: str, got: str) -> None:
+    """Set ``wrong`` from the first character of ``got``, which begins at ``start``, that differs from ``due``."""
+    differing = (index for index, character in enumerate(got) if due[index : index + 1] != character)
+    first = next(differing, None)
+    if first is not None:
+        wrong[start + first : start + len(got)] = True
+
 
 CONTROL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

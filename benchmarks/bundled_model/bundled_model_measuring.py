@@ -167,3 +167,40 @@ def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[s
 def _rounded(estimate: Estimate) -> dict[str, float | None]:
     fields = asdict(estimate)
     return {key: None if fields[key] is None else round(fields[key], 4) for key in ("value", "low", "high")}
+
+
+COLUMN = "test_id, EDT"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A range for one measured figure; ends are included."""
+
+    figure: str
+    low: float = float("-inf")
+    high: float = float("inf")
+
+    def is_met(self, figures: Figures) -> bool:
+        value = figures[self.figure]["value"]
+        return value is not None and self.low <= value <= self.high
+
+
+TARGETS = (
+    Target("within_auroc_p_true", low=0.70),
+    Target("auroc_p_true", low=0.80),
+    Target("overconfidence", low=0.15),
+    Target("pass_at_1", low=0.40, high=0.55),
+    Target("majority_gain", low=0.08),
+    Target("unreadable", high=0.02),
+)
+
+
+def unmet_targets(columns: dict[str, Figures]) -> list[str]:
+    """Return a sentence for each target that the measured ``columns`` miss."""
+    figures = columns[COLUMN]
+    sentences = []
+    for target in TARGETS:
+        if not target.is_met(figures):
+            value = figures[target.figure]["value"]
+            sentences.append(f"Expected `{target.figure}` to lie in [{target.low}, {target.high}], but got {value}.")
+    return sentences

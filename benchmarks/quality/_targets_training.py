@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from _learned_token import LearnedTokenModule
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from shared import study
 from shared.study import Study, train_on
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -21,12 +20,38 @@ from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
-from selfcal_lightning.models.activated import adapter_in_use, ask
+from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
 from selfcal_lightning.models.lora import FIRST, LoraSettings
+from selfcal_lightning.models.outputs import HiddenOutputs, log_normaliser
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import adapter_name
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.training.self_calibration import SelfCalibrationModule, calibration_part
 from selfcal_lightning.training.settings import BesideSettings
+
+
+class LearnedTokenModule(SelfCalibrationModule):
+    """An activated adapter whose confidence is read at a learned token; it starts as the mean of those of Yes."""
+
+    def configure_model(self) -> None:
+        is_new = self.model is None
+        super().configure_model()
+        if is_new:
+            weight = self.model.get_output_embeddings().weight
+            self.token = nn.Parameter(weight[list(self.chat.query.yes_ids)].detach().float().mean(0))
+
+    def chance(self, batch: SSCBatch, contexts: Contexts | None = None) -> Tensor:
+        """Return the chance of the token after every row's query, [B]."""
+        outputs = ask(self.model, self._contexts(batch) if contexts is None else contexts, self.chat.query)
+        if not isinstance(outputs, HiddenOutputs):
+            raise TypeError(f"Expected a model that ends with its output layer, but got {type(outputs).__name__}.")
+        others = log_normaliser(outputs.queries, outputs.weight, outputs.bias)
+        return torch.sigmoid(outputs.queries.float() @ self.token - others)
+
+    def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        confidence = self.chance(batch, contexts)
+        calibration = calibration_part(batch, confidence, self.losses)
+        return calibration, torch.zeros_like(calibration), confidence
+
 
 LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
 TEACHER = "TEACHER"  # the file of the seed's fusion

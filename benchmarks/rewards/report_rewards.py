@@ -11,9 +11,11 @@ would type, and an interrupted report goes on where it stopped. Figures go to
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,34 +23,49 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from _reward_jobs import MODELS, Plan, run_seed
+import numpy as np
 from _reward_measures import (
+    ABOVE,
+    BELOW,
+    BRIER,
+    ECE,
+    FEW_OUTCOME,
+    FEW_VOTES,
     FUSED,
+    HARD,
     LABELS,
     METRICS,
+    OUTCOME,
     OVERALL,
     PLAIN,
+    RATES,
     STOP_AT_MOST,
+    VOTES,
     Places,
+    Plan,
     Spent,
     calibration,
+    difference,
     estimates,
     first_questions,
     read_places,
     read_pool,
+    run_seed,
     searches,
     spend,
 )
-from _reward_tables import COLOURS, FULL, Found, as_markdown, at_equal_tokens, criteria, figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from shared.estimates import Measured, summary
+from shared.estimates import difference as response_difference
 from shared.jobs import seconds_of
-from shared.study import COLLECT, TESTS, command_line, study_parser
-from shared.tables import triple
+from shared.study import COLLECT, RESULTS, TESTS, command_line, study_parser
+from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.data.steps import POSITIONS
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import estimate_of
+from selfcal_lightning.metrics.arrays import WITHIN_QUESTION_AUROC, Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of
 
 SEARCHED = {
     "beam": "beam search",
@@ -155,6 +172,320 @@ def _spent(row: Spent, ways: Mapping[str, Mapping[str, Spent]]) -> dict[str, lis
     shown = {"correct": row.correct, "samples": row.samples, "tokens": row.tokens}
     shown |= {"less_plain": less(PLAIN), "less_best": less(f"best {FUSED}")}
     return {name: triple(estimate_of(column)) for name, column in shown.items()}
+
+
+TITLES = {"id": "in domain", "ood": "out of domain"}
+BASELINE = "8"
+SCORING = RESULTS / "reward_scoring.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    places: Mapping[str, Mapping[str, Sequence[Places]]]
+    responses: Mapping[str, Mapping[str, Sequence[Measured]]]
+    votes: Mapping[str, Mapping[str, Mapping[str, Spent]]]
+    searches: Mapping[str, Spent]
+
+
+def criteria(found: Found) -> list[Criterion]:
+    return [*_of_places(found.places), *_of_costs(found.places), *_of_answers(found)]
+
+
+def _of_places(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Criterion]:
+    rows: list[Criterion] = []
+    for test in TESTS:
+        models, where = places[test], TITLES[test]
+
+        def less(name: str, other: str, metric: str, models: Mapping[str, Sequence[Places]] = models) -> Estimate:
+            return difference(models[name], models[other], metric)
+
+        def value(name: str, metric: str, models: Mapping[str, Sequence[Places]] = models) -> Estimate:
+            return estimates(models[name])[metric]
+
+        for metric, bound in ((BRIER, -0.01), (ECE, -0.02)):
+            gain = less(RATES, HARD, metric)
+            shown = "Brier" if metric == BRIER else "ECE"
+            text = f"{where}, {shown} of success rates minus hard labels: upper end below {bound}"
+            rows.append(held(text, gain, "high", "<", bound))
+        for name, label, bound in (
+            (RATES, "success rates", 0.15), (FEW_OUTCOME, "outcomes of as many questions", 0.15),
+            (OUTCOME, "outcomes of all questions", 0.13),
+        ):  # fmt: skip
+            brier = value(name, BRIER)
+            rows.append(held(f"{where}, Brier of {label}: at most {bound}", brier, "value", "<=", bound))
+        gain, bound = less(OUTCOME, RATES, BRIER), 0.0 if test == "id" else 0.01
+        text = f"{where}, Brier of outcomes of all questions minus success rates: upper end below {bound:g}"
+        rows.append(held(text, gain, "high", "<", bound))
+        error = value(RATES, ECE)
+        rows.append(held(f"{where}, ECE of success rates: at most .09", error, "value", "<=", 0.09))
+        for name, label in ((FEW_VOTES, "as many questions"), (VOTES, "all questions")):
+            gain = less(name, HARD, BRIER)
+            text = f"{where}, Brier of votes (no labels) of {label} minus hard labels: upper end below 0"
+            rows.append(held(text, gain, "high", "<", 0.0))
+        for metric, side in ((BELOW, "below the lower"), (ABOVE, "above the upper")):
+            share = value(RATES, metric)
+            text = f"{where}, rates by more than .05 {side} quantile of success rates: at most .12"
+            rows.append(held(text, share, "value", "<=", 0.12))
+    return rows
+
+
+def _of_costs(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Criterion]:
+    every = [one for models in places.values() for rows in models.values() for one in rows]
+    crossings = sum(int(((one.score[:, 1] > one.score[:, 0]) | (one.score[:, 0] > one.score[:, 2])).sum())
+                    for one in every)  # fmt: skip
+    one_model = [one for models in places.values() for one in models[OUTCOME]]
+    distinct, published = (sum(one.prefixes[side] for one in one_model) for side in (0, 1))
+    packed, _, apart = (sum(one.tokens[way] for one in one_model) for way in range(3))
+    drawn, saved = exactly(distinct / published), exactly(apart / packed)
+    return [
+        Criterion("quantiles that cross, of all scores: none", exactly(crossings), crossings == 0),
+        held("rollouts drawn, of those of the published way: at most .5", drawn, "value", "<=", 0.5),
+        held("tokens of one text a place, of those packed by question: at least 5.5", saved, "value", ">", 5.5),
+        _of_seconds(),
+    ]  # fmt: skip
+
+
+def _of_seconds() -> Criterion:
+    """Return the demand on the seconds of scoring, which a script of its own measured, side by side in one process."""
+    text = "CPU seconds of one text a place, of those packed by question (`reward_scoring.py`): at least 8"
+    if not SCORING.is_file():
+        return Criterion(text, Estimate(None, None, None), None)
+    seconds = {cost["way"]: cost["processor_seconds"] for cost in json.loads(SCORING.read_text())["costs"]}
+    times = seconds["one text a step"] / seconds["packed by question"]
+    return held(text, exactly(times), "value", ">", 8.0)
+
+
+def _of_answers(found: Found) -> list[Criterion]:
+    votes, rows = found.votes["id"], []
+    plain, weighed = votes[PLAIN], votes[f"vote {FUSED}"]
+    for size in ("4", "8"):
+        gain = estimate_of(weighed[size].correct - plain[size].correct)
+        text = f"in domain, {size} votes weighted by score + log-probability minus plain ones: lower end above 0"
+        rows.append(held(text, gain, "low", ">", 0.0))
+    most = max(plain, key=float)
+    gain = estimate_of(weighed["8"].correct - plain[most].correct)
+    text = f"in domain, 8 such votes minus {most} plain ones: lower end above -.015"
+    rows.append(held(text, gain, "low", ">", -0.015))
+    for name, label in (("prm", "outcomes"), ("prm_vote_share", "votes")):
+        responses = found.responses["id"]
+        gain = response_difference(responses[name], responses["prm_hard"], WITHIN_QUESTION_AUROC)
+        text = f"in domain, within-question AUROC of {label} minus hard labels: lower end above 0"
+        rows.append(held(text, gain, "low", ">", 0.0))
+    return [*rows, _stopping(votes), *_reported(found)]
+
+
+def _stopping(votes: Mapping[str, Mapping[str, Spent]]) -> Criterion:
+    """Return the demand on stopping: of the thresholds that cost at most .01, the one that saves most is taken."""
+    whole = votes[f"best {FUSED}"][BASELINE]
+    saved = [
+        1.0 - one.tokens / whole.tokens
+        for one in votes[f"stop {FUSED}"].values()
+        if one.correct[0] >= whole.correct[0] - 0.01
+    ]
+    text = f"in domain, tokens saved by stopping at a score within .01 of best-of-{BASELINE}: at least .15"
+    if not saved:
+        return Criterion(text, Estimate(None, None, None), False)
+    most = estimate_of(max(saved, key=lambda column: float(column[0])))
+    return held(text, most, "value", ">", 0.15)
+
+
+def _reported(found: Found) -> list[Criterion]:
+    fixed, adaptive = found.searches["beam"], found.searches["beam_km"]
+    cost = estimate_of(adaptive.tokens / fixed.tokens)
+    lost = estimate_of(adaptive.correct - fixed.correct)
+    rows = [
+        Criterion("searched questions, tokens of the adaptive beam, of the fixed one", cost, None),
+        Criterion("searched questions, accuracy of the adaptive beam minus the fixed one", lost, None),
+    ]
+    uniform = found.votes["id"][f"best {FUSED}"]
+    for target, one in found.votes["id"][f"adaptive {FUSED}"].items():
+        gain = estimate_of(one.correct - at_equal_tokens(uniform, one.tokens))
+        text = f"in domain, best-of-N with N for a target of {target} minus uniform N at the same tokens"
+        rows.append(Criterion(text, gain, None))
+    return rows
+
+
+def at_equal_tokens(curve: Mapping[str, Spent], tokens: Floats) -> Floats:
+    """Return the accuracy of a way at so many tokens [1 + R], read off between its settings in each resample."""
+    points = sorted(curve.values(), key=lambda one: float(one.tokens[0]))
+    cost, hits = (np.array([getattr(one, name) for one in points]) for name in ("tokens", "correct"))
+    return np.array([np.interp(tokens[r], cost[:, r], hits[:, r]) for r in range(len(tokens))])
+
+
+FULL = "make report-rewards"
+# What that command runs.
+FULL_SIZES = {"training": 1500, "rolled": 250, "id": 300, "ood": 300, "num_samples": 16}
+MODELS = {
+    OUTCOME: "outcomes, all questions", VOTES: "votes, all questions", FEW_OUTCOME: "outcomes", FEW_VOTES: "votes",
+    RATES: "success rates", HARD: "hard labels",
+}  # fmt: skip
+HEADS = {"brier": "Brier ↓", "ece": "ECE ↓", "bias": "bias", "pinball": "pinball ↓"}
+HEADS |= {"below": "below low", "above": "above high"}
+# What the tables by position hold, the second without its interval.
+PAIRS = (("brier", "ece"), ("bias", "pinball"), ("below", "above"))
+POSITION_NAMES = dict(
+    zip(POSITIONS, ("question", "first step", "middle", "before the answer", "end"), strict=True)
+)  # fmt: skip
+RESPONSES = {"brier": "Brier ↓", "ece": "ECE ↓", "auroc": "AUROC ↑", "within_question_auroc": "within a question ↑"}
+VOTE_SIZES = ("1", "2", "4", "8", "16")
+TICKS = (50, 100, 200, 400, 800)
+AT_EQUAL = ("plain votes at the same tokens", "best-of-N at the same tokens")
+COLOURS = {OUTCOME: "#4878a8", RATES: "#5b9a5b", HARD: "#c2504a"}
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    lines = [
+        *section("head", [_head(report)]),
+        *section("targets", criteria_table(report["criteria"])),
+        *section("steps", [line for test in TESTS for line in _places(report["places"][test], TITLES[test])]),
+        *section("responses", [line for test in TESTS for line in _responses(report["responses"][test], TITLES[test])]),
+        *section("answers", [line for test in TESTS for line in _answers(report["votes"][test], TITLES[test])]),
+        *section("searches", _searches(report)),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def figure(report: Mapping[str, Any]) -> Figure:
+    drawing = Figure(figsize=(11.0, 6.4), layout="constrained")
+    steps, answers = drawing.subfigures(2, 1, height_ratios=(1.0, 1.2))
+    panels = steps.subplots(1, len(POSITIONS), sharey=True)
+    for axes, position in zip(panels, POSITIONS, strict=True):
+        _draw_calibration(axes, report["calibration"], position)
+    panels[0].set_ylabel("share that came out right")
+    steps.suptitle("Calibration by step, in domain", fontsize=11)
+    handles, labels = panels[0].get_legend_handles_labels()
+    steps.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    panels = answers.subplots(1, len(TESTS))
+    for axes, test in zip(panels, TESTS, strict=True):
+        _draw_answers(axes, report["votes"][test])
+        axes.set_title(TITLES[test], fontsize=11)
+    panels[0].set_ylabel("accuracy")
+    handles, labels = panels[0].get_legend_handles_labels()
+    answers.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return drawing
+
+
+def _head(report: Mapping[str, Any]) -> str:
+    sizes = report["sizes"]
+    text = (
+        f"Command: `{report['command']}` ({report['cpu_minutes']} CPU minutes on {len(report['seeds'])} seeds: "
+        f"{', '.join(map(str, report['seeds']))}). *All* are {sizes['training']:,} training questions x 8; "
+        f"the others have {sizes['rolled']:,}, whose prefixes were rolled out {sizes['num_rollouts']} times as well. "
+        f"Test: {sizes['id']:,} in-domain and {sizes['ood']:,} out-of-domain questions x {sizes['num_samples']} "
+        f"responses, {sizes['rolled_responses']} of them rolled out; {sizes['calibration']:,} labelled questions for "
+        "what is fitted to labels. Means over seeds, 95 % intervals over questions and seeds."
+    )
+    if all(sizes[name] >= size for name, size in FULL_SIZES.items()):
+        less = "" if len(report["seeds"]) >= 3 else f"\n\n`{FULL}` alone has three seeds of these sizes."
+        return text + less
+    return (
+        f"{text}\n\n**This is far less than `{FULL}` alone**, which has three seeds, 1,500 and 250 training questions "
+        "and 300 + 300 test questions: intervals are wide, and a demand on the end of one may be missed for that alone."
+    )
+
+
+def _places(models: Mapping[str, Any], title: str) -> list[str]:
+    heads = [f"{title}, all places", *(HEADS[name] for name in METRICS)]
+    lines = table(
+        heads,
+        [[label, *(show(models[name]["all"][metric]) for metric in METRICS)] for name, label in MODELS.items()],
+    )
+    for first, second in PAIRS:
+        head = f"{title}, {HEADS[first].rstrip(' ↓')} ({HEADS[second].rstrip(' ↓')})"
+        rows = []
+        for name, label in MODELS.items():
+            found = [models[name][position] for position in POSITIONS]
+            rows.append([label, *(f"{show(at[first])} ({show([at[second][0], None, None])})" for at in found)])
+        lines += ["", *table([head, *POSITION_NAMES.values()], rows)]
+    return [*lines, ""]
+
+
+def _responses(rows: Mapping[str, Any], title: str) -> list[str]:
+    cells = [[label, *(show(rows[name][metric]) for metric in RESPONSES)] for name, label in LABELS.items()]
+    return [*table([f"{title}, whole responses", *RESPONSES.values()], cells), ""]
+
+
+def _answers(votes: Mapping[str, Any], title: str) -> list[str]:
+    sizes = [size for size in VOTE_SIZES if size in votes[PLAIN]]
+    fixed = [
+        [way_label(way), *(show(settings[size]["correct"]) for size in sizes)]
+        for way, settings in votes.items()
+        if way.split()[0] in ("plain", "vote", "best")
+    ]
+    tokens = ["tokens", *(f"{votes[PLAIN][size]['tokens'][0]:.0f}" for size in sizes)]
+    adaptive = [
+        [f"{way_label(way)}, {setting}", *_spent_cells(row, "less_best", "less_plain")]
+        for way, settings in votes.items()
+        if way.split()[0] in ("adaptive", "stop")
+        for setting, row in settings.items()
+    ]
+    heads = ["accuracy", "tokens", f"minus uniform {AT_EQUAL[1]}", f"minus {AT_EQUAL[0]}"]
+    return [
+        *table([f"{title}, accuracy at", *sizes], [*fixed, tokens]), "",
+        *table([f"{title}: what adapts", *heads], adaptive), "",
+    ]  # fmt: skip
+
+
+def _searches(report: Mapping[str, Any]) -> list[str]:
+    heads = ["", "accuracy", "tokens", *(f"minus {other}" for other in AT_EQUAL)]
+    rows = [[label, *_spent_cells(row, "less_plain", "less_best")] for label, row in report["searches"].items()]
+    return [
+        f"Live, the first {report['sizes']['searched']} in-domain questions; beams of 8 over 2 kept beginnings, tokens "
+        "counted to the step, with the one that tells its end:",
+        "",
+        *table(heads, rows),
+        "",
+    ]
+
+
+def _spent_cells(row: Mapping[str, Any], *less: str) -> list[str]:
+    """Return the cells of a way: accuracy, tokens, and what it is above others at the same tokens."""
+    return [show(row["correct"]), show(row["tokens"], digits=0), *(show(row[name], "+") for name in less)]
+
+
+def way_label(way: str) -> str:
+    """Return a way to choose answers in words.
+
+    Example:
+        >>> way_label("plain"), way_label("vote prm")
+        ('plain votes', 'votes weighted by: reward model, outcomes')
+    """
+    if way == PLAIN:
+        return "plain votes"
+    kind, name = way.split()
+    said = {"vote": "votes weighted by", "best": "best-of-N by", "adaptive": "best-of-N, N by the question's score",
+            "stop": "stop at the response's score"}[kind]  # fmt: skip
+    return f"{said}: {LABELS[name]}"
+
+
+def _draw_calibration(axes: Axes, calibration: Mapping[str, Any], position: str) -> None:
+    axes.plot([0, 1], [0, 1], color="#b0b0b0", linewidth=0.8)
+    for name, colour in COLOURS.items():
+        points: Sequence[Sequence[float]] = calibration[name][position]
+        scores, rates, shares = zip(*points, strict=True)
+        axes.plot(scores, rates, color=colour, linewidth=1.2, label=MODELS[name])
+        axes.scatter(scores, rates, s=[4 + 60 * share for share in shares], color=colour)
+    axes.set_title(POSITION_NAMES[position], fontsize=9)
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("score", fontsize=8)
+
+
+def _draw_answers(axes: Axes, votes: Mapping[str, Any]) -> None:
+    lines = [
+        (PLAIN, "plain votes", "#888888", "--"), (f"vote {FUSED}", "weighted votes", "#7b5ea7", "-"),
+        (f"best {FUSED}", "best-of-N, the same N for all", "#4878a8", "-"),
+        (f"adaptive {FUSED}", "best-of-N, N by the question's score", "#c2504a", ":"),
+        (f"stop {FUSED}", "stop at the response's score", "#dd8137", "-."),
+    ]  # fmt: skip
+    for way, label, colour, style in lines:
+        points = sorted((row["tokens"][0], row["correct"][0]) for row in votes[way].values())
+        axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(TICKS, [str(tick) for tick in TICKS])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens a question; scores are reward model + log-probability")
+    axes.grid(True, color="#e4e4e4", linewidth=0.6)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from _training_rows import LORA, SIZES, Lengths, TrainingRows, bundled_chat, random_module, random_rows
-from _training_tables import MIB, Measurements, peak_memory_of
 from _training_ways import Work, reference, shared_prefix
 from shared.study import RESULTS
 from shared.tables import machine, table, write_report
-from training_throughput import REFERENCE_ROWS, made_with, one_step
+from training_throughput import MIB, REFERENCE_ROWS, Measurements, made_with, one_step, peak_memory_of
 
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 

@@ -18,16 +18,238 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from _gpu_jobs import JOBS, SETTINGS, Job, do
+from _training_rows import (
+    LORA,
+    SIZES,
+    Lengths,
+    Shape,
+    TrainingRows,
+    bundled_chat,
+    collator_of,
+    draw_preset,
+    random_module,
+    register_varlen_attention,
+    training_flops,
+)
+from _training_rows import random_rows as make_rows
+from _training_ways import WAYS, Work, shared_prefix
 
-from selfcal_lightning.models.packing import FLEX
+from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.packing import FLEX, SEGMENTS
+
+FLEX_MULTIPLE = 512  # packed rows of few widths, so that little is compiled again
+SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Setting:
+    size: str
+    lengths: Lengths
+    rows: int
+    batch: int
+    matrix: int
+
+
+SETTINGS = {
+    False: Setting("1B", Lengths(200, 200), 64, 32, 8192),
+    True: Setting("tiny", Lengths(20, 20), 16, 8, 256),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    way: str = ""
+    attention: str = SEGMENTS
+    dtype: str = "bfloat16"
+    checkpointing: bool = False
+    varlen: bool = False
+    preset: bool = False
+    batch: int | None = None
+    limit: int = 60
+
+
+JOBS = (
+    Job("matrix rate", limit=60),
+    Job("equality, segments", attention=SEGMENTS, limit=60),
+    Job("segments", "shared prefix"),
+    Job("bucketing", "bucketing"),
+    Job("bucketing, batches of 8", "bucketing", batch=8),  # less padding, more launches: the faster one counts
+    Job("reference way, bfloat16", "reference"),
+    Job("flex", "shared prefix", attention=FLEX, limit=110),
+    Job("segments, checkpointing", "shared prefix", checkpointing=True),
+    Job("bucketing, checkpointing", "bucketing", checkpointing=True),
+    Job("equality, flex", attention=FLEX, limit=90),
+    Job("equality, varlen", varlen=True),
+    Job("varlen", "shared prefix", varlen=True),
+    Job("segments, preset's draw", "shared prefix", preset=True),
+    Job("bucketing, preset's draw", "bucketing", preset=True),
+    Job("flex, checkpointing", "shared prefix", attention=FLEX, checkpointing=True, limit=110),
+    Job("reference way, float32", "reference", dtype="float32"),
+    Job("reference way, bfloat16, checkpointing", "reference", checkpointing=True),
+)
+
+
+def do(job: Job, setting: Setting, *, device: str, seconds: float) -> dict[str, Any]:
+    if device == "cpu":
+        torch.set_num_threads(1)
+    if job.name == "matrix rate":
+        return matrix_rate(device, setting.matrix)
+    if not job.way:
+        return equality(device, setting, job)
+    return train(device, setting, job, seconds=seconds)
+
+
+def matrix_rate(device: str, size: int, *, warm_up: float = 2.0, timed: float = 2.0) -> dict[str, float]:
+    """Return the rate of bfloat16 matrix products of random numbers: median and extreme tenths, in operations a second.
+
+    Seconds of it, since an idle card raises its clock at first, and lowers it when it nears its power limit.
+    """
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds: list[float] = []
+    while sum(seconds) < warm_up:
+        seconds.append(_seconds(lambda: left @ right, device))
+    first = len(seconds)
+    while sum(seconds[first:]) < timed:
+        seconds.append(_seconds(lambda: left @ right, device))
+    slow, median, fast = (float(value) for value in np.quantile(seconds[first:], (0.9, 0.5, 0.1)))
+    names = ("flops_per_second", "slowest_tenth", "fastest_tenth")
+    return {name: 2 * size**3 / value for name, value in zip(names, (median, slow, fast), strict=True)}
+
+
+@torch.no_grad()
+def equality(device: str, setting: Setting, job: Job) -> dict[str, float]:
+    """Return how far logits of packed rows lie from those of separate sequences, in units of their deviation."""
+    chat = bundled_chat()
+    rows = _rows(setting, SAMPLES * 2)
+    found = {}
+    # The variable-length kernel knows half precision only.
+    for dtype in (torch.bfloat16,) if job.varlen else (torch.float32, torch.bfloat16):
+        module = random_module(setting.size, chat, device=device, dtype=dtype)
+        module.model.eval()
+        with _precision(device, dtype):
+            apart = _query_logits(module.model, rows, device, packed=False)
+            module.model.set_attn_implementation(job.attention)
+            if job.varlen:
+                register_varlen_attention()
+            packed = _query_logits(module.model, rows, device, packed=True)
+        difference = (packed - apart).abs() / apart.std()
+        found[f"{dtype}".removeprefix("torch.")] = {"max": difference.max().item(), "mean": difference.mean().item()}
+    return found
+
+
+def _query_logits(model: Any, rows: TrainingRows, device: str, *, packed: bool) -> torch.Tensor:
+    """Return the logits that P(True) and the generation loss are read from, row by row, [n, V]."""
+    collator = collator_of(bundled_chat(), shared_prefix=packed, multiple=FLEX_MULTIPLE if packed else 8)
+    places = range(len(rows))
+    groups = [places] if packed else [[place] for place in places]
+    logits = []
+    for group in groups:
+        batch = collator(rows.tuples(torch.tensor(list(group)).numpy())).to(device)
+        head = model.get_output_embeddings()
+        positions = _positions_read(batch)
+        logits.append(logits_at(model, head, batch.input_ids, batch.attention_mask, positions, trees=batch.trees))
+    return torch.cat(logits).float()
+
+
+def _positions_read(batch: Any) -> torch.Tensor:
+    """Return the end of every row's query, and the first three positions that the generation loss reads of it, [n]."""
+    rows = range(batch.batch_size)
+    places = [(batch.query_position[row, None], batch.label_position[batch.label_row == row][:3]) for row in rows]
+    return torch.cat([place for pair in places for place in pair])
+
+
+def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[str, Any]:
+    """Return tokens per second, operations per second and memory of optimiser steps."""
+    chat = bundled_chat()
+    dtype = getattr(torch, job.dtype)
+    module = random_module(
+        setting.size, chat, device=device, dtype=dtype, gradient_checkpointing=job.checkpointing,
+        attention=job.attention,
+    )  # fmt: skip
+    if job.varlen:
+        register_varlen_attention()
+    rows, batch = _rows(setting, setting.rows), job.batch or setting.batch
+    if job.preset:
+        rows, batch = _preset_rows(setting), 16
+    if job.way == "reference":
+        rows = rows.first(SAMPLES)
+    way = partial(shared_prefix, multiple=FLEX_MULTIPLE) if job.attention == FLEX else WAYS[job.way]
+    work = way(rows, chat, batch, device)
+    shape = Shape.of(SIZES[setting.size], LORA.r)
+    least = reduce(add, (one.load for one in shared_prefix(rows, chat, batch, "cpu")))
+    own = reduce(add, (one.load for one in work))
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
+    step = partial(_step, module, work, optimizer, device, dtype)
+    first = _seconds(step, device)
+    _seconds(step, device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    passes: list[float] = []
+    while len(passes) < 3 or (len(passes) < 20 and sum(passes) < seconds):
+        passes.append(_seconds(step, device))
+    median = statistics.median(passes)
+    return {
+        "seconds": median,
+        "passes": passes,
+        "first_pass_seconds": first,
+        "responses_per_second": len(rows) / median,
+        "tokens_per_second": own.tokens / median,
+        "slots": sum(one.slots for one in work),
+        "tokens": own.tokens,
+        "responses_per_prompt": len(rows) / len(set(rows.question.tolist())),
+        "flops_per_second": training_flops(shape, own) / median,
+        "needed_flops_per_second": training_flops(shape, least) / median,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }
+
+
+def _rows(setting: Setting, count: int) -> TrainingRows:
+    vocab_size = SIZES[setting.size]["vocab_size"]
+    return make_rows(setting.lengths, questions=count // SAMPLES, samples=SAMPLES, vocab_size=vocab_size)
+
+
+def _preset_rows(setting: Setting) -> TrainingRows:
+    return draw_preset(setting.lengths).rows(0, vocab_size=SIZES[setting.size]["vocab_size"])
+
+
+def _step(module: Any, work: list[Work], optimizer: torch.optim.Optimizer, device: str, dtype: torch.dtype) -> None:
+    for one in work:
+        with _precision(device, dtype):
+            loss = one.loss(module)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _precision(device: str, dtype: torch.dtype) -> Any:
+    """Return what Lightning's "bf16-mixed" runs a forward pass in; float32 runs as it is."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
+
+
+def _seconds(function: Callable[[], Any], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
 
 SCRIPT = Path(__file__).resolve()
 

@@ -11,15 +11,15 @@ from support.house import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 WRITERS = {
-    "report": "_report_tables.as_markdown",
-    "report_capability": "_capability_tables.as_markdown",
-    "report_rewards": "_reward_tables.as_markdown",
+    "report": "report.as_markdown",
+    "report_capability": "report_capability.as_markdown",
+    "report_rewards": "report_rewards.as_markdown",
     "report_selection": "report_selection.markdown",
     "report_adapt": "_adapt_tables.markdown",
-    "report_real": "_real_report.as_markdown",
+    "report_real": "report_real.as_markdown",
     "group_size_study": "group_size_study.as_markdown",
     "targets_study": "targets_study.as_markdown",
-    "training_throughput": "_training_tables.markdown",
+    "training_throughput": "training_throughput.markdown",
     "activated_cost": "activated_cost.markdown",
 }
 

@@ -58,7 +58,7 @@ def test_the_samples_for_an_accuracy_are_read_between_the_points(script: Module)
 
 
 def test_a_criterion_is_met_by_what_it_names(script: Module) -> None:
-    estimates, demands = script("shared.estimates"), script("_report_tables")
+    estimates, demands = script("shared.estimates"), script("report")
 
     def measured(*, noise: float, shift: float = 0.0) -> list[object]:
         return [estimates.Measured.of(scored(seed, noise=noise, shift=shift)) for seed in range(3)]
@@ -115,7 +115,7 @@ def test_one_seed_has_the_interval_over_questions(script: Module) -> None:
 
 
 def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Module, tmp_path: Path) -> None:
-    jobs = script("_report_jobs")
+    jobs = script("_report_confidences")
     plan = jobs.Plan(output=tmp_path, training=40, id=8, ood=8, calibration=8, num_samples=8, asleep=4, threads=1)
     activated, joint = (jobs.configuration_of(plan, 3, name) for name in ("activated", "joint"))
     assert activated["data"]["init_args"]["store_dir"] == joint["data"]["init_args"]["store_dir"]

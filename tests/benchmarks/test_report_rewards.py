@@ -63,7 +63,7 @@ def test_a_calibrated_score_may_have_no_error_in_truth(script: Module) -> None:
 
 
 def test_accuracy_is_read_at_equal_tokens_in_every_resample(script: Module) -> None:
-    spent, demands = script("_reward_measures").Spent, script("_reward_tables")
+    spent, demands = script("_reward_measures").Spent, script("report_rewards")
     curve = {
         str(n): spent(np.array([0.1 * n, 0.2 * n]), np.array([n, n]), np.array([10.0 * n, 20.0 * n])) for n in (1, 2, 3)
     }
@@ -98,7 +98,7 @@ def test_a_model_does_not_differ_from_itself_and_a_worse_one_does(script: Module
 
 
 def test_every_model_is_trained_by_the_shipped_configuration(script: Module, tmp_path: Path) -> None:
-    jobs = script("_reward_jobs")
+    jobs = script("_reward_measures")
     sizes = {"training": 12, "rolled": 3, "id": 2, "ood": 2, "calibration": 2, "num_samples": 8}
     plan = jobs.Plan(output=tmp_path, **sizes)
     for name, trained in jobs.MODELS.items():

@@ -18,7 +18,7 @@ from selfcal_lightning.metrics.arrays import Floats
 
 @pytest.fixture
 def worth(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("_selection_measures")
+    return script("report_selection")
 
 
 def first(column: Floats) -> float:

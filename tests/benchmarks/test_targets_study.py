@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
 
 
 def test_the_learned_token_is_one_more_row_of_the_output_layer(script: Script, tiny_model: str) -> None:
-    made = script("_learned_token").LearnedTokenModule
+    made = script("_targets_training").LearnedTokenModule
     module = made(tiny_model, lora=replace(NO_DROPOUT, activated=True), torch_dtype="float32")
     module.configure_model()
     batch = batch_of(MIXED[:6], module.chat)

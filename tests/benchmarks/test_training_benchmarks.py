@@ -83,7 +83,7 @@ def test_the_ways_give_the_same_losses_and_gradients(script: Script) -> None:
 
 
 def test_measurements_are_kept_but_half_a_line_and_those_of_other_code_are_not(script: Script, tmp_path: Path) -> None:
-    measurements = script("_training_tables").Measurements
+    measurements = script("training_throughput").Measurements
     path = tmp_path / "cells.jsonl"
     assert measurements(path, {"torch": "1"}).once("a", lambda: 1.5) == 1.5
     path.write_text(path.read_text() + '["b", 2')
@@ -95,7 +95,7 @@ def test_measurements_are_kept_but_half_a_line_and_those_of_other_code_are_not(s
 
 
 def test_peak_memory_is_that_of_the_function_alone(script: Script) -> None:
-    peak_memory_of = script("_training_tables").peak_memory_of
+    peak_memory_of = script("training_throughput").peak_memory_of
     before = bytearray(64 << 20)
     peak = peak_memory_of(lambda: bytearray(b"x" * (32 << 20)))
     assert len(before) == 64 << 20

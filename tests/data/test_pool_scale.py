@@ -73,7 +73,7 @@ def test_confidences_are_laid_out_once_a_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_synthetic_store_is_the_import_of_the_synthetic_lines(benchmarks: ModuleType, tmp_path: Path) -> None:
-    made = benchmarks.import_module("_synthetic_pools")
+    made = benchmarks.import_module("pool_scale")
     size = made.Size(num_questions=260, num_samples=3, num_tokens=12)  # more than are written at a time
     made.write_lines(tmp_path / "pool.jsonl", size)
     made.write_store(tmp_path / "store", size)

@@ -23,17 +23,17 @@ STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 @pytest.fixture
 def slips(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("bundled_model_slips")
+    return script("bundled_model_data")
 
 
 @pytest.fixture
 def labels(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("bundled_model_labels")
+    return script("bundled_model_data")
 
 
 @pytest.fixture
 def turns(script: Callable[[str], ModuleType]) -> ModuleType:
-    return script("bundled_model_turns")
+    return script("bundled_model_verification")
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_lesson_in_which_yes_counts_more_makes_the_model_believe_itself_more(
 def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
     script: Callable[[str], ModuleType], untrained: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    stages, ran = script("bundled_model_stages"), []
+    stages, ran = script("make_bundled_model"), []
     schedule = script("bundled_model_data").Schedule(10)
 
     def stage(name: str, factor: float, steps: int = 10, *, broken: bool = False) -> object:
@@ -239,7 +239,7 @@ def test_a_run_that_broke_off_goes_on_as_if_it_had_not(
 
 
 def test_a_model_that_misses_a_target_is_told_which(script: Callable[[str], ModuleType]) -> None:
-    targets = script("bundled_model_targets")
+    targets = script("bundled_model_measuring")
     good = {
         "within_auroc_p_true": 0.75, "auroc_p_true": 0.85, "overconfidence": 0.2, "pass_at_1": 0.45,
         "majority_gain": 0.1, "unreadable": 0.0,

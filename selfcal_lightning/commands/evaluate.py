@@ -20,6 +20,7 @@ from selfcal_lightning.evaluation.calibration import compare_calibration, compar
 from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts, settings_json
 from selfcal_lightning.evaluation.inputs import (
     Inputs,
+    ModelInputs,
     PoolSource,
     SamplingOptions,
     TestSet,
@@ -38,7 +39,6 @@ from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
 from selfcal_lightning.evaluation.plan import (
     RESULTS,
-    ModelInputs,
     check_evaluation_folder,
     check_sampled,
     check_share,
@@ -190,7 +190,7 @@ def run_evaluate(
             say(sentence)
         inputs = inputs if calibration_share is None else split_off_calibration(inputs, calibration_share)
     else:
-        inputs = sample_models(sampled.sides, sampled.tests, calibration, folder, options, replayed=replayed)
+        inputs = sample_models(sampled, replayed=replayed)
         results |= _overlap_with_training(inputs, sampled, options)
     if protocol == "paper":
         results["paper"] = run_paper(inputs.tests, confidences, folder)

@@ -17,8 +17,7 @@ from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
-from selfcal_lightning.models.attention_backends import without_cudnn
-from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.causal_lm import logits_at, without_cudnn
 from selfcal_lightning.models.packing import PrefixTree, packs_rightly, prefer_segments, shared_prefix_problem
 from selfcal_lightning.records import QuestionSamples
 

@@ -78,10 +78,8 @@ def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *,
     keys: dict[str, Any] = {}
     for side, pool in pools.items():
         keys |= summary_keys(test, side, pool.entries, name=name)
-        if name is None or not num_resamples:
-            keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
-        else:
-            keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
+        compute = _accuracy if name is None or not num_resamples else _metrics
+        keys |= compute(test, side, pool.entries, name or "", num_resamples=num_resamples)
     return keys
 
 
@@ -103,8 +101,8 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
     return flat | {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
 
 
-def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
-    """Return the accuracy of a single response alone, where there is no P(True) to hold against it."""
+def _accuracy(test: str, side: str, pool: Pool, _: str, *, num_resamples: int) -> dict[str, Any]:
+    """Return the accuracy of a single response alone, without a confidence to compare it with."""
     shares = np.array([[sum(bool(s.correct) for s in entry.samples) / len(entry.samples) for entry in pool]])
     found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
     return estimate_keys(f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}", found)
@@ -124,11 +122,8 @@ def _compare(
     rows = comparison_rows(changes)
     write_atomically(folder / "results.csv", comparison_csv(rows).encode())
     console = Console()
-    on = (
-        "The same responses, scored by both"
-        if all(same_texts.get(test, False) for test in pairs)
-        else "Each model on its own samples"
-    )
+    is_same = all(same_texts.get(test, False) for test in pairs)
+    on = "The same responses, scored by both" if is_same else "Each model on its own samples"
     console.print(comparison_table(rows, title=f"{on}; 95 % bootstrap over questions"))
     keys: dict[str, Any] = {}
     lines: list[str] = []
@@ -155,6 +150,8 @@ def _sample_line(name: str, before: PoolSummary, after: PoolSummary) -> str:
     )
 
 
+KEYS = {False: "votes", True: "weighted_votes"}
+CHANGE = "change"
 COLOURS = {"before": BEFORE, "after": AFTER}
 _WIDTH, _HEIGHT = 4.2, 3.4
 _SHIFT = 1.03  # intervals of several lines would lie on one another
@@ -172,7 +169,6 @@ class VoteRow:
 
     @property
     def label(self) -> str:
-        """What the row is called, such as "after, weighted"."""
         return f"{self.side}, {'weighted' if self.is_weighted else 'counted'}"
 
 
@@ -244,10 +240,6 @@ def _cells(rows: Sequence[VoteRow], *, tight: bool = False) -> tuple[list[str], 
     return ["samples", "split", *labels], lines
 
 
-KEYS = {False: "votes", True: "weighted_votes"}
-CHANGE = "change"
-
-
 def compare_votes(
     inputs: Inputs,
     folder: Path,
@@ -263,12 +255,11 @@ def compare_votes(
     """
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []
-    changes: list[VoteRow] = []
     for test, sides in inputs.tests.items():
-        name = own_confidence(list(sides.values()))
+        pools = list(sides.values())
+        name = own_confidence(pools)
         if len(sides) != len(SIDES) or name is None:
             continue
-        pools = list(sides.values())
         keys[f"own.{test}.same_texts"] = inputs.same_texts.get(test, False)
         widths = powers_of_two(min(len(pool.shortest.samples) for pool in pools))
         means = []
@@ -278,18 +269,20 @@ def compare_votes(
             weights = resample_weights(orders.num_questions, num_resamples=num_resamples)
             means.append({is_weighted: found @ weights for is_weighted, found in hits.items()})
         means.append({is_weighted: means[1][is_weighted] - means[0][is_weighted] for is_weighted in KEYS})
-        found = [
+        rows += [
             VoteRow(test, side, is_weighted, tuple(widths), tuple(map(estimate_of, columns)))
             for side, by_weighing in zip((*SIDES, CHANGE), means, strict=True)
             for is_weighted, columns in by_weighing.items()
         ]
-        keys |= {key: value for row in found for key, value in _row_keys(row).items()}
-        rows += [row for row in found if row.side != CHANGE]
-        changes += [row for row in found if row.side == CHANGE and row.is_weighted]
+    for row in rows:
+        for width, found in zip(row.widths, row.accuracy, strict=True):
+            keys |= estimate_keys(f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}", found)
     if rows:
-        Console().print(votes_table([*rows, *changes]))
-        write_atomically(folder / "votes.md", (votes_markdown([*rows, *changes]) + "\n").encode())
-        save_figure(votes_figure(rows), folder / "votes.png", dpi=120)
+        votes = [row for row in rows if row.side != CHANGE]
+        shown = [*votes, *(row for row in rows if row.side == CHANGE and row.is_weighted)]
+        Console().print(votes_table(shown))
+        write_atomically(folder / "votes.md", (votes_markdown(shown) + "\n").encode())
+        save_figure(votes_figure(votes), folder / "votes.png", dpi=120)
     return keys
 
 
@@ -307,10 +300,3 @@ def vote_hits(orders: Reshuffles, confidence: str, widths: Sequence[int]) -> dic
             number = questions.stop - questions.start
             total[:, questions] += is_right.reshape(len(budgets), -1, number).sum(axis=1)
     return {is_weighted: total / orders.num_orders for is_weighted, total in sums.items()}
-
-
-def _row_keys(row: VoteRow) -> dict[str, float | int | str | None]:
-    keys: dict[str, float | int | str | None] = {}
-    for width, found in zip(row.widths, row.accuracy, strict=True):
-        keys |= estimate_keys(f"own.{row.test}.{KEYS[row.is_weighted]}_{width}.{row.side}", found)
-    return keys

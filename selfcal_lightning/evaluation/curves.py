@@ -74,12 +74,10 @@ class Reshuffles:
 
     @property
     def width(self) -> int:
-        """Samples of each question in an order."""
         return self._orders.width
 
     @property
     def num_orders(self) -> int:
-        """Total number of orders, at least one."""
         return self._orders.num_orders
 
     def most_tokens(self, confidence: str | None) -> float | None:
@@ -137,10 +135,8 @@ def check_pool(pool: RecordedPool, name: str, *, max_samples: int | None = None)
     if unknown is not None:
         raise InputError(f"Expected every question of {name} to have a reference answer, but {unknown!r} has none.")
     if all(sample.answer is None for sample in samples):
-        raise InputError(
-            f"Expected at least one readable answer in {name}, but got none in {len(samples)} responses. Check that "
-            f"{pool.entries[0].question.task!r} is the task that these responses were written for."
-        )
+        task = pool.entries[0].question.task
+        raise InputError(f"Expected a readable answer in {name}, but got none in {len(samples)} responses of {task!r}.")
     return fewest if max_samples is None else max_samples
 
 
@@ -148,12 +144,6 @@ def evaluate_jobs(
     reshuffles: Reshuffles, jobs: Sequence[Job], *, progress: Callable[[int], None] | None = None
 ) -> list[StrategyCurve]:
     """Run every job on every order of the pool."""
-    for job in jobs:
-        if job.strategy.max_samples > reshuffles.width:
-            at_most = f"at most the {reshuffles.width} samples that every question has"
-            raise InputError(
-                f"Expected the budget of {job.strategy.name!r} to be {at_most}, but got {job.strategy.max_samples}."
-            )
     size = {"num_orders": reshuffles.num_orders, "width": reshuffles.width}
     sums = [
         GridSums(job.strategy, job.grid, reshuffles.num_questions, most_tokens=most, **size)
@@ -176,7 +166,6 @@ def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4 ... up to ``most``."""
     return [1 << power for power in range(most.bit_length())]
 
 
@@ -229,27 +218,12 @@ def known_labels() -> list[str]:
     return [*PLANS, *(name for name in STRATEGIES if name not in names)]
 
 
-def check_labels(labels: Sequence[str]) -> None:
-    """Raise InputError unless every label is known and none occurs twice."""
-    for label in labels:
-        plan_of(label)
-    if len(set(labels)) < len(labels):
-        raise InputError(f"Expected `strategies` to be different ones, but got {list(labels)}.")
-
-
-def check_thresholds(thresholds: Sequence[float]) -> None:
-    """Raise InputError unless every threshold lies in [0, 1] and there is one."""
-    if not thresholds or not all(0.0 <= value <= 1.0 for value in thresholds):
-        raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(thresholds)}.")
-
-
 def reads_texts(labels: Sequence[str]) -> bool:
     """Whether a strategy may look at texts: one without a vectorised form is replayed on whole samples."""
     return not all(isinstance(make_strategy(plan_of(label).name), CurveStrategy) for label in labels)
 
 
 def needs_confidence(label: str) -> bool:
-    """Whether a strategy cannot run without a confidence."""
     return plan_of(label).plain is None
 
 
@@ -263,8 +237,6 @@ def make_jobs(
     values: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Job]:
     """Return the jobs of an evaluation: each strategy plain, with each confidence, or both."""
-    check_labels(labels)
-    check_thresholds(thresholds)
     jobs = []
     for label in labels:
         plan = plan_of(label)
@@ -301,22 +273,25 @@ class StrategySettings:
     seed: int = SEED
 
     def __post_init__(self) -> None:
-        check_labels(self.strategies)
-        check_thresholds(self.thresholds)
+        for label in self.strategies:
+            plan_of(label)
+        for name in ("strategies", "confidences"):
+            if (values := getattr(self, name)) is not None and len(set(values)) < len(values):
+                raise InputError(f"Expected `{name}` to be different ones, but got {list(values)}.")
+        if not self.thresholds or not all(0.0 <= value <= 1.0 for value in self.thresholds):
+            raise InputError(f"Expected `thresholds` to lie in [0, 1], but got {list(self.thresholds)}.")
         for name in ("num_reshuffles", "num_resamples"):
             if getattr(self, name) < 0:
                 raise InputError(f"Expected `{name}` to be at least 0, but got {getattr(self, name)}.")
         if self.max_samples is not None and self.max_samples < 1:
             raise InputError(f"Expected `max_samples` to be None or at least 1, but got {self.max_samples}.")
-        for name, values in {"budgets": self.budgets, "targets": self.targets}.items():
+        for name in ("budgets", "targets"):
+            values = getattr(self, name)
             if values is not None and (not values or not all(isinstance(v, int) and v >= 1 for v in values)):
                 raise InputError(f"Expected `{name}` to be null or numbers of samples from 1, but got {list(values)}.")
-        if self.confidences is not None and len(set(self.confidences)) < len(self.confidences):
-            raise InputError(f"Expected `confidences` to be different ones, but got {list(self.confidences)}.")
 
 
 def settings_json(settings: StrategySettings) -> dict[str, Any]:
-    """Return the settings as plain JSON types."""
     return {name: list(value) if isinstance(value, tuple | list) else value for name, value in vars(settings).items()}
 
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
-from selfcal_lightning.evaluation.strategy_tables import ConsensusRow, CurveRow
+from selfcal_lightning.evaluation.statistics import ConsensusRow, Resampled
 from selfcal_lightning.metrics.arrays import Array, Floats, as_labels, as_probabilities
 from selfcal_lightning.metrics.bootstrap import ScoredResponses
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
@@ -209,7 +209,7 @@ _GREY = "#b0b0b0"
 _WIDTH, _HEIGHT = 3.3, 2.9
 
 
-def accuracy_figure(rows: Sequence[CurveRow], *, cost: Cost = "samples", title: str = "") -> Figure:
+def accuracy_figure(rows: Sequence[Resampled], *, cost: Cost = "samples", title: str = "") -> Figure:
     """Draw accuracy over mean cost: one row of panels for each side, one column for each confidence.
 
     A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Points of a curve
@@ -264,7 +264,7 @@ def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Fi
     return figure
 
 
-def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None, cost: Cost) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[Resampled], reference: Resampled | None, cost: Cost) -> None:
     if reference is not None:
         x, y, _, _ = _points(reference, cost)
         axes.plot(x, y, color=_GREY, linewidth=3.2, alpha=0.6, zorder=1)
@@ -288,16 +288,16 @@ def _draw_panel(axes: Axes, rows: Sequence[CurveRow], reference: CurveRow | None
     frame(axes)
 
 
-def _points(row: CurveRow, cost: Cost) -> tuple[Floats, Floats, Floats, Floats]:
+def _points(row: Resampled, cost: Cost) -> list[Floats]:
     """Return cost, accuracy and the ends of its intervals in the order of the cost; nan is not drawn."""
     x = _cost(row, cost)
     assert x is not None  # noqa: S101 - `accuracy_figure` leaves the others out
     order = np.argsort(x, kind="stable")
-    return x[order], row.accuracy[order], row.accuracy_low[order], row.accuracy_high[order]
+    return [column[order] for column in (x, row.curve.outcome.accuracy, *row.interval)]
 
 
-def _cost(row: CurveRow, cost: Cost) -> Floats | None:
-    return row.samples if cost == "samples" else row.tokens
+def _cost(row: Resampled, cost: Cost) -> Floats | None:
+    return row.curve.outcome.mean_samples if cost == "samples" else row.curve.outcome.mean_tokens
 
 
 def _legend(figure: Figure, strategies: Sequence[str], *, has_reference: bool) -> None:

@@ -32,7 +32,7 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest, resolve_model, weights_sha256
 from selfcal_lightning.records import Sample, SamplingSettings, question_hash
 
-MODEL_SIDE = "model"
+MODEL_SIDE, CALIBRATION = "model", "calibration"
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,17 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
             return {first: ModelSide(before), second: ModelSide(after)}
         activated = adapter is not None and read_invocation_ids(adapter) is not None
         return {first: ModelSide(before), second: ModelSide(before, adapter, first if activated else None)}
-    raise InputError(
-        "Expected two models (`before` and `after` or `adapter`), one (`model`) or recorded `pools`, but got "
-        f"before={before!r}, after={after!r}, model={model!r}, adapter={adapter!r}."
-    )
+    given = f"before={before!r}, after={after!r}, model={model!r}, adapter={adapter!r}"
+    ways = "two models (`before` and `after` or `adapter`), one (`model`) or recorded `pools`"
+    raise InputError(f"Expected {ways}, but got {given}.")
 
 
 def score_again(
     side: ModelSide, store: Path, split: str, options: SamplingOptions, *, texts: bool = False, token_ids: bool = True
 ) -> RecordedPool:
-    """Return recorded responses with the P(True) of ``side`` in the place of their own.
-
-    The scores are stored as an annotation, so that a second run finds them.
-    """
+    """Return recorded responses with the P(True) of ``side`` instead of their own, which is stored as an annotation."""
     name = f"{P_TRUE}_{weights_sha256(str(side.adapter))[:12]}"
-    model = ModelSettings(
-        side.model, options.query, options.engine.of(adapter=None if side.adapter is None else str(side.adapter))
-    )
+    model = ModelSettings(side.model, options.query, options.engine.of(adapter=side.adapter))
     score_store(StoreScoring(str(store), (P_TRUE,), model, name=name, split=split))
     pool = load_recorded_pool(store, split=split, confidences=[name], texts=texts, token_ids=token_ids)
     entries = tuple(
@@ -100,11 +94,7 @@ def _with_p_true(sample: Sample, name: str) -> Sample:
     return replace(sample, yes_mass=None, no_mass=None, confidences={**others, **own})
 
 
-CALIBRATION = "calibration"
-DISJOINT = (
-    "Numbers on questions that something was fitted on flatter. Give them different splits or files, or let "
-    "`calibration_share` set some questions of one recorded pool aside."
-)
+DISJOINT = "Give them different splits or files, or set some questions of one pool aside by `calibration_share`."
 
 
 @dataclass(frozen=True)
@@ -132,6 +122,17 @@ class TestSet:
     limit: int | None = None
     offset: int = 0
     chain_of_thought: bool = True
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Models that are sampled now."""
+
+    sides: Mapping[str, ModelSide]
+    tests: Sequence[TestSet]
+    calibration: TestSet | None
+    folder: Path
+    options: SamplingOptions
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,6 @@ def check_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource]) 
 
 
 def test_of(source: PoolSource) -> str:
-    """Return the name of the test set that a pool belongs to."""
     return source.test or source.split or "test"
 
 
@@ -301,44 +301,38 @@ def sides_apart(inputs: Inputs) -> str | None:
         return None
     found = ", ".join(f"{side} has {' and '.join(map(repr, names))}" for side, names in tests.items())
     return (
-        f"No two sides are compared: none of the test sets is on two of them ({found}). Pools of one test set have one "
-        "split name; where they have not, give each its `test` in the list form of `pools`."
+        f"No two sides are compared: none of the test sets is on two of them ({found}). Name the `test` of each in the "
+        "list form of `pools`."
     )
 
 
-def sample_models(
-    sides: Mapping[str, ModelSide],
-    tests: Sequence[TestSet],
-    calibration: TestSet | None,
-    folder: Path,
-    options: SamplingOptions,
-    *,
-    replayed: bool = False,
-) -> Inputs:
+def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
     """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
 
     What is read back is as in ``read_pools``.
     """
+    tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
     check_names(tests)
     if calibration is not None:
         _check_questions(tests, calibration)
     found: dict[str, dict[str, RecordedPool]] = {test.name: {} for test in tests}
+    places = {side: inputs.folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
     for side, model in sides.items():
-        store = folder / "samples" / (model.responses_of or side)
         for test in [*tests, *([] if calibration is None else [calibration])]:
             name = CALIBRATION if test is calibration else test.name
             texts = replayed or test is not calibration
             if model.responses_of is None:
                 sys.stdout.write(f"Sampling {name} from {side} ({model.model})\n")
-                sample_questions(sampling_run(test, name, model, store, options), devices=options.devices)
-                pool = load_recorded_pool(store, split=name, texts=texts, token_ids=replayed)
+                run = sampling_run(test, name, model, places[side], inputs.options)
+                sample_questions(run, devices=inputs.options.devices)
+                pool = load_recorded_pool(places[side], split=name, texts=texts, token_ids=replayed)
             else:
-                pool = score_again(model, store, name, options, texts=texts, token_ids=replayed)
+                pool = score_again(model, places[side], name, inputs.options, texts=texts, token_ids=replayed)
             found.setdefault(name, {})[side] = pool
-    places = {side: folder / "samples" / (model.responses_of or side) for side, model in sides.items()}
+    one_store = len(set(places.values())) == 1
     same = {
         test.name: len(sides) > 1
-        and (len(set(places.values())) == 1 or _are_equal(texts_digest(p, split=test.name) for p in places.values()))
+        and (one_store or _are_equal(texts_digest(place, split=test.name) for place in places.values()))
         for test in tests
     }
     return Inputs({test.name: found[test.name] for test in tests}, found.get(CALIBRATION, {}), same)
@@ -350,7 +344,7 @@ def _are_equal(digests: Iterable[int]) -> bool:
 
 
 def check_names(tests: Sequence[TestSet]) -> None:
-    """Raise InputError unless there are test sets and their names differ."""
+    """Refuse test sets that are none, or whose names are not unique."""
     if not tests:
         raise InputError("Expected `tests` to name at least one, such as `--tests '[{name: id, task: gsm8k}]'`.")
     names = [check_path_name("tests.name", test.name) for test in tests]
@@ -404,7 +398,7 @@ def _same_questions(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, R
 
 
 def _check_questions(tests: Sequence[TestSet], calibration: TestSet) -> None:
-    """Raise ValueError where a test set shares questions with the calibration split, before anything is sampled."""
+    """Refuse a test set that shares questions with the calibration split, before anything is sampled."""
     fitted_on = load_source(calibration, calibration.task)
     for test in tests:
         names = (f"`{CALIBRATION}`", f"test set {test.name!r}")

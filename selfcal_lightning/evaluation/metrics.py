@@ -92,7 +92,6 @@ def compare_pools(
 
 
 def estimate_keys(key: str, estimate: Estimate) -> dict[str, float | int | str | None]:
-    """Return a value and its interval under the keys of results.json."""
     return {key: estimate.value, f"{key}.low": estimate.low, f"{key}.high": estimate.high}
 
 
@@ -125,5 +124,4 @@ def summary_keys(
 
 
 def has_confidence(entry: QuestionSamples, name: str) -> bool:
-    """Whether a response to the question has the confidence ``name``."""
     return any(confidence_of(sample, name) is not None for sample in entry.samples)

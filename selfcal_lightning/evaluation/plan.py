@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,8 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.evaluation.curves import StrategySettings
 from selfcal_lightning.evaluation.inputs import (
     CALIBRATION,
-    ModelSide,
+    ModelInputs,
     PoolSource,
-    SamplingOptions,
-    TestSet,
     check_names,
     check_pools,
     sampling_run,
@@ -30,17 +27,6 @@ from selfcal_lightning.evaluation.inputs import (
 from selfcal_lightning.evaluation.page import REPORT
 from selfcal_lightning.evaluation.test_set import check_budgets
 from selfcal_lightning.inference.thresholds import FittedThreshold
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """Models that are sampled now."""
-
-    sides: Mapping[str, ModelSide]
-    tests: Sequence[TestSet]
-    calibration: TestSet | None
-    folder: Path
-    options: SamplingOptions
 
 
 def plan_models(inputs: ModelInputs) -> Plan:
@@ -96,7 +82,6 @@ def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], f
 
 
 def check_share(share: float | None) -> None:
-    """Refuse a share of the questions that is none."""
     if share is not None and not 0.0 < share < 1.0:
         raise InputError(f"Expected `calibration_share` to lie between 0 and 1, but got {share}.")
 
@@ -116,14 +101,12 @@ WRITTEN = (
 
 
 def check_evaluation_folder(folder: Path) -> None:
-    """Raise InputError where an evaluation would replace what is not of an earlier one."""
+    """Refuse a folder in which an evaluation would replace what is not of an earlier one."""
     check_results_folder(folder, option="output_dir")
     taken = sorted({path.name for pattern in WRITTEN for path in folder.glob(pattern)})
     if taken and not is_evaluation(folder):
-        raise InputError(
-            f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {folder}, where "
-            f"{', '.join(taken[:3])} would be replaced and is something else. Choose another folder."
-        )
+        other = f"{folder}, where {', '.join(taken[:3])} would be replaced and is something else"
+        raise InputError(f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {other}.")
 
 
 def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
@@ -138,6 +121,5 @@ def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Return whether an evaluation wrote into ``folder``."""
     path = folder / ARGUMENTS
     return path.is_file() and (json_object_or_none(path) or {}).get("format") == FORMAT

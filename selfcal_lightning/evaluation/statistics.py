@@ -1,66 +1,149 @@
-"""From curves to rows: accuracy at a budget, cost at an accuracy, with paired intervals over questions."""
+"""From curves to rows: accuracy at a budget, cost at an accuracy, with paired intervals over questions; consensus."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.fusion import WeighedPool
 from selfcal_lightning.evaluation.curves import StrategyCurve
-from selfcal_lightning.evaluation.strategy_tables import (
-    BreakEvenRow,
-    BudgetRow,
-    ChosenSetting,
-    Contender,
-    CurveRow,
-    SavingRow,
-)
+from selfcal_lightning.inference.base import leader, weighted_votes
 from selfcal_lightning.inference.threshold_fitting import GridOutcome
 from selfcal_lightning.metrics.arrays import Floats
-from selfcal_lightning.metrics.bootstrap import estimate_of, estimate_or_never, resample_weights
+from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, estimate_or_never, resample_weights
 from selfcal_lightning.metrics.curves import (
+    Proportion,
+    RiskCoverage,
     best_setting_within,
     break_even,
     cheapest_setting_reaching,
     cost_to_reach,
     costs_to_reach,
+    risk_coverage,
     setting_within,
+    wilson_interval,
 )
+from selfcal_lightning.metrics.discrimination import aurc
+from selfcal_lightning.records import Sample
 
 # Self-consistency without weights, the baseline of every comparison.
 REFERENCE = "self_consistency"
+NEAR_UNANIMOUS = 0.9
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy on the samples of a model, with the confidence that it reads."""
+
+    side: str
+    strategy: str
+    confidence: str | None
+    is_oracle: bool = False
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """A contender at the setting that it takes at a budget.
+
+    Chosen on calibration questions it is the most accurate within the budget; without them the dearest, by cost alone.
+    """
+
+    contender: Contender
+    budget: int
+    setting: float
+    accuracy: Estimate
+    samples: Estimate
+    tokens: Estimate | None
+    change: Estimate
+    change_to_full: Estimate
+
+
+@dataclass(frozen=True)
+class ChosenSetting:
+    """A setting chosen on the calibration split for an accuracy, and what it does on the test split."""
+
+    setting: float
+    change: Estimate
+    samples: Estimate
+    tokens: Estimate | None
+    saving: Estimate
+
+
+@dataclass(frozen=True)
+class SavingRow:
+    """What a contender pays for the accuracy of self-consistency (of the first side) with ``target`` samples."""
+
+    contender: Contender
+    target: int
+    accuracy: float
+    samples: Estimate
+    tokens: Estimate | None
+    saving: Estimate
+    saved_tokens: Estimate | None
+    rank: float | None
+    chosen: ChosenSetting | None
+
+
+@dataclass(frozen=True)
+class ConsensusRow:
+    """How often a near-unanimous answer is right: the errors that no vote can mend."""
+
+    side: str
+    confidence: str | None
+    threshold: float
+    share: Proportion
+    correct: Proportion
+    aurc: float | None
+    curve: RiskCoverage = field(repr=False)
+
+
+@dataclass(frozen=True)
+class BreakEvenRow:
+    """After how many questions a contender has earned back what calibration cost."""
+
+    contender: Contender
+    target: int
+    cost: float
+    saved: Estimate
+    rank: float | None
+    questions: int | None
+    questions_low: int | None
+    questions_high: int | None
 
 
 @dataclass(frozen=True)
 class Resampled:
     """A contender's curve on the questions as they are (the first column) and on R resamples of them [G, 1 + R].
 
-    ``calibration`` is what the same contender costs and reaches on the calibration questions.
+    ``calibration`` is what the same contender costs and reaches on the calibration questions. Lengths that are unknown
+    are None.
     """
 
     contender: Contender
     curve: StrategyCurve
-    accuracy: Floats
-    samples: Floats
-    tokens: Floats | None
-    calibration: GridOutcome | None
+    accuracy: Floats = field(repr=False)
+    samples: Floats = field(repr=False)
+    tokens: Floats | None = field(repr=False)
+    calibration: GridOutcome | None = None
 
     @property
     def grid(self) -> tuple[float, ...]:
         """The settings, G."""
         return self.curve.outcome.grid
 
-    def row(self) -> CurveRow:
-        """Return the curve as a row."""
-        found, resamples = self.curve.outcome, self.accuracy[:, 1:]
-        nothing = np.full(len(self.grid), np.nan)
-        low, high = np.quantile(resamples, [0.025, 0.975], axis=1) if resamples.size else (nothing, nothing)
-        return CurveRow(
-            self.contender, self.curve.parameter, self.grid, found.accuracy, low, high, found.mean_samples,
-            found.mean_tokens,
-        )  # fmt: skip
+    @property
+    def interval(self) -> tuple[Floats, Floats]:
+        """Ends of the 95 % intervals of the accuracy [G] each; nan without resamples."""
+        resamples = self.accuracy[:, 1:]
+        if not resamples.size:
+            return (nothing := np.full(len(self.grid), np.nan)), nothing
+        low, high = np.quantile(resamples, [0.025, 0.975], axis=1)
+        return low, high
 
     def costs(self, setting: int) -> dict[str, Any]:
         """Return mean samples and tokens at a setting."""
@@ -84,15 +167,12 @@ def resample_curves(
     num_questions = next(iter(curves.values()))[0].outcome.num_questions
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
     for side, rows in curves.items():
-        others: Sequence[StrategyCurve | None] = [None] * len(rows) if calibration is None else calibration[side]
+        others = [None] * len(rows) if calibration is None else [curve.outcome for curve in calibration[side]]
         for curve, other in zip(rows, others, strict=True):
             contender = Contender(side, curve.strategy, curve.confidence, curve.is_oracle)
             means = curve.outcome
             tokens = None if (spent := means.tokens) is None else spent @ weights
-            chosen_on = None if other is None else other.outcome
-            found.append(
-                Resampled(contender, curve, means.correct @ weights, means.samples @ weights, tokens, chosen_on)
-            )
+            found.append(Resampled(contender, curve, means.correct @ weights, means.samples @ weights, tokens, other))
     return found
 
 
@@ -212,3 +292,59 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
         return None
     needed = cost_to_reach(costs, curve.accuracy, float(reference.accuracy[at]))
     return None if needed is None else float(others[at]) - needed
+
+
+def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_UNANIMOUS) -> list[ConsensusRow]:
+    """Return one row without weights and one for each confidence, over all samples of each question.
+
+    The winner's share of the weight is its soft self-consistency; "near-unanimous" means that it lies above
+    ``threshold``. A question without a vote has the share 0 and is wrong.
+    """
+    rows = []
+    for name in (None, *weighing_confidences(weighed)):
+        verdicts = [winner(entry.samples, name) for entry in weighed.pool.entries]
+        shares = [share for share, _ in verdicts]
+        correct = [right for _, right in verdicts]
+        above = [right for share, right in verdicts if share > threshold]
+        rows.append(
+            ConsensusRow(
+                side,
+                name,
+                threshold,
+                share=wilson_interval(len(above), len(verdicts)),
+                correct=wilson_interval(sum(above), len(above)),
+                aurc=aurc(shares, correct),
+                curve=risk_coverage(shares, correct),
+            )
+        )
+    return rows
+
+
+def weighing_confidences(weighed: WeighedPool) -> tuple[str, ...]:
+    """Return the confidences that can weigh votes: a log-probability is below 0, and compares responses only."""
+    return tuple(
+        name
+        for name in weighed.confidences
+        if all(
+            (confidence_of(sample, name) or 0.0) >= 0.0
+            for entry in weighed.pool.entries
+            for sample in entry.samples
+            if sample.answer is not None
+        )
+    )
+
+
+def winner(samples: Sequence[Sample], confidence: str | None) -> tuple[float, bool]:
+    """Return the winner's share of the weight and whether it is right."""
+    votes = weighted_votes(samples, confidence)
+    answer = leader(votes)
+    total = math.fsum(votes.values())
+    if answer is None:
+        return 0.0, False
+    right = next(sample.correct for sample in samples if sample.answer == answer)
+    return (min(votes[answer] / total, 1.0) if total > 0.0 else 0.0), bool(right)
+
+
+def headline(budgets: Sequence[int]) -> int:
+    """Return the budget whose change is shown in full: the largest up to 4."""
+    return max((budget for budget in budgets if budget <= 4), default=min(budgets))

@@ -26,81 +26,23 @@ from selfcal_lightning.evaluation.curves import (
 from selfcal_lightning.evaluation.metrics import summarise
 from selfcal_lightning.evaluation.statistics import (
     REFERENCE,
-    Resampled,
-    break_even_rows,
-    budget_rows,
-    resample_curves,
-    saving_rows,
-)
-from selfcal_lightning.evaluation.strategy_tables import (
     BreakEvenRow,
     BudgetRow,
     ConsensusRow,
-    CurveRow,
+    Resampled,
     SavingRow,
+    break_even_rows,
+    budget_rows,
+    consensus_rows,
     headline,
+    resample_curves,
+    saving_rows,
+    weighing_confidences,
 )
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
-from selfcal_lightning.inference.base import leader, weighted_votes
 from selfcal_lightning.inference.threshold_fitting import confidence_quantiles
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
-from selfcal_lightning.metrics.curves import risk_coverage, wilson_interval
-from selfcal_lightning.metrics.discrimination import aurc
-from selfcal_lightning.records import Sample
-
-NEAR_UNANIMOUS = 0.9
-
-
-def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_UNANIMOUS) -> list[ConsensusRow]:
-    """Return one row without weights and one for each confidence, over all samples of each question.
-
-    The winner's share of the weight is its soft self-consistency; "near-unanimous" means that it lies above
-    ``threshold``. A question without a vote has the share 0 and is wrong.
-    """
-    rows = []
-    for name in (None, *weighing_confidences(weighed)):
-        verdicts = [winner(entry.samples, name) for entry in weighed.pool.entries]
-        shares = [share for share, _ in verdicts]
-        correct = [right for _, right in verdicts]
-        above = [right for share, right in verdicts if share > threshold]
-        rows.append(
-            ConsensusRow(
-                side,
-                name,
-                threshold,
-                share=wilson_interval(len(above), len(verdicts)),
-                correct=wilson_interval(sum(above), len(above)),
-                aurc=aurc(shares, correct),
-                curve=risk_coverage(shares, correct),
-            )
-        )
-    return rows
-
-
-def weighing_confidences(weighed: WeighedPool) -> tuple[str, ...]:
-    """Return the confidences that can weigh votes: a log-probability is below 0, and compares responses only."""
-    return tuple(
-        name
-        for name in weighed.confidences
-        if all(
-            (confidence_of(sample, name) or 0.0) >= 0.0
-            for entry in weighed.pool.entries
-            for sample in entry.samples
-            if sample.answer is not None
-        )
-    )
-
-
-def winner(samples: Sequence[Sample], confidence: str | None) -> tuple[float, bool]:
-    """Return the winner's share of the weight and whether it is right."""
-    votes = weighted_votes(samples, confidence)
-    answer = leader(votes)
-    total = math.fsum(votes.values())
-    if answer is None:
-        return 0.0, False
-    right = next(sample.correct for sample in samples if sample.answer == answer)
-    return (min(votes[answer] / total, 1.0) if total > 0.0 else 0.0), bool(right)
 
 
 class SideStrategies:
@@ -200,7 +142,7 @@ class StrategyReport:
     unreadable: Mapping[str, float]
     confidences: Mapping[str, list[ConfidenceScores]]
     reliability: Mapping[str, Mapping[str, ReliabilityBins]]
-    curves: list[CurveRow]
+    curves: Sequence[Resampled]
     budgets: list[BudgetRow]
     savings: list[SavingRow]
     consensus: list[ConsensusRow]
@@ -238,7 +180,7 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         unreadable={side: summarise(found.pool.entries, name=None).unreadable for side, found in test.pools.items()},
         confidences=scores,
         reliability={side: _reliability(weighed) for side, weighed in test.pools.items()},
-        curves=[row.row() for row in resampled],
+        curves=resampled,
         budgets=budgets,
         savings=savings,
         consensus=[row for side, pool in test.pools.items() for row in consensus_rows(side, pool)],

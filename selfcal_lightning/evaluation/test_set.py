@@ -33,12 +33,12 @@ def calibrate_side(
     pool: RecordedPool, calibration: RecordedPool | None, scorers: Sequence[FittedScorer], settings: StrategySettings
 ) -> Calibrated:
     """Fit what is asked for on the first half of the calibration questions, and keep the second for settings."""
-    given = [scorer.name for scorer in scorers]
-    wanted = settings.confidences
+    names: Sequence[str] | None = settings.confidences
+    if names is None:
+        names = default_confidences(calibration or pool, can_fit=calibration is not None)
+        names = [*names, *(scorer.name for scorer in scorers)]
     if calibration is None:
-        names = [*default_confidences(pool, can_fit=False), *given] if wanted is None else list(wanted)
         return Calibrated(tuple(names), tuple(scorers), None, None)
-    names = [*default_confidences(calibration, can_fit=True), *given] if wanted is None else list(wanted)
     names = list(dict.fromkeys(names))
     halves = halve_pool(calibration.entries, seed=settings.seed)
     first, second = (calibration.subset({entry.question.id for entry in half}) for half in halves)
@@ -58,36 +58,28 @@ class EvaluatedTest:
 
     @property
     def num_questions(self) -> int:
-        """Questions."""
         return len(next(iter(self.pools.values())).pool.entries)
 
 
 def prepare_test(
     name: str, pools: Mapping[str, RecordedPool], calibrated: Mapping[str, Calibrated], settings: StrategySettings
 ) -> EvaluatedTest:
-    """Check a test set and put the confidences on its samples."""
-    width = _width(name, pools, calibrated, settings)
-    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
-    weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
-    return EvaluatedTest(name, width, weighed)
-
-
-def _width(
-    test: str, pools: Mapping[str, RecordedPool], calibrated: Mapping[str, Calibrated], settings: StrategySettings
-) -> int:
-    """Return the budget that every question of every pool can pay, those of calibration too."""
-    named = [(f"test set {test!r} ({side})", pool) for side, pool in pools.items()]
+    """Put the confidences on the samples of a test set; its width is what every question of every pool can pay."""
+    named = [(f"test set {name!r} ({side})", pool) for side, pool in pools.items()]
     named += [
         (f"the calibration split ({side})", half.pool)
         for side, found in calibrated.items()
         for half in (found.first_half, found.second_half)
         if half is not None
     ]
-    return min(check_pool(pool, name, max_samples=settings.max_samples) for name, pool in named)
+    width = min(check_pool(pool, what, max_samples=settings.max_samples) for what, pool in named)
+    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
+    weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
+    return EvaluatedTest(name, width, weighed)
 
 
 def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
-    """Raise ValueError where more samples are asked for than every question has; keywords are the options' names."""
+    """Refuse more samples than every question has; keywords are the options' names."""
     for name, values in asked.items():
         if values and max(values) > width:
             has = f"{width}, the samples that every question has"

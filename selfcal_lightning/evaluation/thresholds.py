@@ -88,10 +88,8 @@ def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) ->
     """Return the sides whose responses were sampled as at the fit, as far as that is known; say who is left out."""
     changed = {side: fitted.sampling_differences(weighed.pool.sampled_by) for side, weighed in test.pools.items()}
     if all(changed.values()):
-        raise InputError(
-            f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got "
-            f"{'; '.join(next(iter(changed.values())))}. Fit a threshold on calibration questions sampled like these."
-        )
+        first = "; ".join(next(iter(changed.values())))
+        raise InputError(f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {first}.")
     for side, differences in changed.items():
         if differences:
             reason = "; ".join(differences)
@@ -116,13 +114,12 @@ def _check_runnable(fitted: FittedThreshold, strategy: Strategy, weighed: Weighe
 def _judge_curve(
     fitted: FittedThreshold, strategy: Strategy, weighed: WeighedPool, width: int, settings: StrategySettings
 ) -> dict[str, Any]:
-    confidences, num_reshuffles = [strategy.confidence], settings.num_reshuffles
-    reshuffles = Reshuffles(weighed.pool, confidences, width=width, num_reshuffles=num_reshuffles, seed=settings.seed)
-    (curve,) = evaluate_jobs(reshuffles, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
-    correct, used = curve.outcome.correct, curve.outcome.samples
-    weights = resample_weights(correct.shape[1], num_resamples=settings.num_resamples, seed=settings.seed)
-    accuracy, samples = (estimate_of((values @ weights)[0]) for values in (correct, used))
-    return {"accuracy": asdict(accuracy), "samples": asdict(samples)}
+    seed, num_reshuffles = settings.seed, settings.num_reshuffles
+    orders = Reshuffles(weighed.pool, [strategy.confidence], width=width, num_reshuffles=num_reshuffles, seed=seed)
+    (curve,) = evaluate_jobs(orders, [Job(fitted.name, as_gridded(strategy), (fitted.threshold,))])
+    columns = {"accuracy": curve.outcome.correct, "samples": curve.outcome.samples}
+    weights = resample_weights(orders.num_questions, num_resamples=settings.num_resamples, seed=seed)
+    return {name: asdict(estimate_of((values @ weights)[0])) for name, values in columns.items()}
 
 
 def _judge_risk(

@@ -13,12 +13,6 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each test set from the keys of results.json.
 
     A difference is named where its 95 % interval over questions leaves out 0.
-
-    Example:
-        >>> change = {"own.t.ece.before": .2, "own.t.ece.after": .1, "own.t.ece.change.low": -.2,
-        ...           "own.t.ece.change.high": -.05, "own.t.num_questions.before": 200}
-        >>> verdict(change)
-        ['t: better calibration (ECE .200 -> .100).']
     """
     tests = dict.fromkeys(match[1] for key in results if (match := re.fullmatch(r"own\.(.+)\.ece\.[^.]+", key)))
     return [_sentence(results, f"own.{test}", test) for test in tests]

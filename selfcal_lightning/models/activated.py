@@ -8,7 +8,7 @@ runs the query tokens over these keys and values with the adapter enabled.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,7 @@ from selfcal_lightning.models.causal_lm import evaluation_mode, selected_logits
 from selfcal_lightning.models.outputs import ModelOutputs, run_outputs
 from selfcal_lightning.models.packing import (
     SEGMENTS,
+    WAY_OUT,
     PackingError,
     PrefixTree,
     TreeMasks,
@@ -57,17 +58,14 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
 
 @contextmanager
 def adapter_in_use(model: nn.Module, name: str) -> Iterator[None]:
-    """Make one of several adapters the active one in the block.
-
-    ``requires_grad`` stays unchanged, as in ``adapter_asleep``.
-    """
+    """Make one of several adapters the active one in the block; ``requires_grad`` stays unchanged."""
     layers = _adapted_layers(model)
     before = layers[0].active_adapters
-    _use(layers, [name])
+    _each(layers, lambda layer: layer.set_adapter([name]))
     try:
         yield
     finally:
-        _use(layers, before)
+        _each(layers, lambda layer: layer.set_adapter(before))
 
 
 def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
@@ -86,14 +84,15 @@ def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         _switch(_adapted_layers(adapted), asleep=True)
         asleep = _last_logits(adapted, ids)
     if not torch.equal(asleep, base):
+        apart = (asleep - base).abs().max().item()
         raise InputError(
             f"Expected the activated adapter {adapter!r} to leave the base model as it is while it sleeps, but logits "
-            f"differ by {(asleep - base).abs().max().item():.3g}: samples would not be the base model's."
+            f"differ by {apart:.3g}."
         )
     if torch.equal(awake, base):
         raise InputError(
-            f"Expected the activated adapter {adapter!r} to change what follows its query, but it changes nothing. It "
-            "was not trained, or its weights were not found. Leave it out: the confidences are those of the base model."
+            f"Expected the activated adapter {adapter!r} to change what follows its query, but it changes nothing: it "
+            "was not trained, or its weights were not found."
         )
     return adapted
 
@@ -109,25 +108,17 @@ def _adapted_layers(model: nn.Module) -> list[BaseTunerLayer]:
     return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
 
 
-def _use(layers: Sequence[BaseTunerLayer], names: list[str]) -> None:
+def _each(layers: Sequence[BaseTunerLayer], change: Callable[[BaseTunerLayer], object]) -> None:
+    """Change every layer, and preserve ``requires_grad`` against PEFT's own switches."""
     for layer in layers:
-        with _as_trained(layer):
-            layer.set_adapter(names)
-
-
-@contextmanager
-def _as_trained(layer: BaseTunerLayer) -> Iterator[None]:
-    """Preserve ``requires_grad`` against PEFT's own switches."""
-    trained = [(parameter, parameter.requires_grad) for parameter in cast(nn.Module, layer).parameters()]
-    yield
-    for parameter, is_trained in trained:
-        parameter.requires_grad_(is_trained)
+        trained = [(parameter, parameter.requires_grad) for parameter in cast(nn.Module, layer).parameters()]
+        change(layer)
+        for parameter, is_trained in trained:
+            parameter.requires_grad_(is_trained)
 
 
 def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
-    for layer in layers:
-        with _as_trained(layer):
-            layer.enable_adapters(not asleep)
+    _each(layers, lambda layer: layer.enable_adapters(not asleep))
 
 
 States = tuple[Tensor, Tensor]
@@ -141,7 +132,6 @@ class ContextTrees(TreeMasks):
         self.states: list[States] = []
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
-        """Attend as usual, and keep the keys and values."""
         self.states.append((_on_its_own(key), _on_its_own(value)))
         return super().attend(query, key, value, scaling=scaling, dropout=dropout)
 
@@ -154,7 +144,7 @@ class QueryMasks(TreeMasks):
         self._states, self._num_tokens = states, num_tokens
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
-        """Attend from the queries; all shapes as in ``segment_attention``, with T the tokens of all queries."""
+        """Attend from the queries; T are the tokens of all queries."""
         if self.num_calls == len(self._states):
             raise PackingError("Expected queries to meet the layers that read their responses, but got one more.")
         context_keys, context_values = self._states[self.num_calls]
@@ -211,7 +201,7 @@ class PackedContexts:
     lengths: Tensor
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the forward pass for a query of S tokens after every row: one row of B * S."""
+        """Return the arguments of a forward pass over one row of B queries of S tokens."""
         rows, tokens = len(self.lengths), len(query_ids)
         following = self.lengths[:, None] + torch.arange(tokens, device=query_ids.device)
         return {
@@ -238,7 +228,7 @@ class PaddedContexts:
     lengths: Tensor
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
-        """Return the arguments of the forward pass for a query of S tokens after every row: B rows of S."""
+        """Return the arguments of a forward pass over B rows of S query tokens."""
         rows, tokens = len(self.lengths), len(query_ids)
         return {
             "input_ids": query_ids.repeat(rows, 1),
@@ -260,7 +250,7 @@ def read_contexts(
     tail: int,
     trees: Sequence[PrefixTree] = (),
 ) -> Contexts:
-    """Run the first pass over a batch, without the query at the end of its rows.
+    """Run the first pass over a batch, without the ``tail`` tokens of the query at the end of its rows.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
     """
@@ -271,10 +261,7 @@ def read_contexts(
 
 
 def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOutputs:
-    """Run the second pass and return the model's outputs after the query of every row.
-
-    The contexts stay unchanged, so several queries may be asked in turn.
-    """
+    """Run the second pass: the model's outputs after the query of every row. The contexts stay unchanged."""
     ids, ends = _queries(contexts, query.suffix_ids)
     return run_outputs(cast(Any, model), contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
 
@@ -305,8 +292,8 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
         error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
         if not error <= logit_tolerance(cast(Any, model), asked, rows[0]):
             raise PackingError(
-                f"Expected {name} to give a query the same logits over cached keys and values as in a whole sequence, "
-                f"but they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"
+                f"Expected {name} to give a query over cached keys the logits of a whole sequence, but they differ by "
+                f"{error:.3g} standard deviations in the mean: {_WAY_OUT}"
             )
 
 
@@ -327,19 +314,15 @@ def _asked_logits(
     except (PackingError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise PackingError(
-            f"Expected {type(model.get_base_model()).__name__} to read a query over cached keys and values, but got "
-            f"{type(error).__name__}: {error}: {_WAY_OUT}"
-        ) from error
+        name, reason = type(model.get_base_model()).__name__, f"{type(error).__name__}: {error}"
+        raise PackingError(f"Expected {name} to read a query over cached keys, but got {reason}: {_WAY_OUT}") from error
 
 
 def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
     implementation = model.config.get_text_config()._attn_implementation
     if implementation != SEGMENTS:
-        raise InputError(
-            f'Expected `attn_implementation` to be None or "{SEGMENTS}" for packed rows of an activated adapter, but '
-            f"got {implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
-        )
+        known = f'None or "{SEGMENTS}" for packed rows of an activated adapter'
+        raise InputError(f"Expected `attn_implementation` to be {known}, but got {implementation!r}{WAY_OUT}")
     shorter, kept = cut_branches(trees, tail)
     arguments = packed_inputs(shorter, input_ids[:, kept.to(input_ids.device)], implementation)
     keeping = ContextTrees(shorter)
@@ -349,13 +332,15 @@ def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree
 
 
 def _read_padded(model: PeftModel, input_ids: Tensor, attention_mask: Tensor, tail: int) -> PaddedContexts:
+    from transformers.cache_utils import Cache
+
     lengths = attention_mask.sum(1) - tail
     width = input_ids.shape[1] - tail
     # On the left, so that every query follows its response at once.
     positions = torch.arange(width, device=input_ids.device) - (width - lengths)[:, None]
     real = (positions >= 0).long()
     positions = positions.clamp(min=0)
-    cache = _context_cache()
+    cache = Cache(layer_class_to_replicate=_context_layer())
     arguments = {"input_ids": input_ids.gather(1, positions), "position_ids": positions, "attention_mask": real}
     _run_without_logits(model, {**arguments, "past_key_values": cache, "use_cache": True})
     return PaddedContexts(cache, real, lengths)
@@ -364,12 +349,6 @@ def _read_padded(model: PeftModel, input_ids: Tensor, attention_mask: Tensor, ta
 def _run_without_logits(model: PeftModel, arguments: dict[str, Any]) -> None:
     nowhere = torch.empty(0, dtype=torch.int64, device=arguments["input_ids"].device)
     selected_logits(model, model.get_output_embeddings(), arguments, nowhere)
-
-
-def _context_cache() -> Cache:
-    from transformers.cache_utils import Cache
-
-    return Cache(layer_class_to_replicate=_context_layer())
 
 
 @functools.cache

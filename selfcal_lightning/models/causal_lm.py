@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.backends import cuda
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.folders import (
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class WeightFiles:
-    """Named tensors in one or several safetensors files."""
+    """Named tensors in one or several safetensors files; shapes and dtypes are read from the headers."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.bytes_read = 0
@@ -51,44 +53,36 @@ class WeightFiles:
         elif index.is_file():
             files = indexed_files(folder)
         else:
-            raise InputError(
-                f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}, which has "
-                "neither. Save it again with `save_pretrained`."
-            )
+            raise InputError(f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}.")
         return cls(files)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a tensor of this name is stored."""
         return name in self._files
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all stored tensors."""
         return tuple(self._files)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(_numel(self.shape(name)) * self.dtype(name).itemsize for name in self._files)
+        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._files)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
         """Return the bytes of all tensors with floats of 16 bits and more held in ``dtype``, others as stored."""
         wide = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
         stored = {name: self.dtype(name) for name in self._files}
         return sum(
-            _numel(self.shape(name)) * (dtype if found in wide else found).itemsize for name, found in stored.items()
+            math.prod(self.shape(name)) * (dtype if found in wide else found).itemsize for name, found in stored.items()
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor, from the header of its file."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a stored tensor, from the header of its file."""
         return _DTYPES[self._slice(name).get_dtype()]
 
     def first_float_dtype(self) -> torch.dtype:
-        """Return the dtype of the first stored float tensor: the meaning of "auto" if the config names none."""
+        """Return the dtype of the first stored float tensor: "auto" where the config names none."""
         return next(dtype for dtype in map(self.dtype, self._files) if dtype.is_floating_point)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -102,7 +96,6 @@ class WeightFiles:
         return rows
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor."""
         shape = self.shape(name)
         return self.read_rows(name, 0, shape[0]) if shape else self._handle(name).get_tensor(name)
 
@@ -123,10 +116,6 @@ def _names(file: Path) -> Iterable[str]:
 
     with safe_open(file, framework="pt") as handle:
         return list(handle.keys())
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 _DTYPES = {
@@ -276,8 +265,8 @@ def forward_arguments(
 def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised: bool = True) -> Confidence:
     """Read P(True) from the logits that follow the confidence query.
 
-    The masses are sums of the full softmax over the exact token ids of ``query``, in float32; P(True) is
-    Yes / (Yes + No) when ``normalised``, else Yes.
+    The masses are sums of the full softmax over the token ids of ``query``, in float32; P(True) is Yes / (Yes + No)
+    when ``normalised``, else Yes.
     """
     log_p = logits.float().log_softmax(-1)[:, query_ids(query, logits.device)]
     num_yes = len(query.yes_ids)
@@ -294,26 +283,15 @@ def query_ids(query: ConfidenceQuery, device: torch.device) -> Tensor:
         return torch.tensor([*query.yes_ids, *query.no_ids], device=device)
 
 
-def _no_model(base_model: str, revision: str | None, error: Exception) -> ValueError:
-    return ValueError(
-        refusal_of_code(base_model, error, option="base_model")
-        or f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {base_model!r}"
-        f"{f' at revision {revision!r}' if revision else ''}: {error}"
-    )
+def _no_model(base_model: str, revision: str | None, error: Exception) -> InputError:
+    place = f"{base_model!r}{f' at revision {revision!r}' if revision else ''}"
+    none = f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {place}: {error}"
+    return InputError(refusal_of_code(base_model, error, option="base_model") or none)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode in the block, and restore the mode of each submodule.
-
-    Example:
-        >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-        >>> with evaluation_mode(model):
-        ...     [part.training for part in model]
-        [False, False]
-        >>> [part.training for part in model]
-        [True, False]
-    """
+    """Put ``model`` into evaluation mode in the block, and restore the mode of each submodule."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:
@@ -321,3 +299,29 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+# PyTorch prefers cuDNN's attention on Hopper and Blackwell. It builds a plan for every new combination of shapes *and
+# strides*, which takes tens of milliseconds of host time in every thread. Ours rarely repeat: packed rows differ in
+# width, and responses grow by a token a step. Flash attention needs no plan. CPUs are not affected.
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Exclude cuDNN from PyTorch's attention in the block. For passes without gradients."""
+    allowed = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(allowed)
+
+
+def exclude_cudnn(device: torch.device) -> None:
+    """Exclude cuDNN for the rest of this process if it computes on a GPU.
+
+    For training, whose backward pass recomputes activations in another thread, outside of any block around the forward
+    pass.
+    """
+    if device.type == "cuda":
+        cuda.enable_cudnn_sdp(False)

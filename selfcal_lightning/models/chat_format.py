@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.models.folders import refusal_of_code, resolve_model
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
-BASES = ("task", "none", "boxed")
-FORMATS = ("chat", "plain")
+Base = Literal["task", "none", "boxed"]
+Format = Literal["chat", "plain"]
 PLAIN_TEMPLATE = """\
 {%- if adds_bos %}{{ bos_token }}{% endif -%}
 {%- for message in messages -%}
@@ -63,10 +63,10 @@ class Prompt:
             base models that have none, and ends a response where it goes on to the next question.
     """
 
-    base: Literal["task", "none", "boxed"] = "task"
+    base: Base = "task"
     system: str | None = None
     examples: tuple[PromptExample, ...] = ()
-    format: Literal["chat", "plain"] = "chat"
+    format: Format = "chat"
 
     def as_json(self) -> dict[str, Any]:
         """Return the prompt as plain JSON types; the usual format is left out."""
@@ -75,19 +75,11 @@ class Prompt:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Prompt:
-        """Return the prompt that :meth:`as_json` gave, or that a YAML holds.
-
-        Raises:
-            InputError: A field is unknown, or holds something else.
-
-        Example:
-            >>> Prompt.from_json({"system": "Be brief.", "examples": [{"question": "1+1?", "response": "2"}]}).system
-            'Be brief.'
-        """
+        """Return the prompt that :meth:`as_json` gave, or that a YAML holds."""
         _check_fields(content, ("base", "system", "examples", "format"), "prompt")
-        base, system, examples = content.get("base", "task"), content.get("system"), content.get("examples") or ()
-        style = content.get("format", "chat")
-        for name, value, known in (("base", base, BASES), ("format", style, FORMATS)):
+        base, style = content.get("base", "task"), content.get("format", "chat")
+        system, examples = content.get("system"), content.get("examples") or ()
+        for name, value, known in (("base", base, get_args(Base)), ("format", style, get_args(Format))):
             if value not in known:
                 raise InputError(f"Expected `prompt.{name}` to be one of {', '.join(known)}, but got {value!r}.")
         if system is not None and not isinstance(system, str):
@@ -105,10 +97,8 @@ def put_prompt(questions: Iterable[Question], prompt: Prompt | None) -> list[Que
     put = []
     for question in questions:
         if question.text.strip() in shown:
-            raise InputError(
-                f"Expected the examples of the prompt to be none of the questions, but got {question.text!r}. Take it "
-                "out of one of them: the model would be shown its answer."
-            )
+            # The model would be shown its answer.
+            raise InputError(f"Expected `prompt.examples` to be none of the questions, but got {question.text!r}.")
         put.append(replace(question, messages=_messages(question, prompt)))
     return put
 
@@ -150,20 +140,17 @@ def _example(content: object) -> PromptExample:
         raise InputError(f"Expected an example of the prompt to have `question` and `response`, but got {content!r}.")
     _check_fields(content, ("question", "response"), "prompt.examples")
     for name in ("question", "response"):
-        if not isinstance(content.get(name), str) or not content[name].strip():
-            raise InputError(
-                f"Expected `{name}` of an example of the prompt to hold text, but got {content.get(name)!r}."
-            )
+        text = content.get(name)
+        if not isinstance(text, str) or not text.strip():
+            raise InputError(f"Expected `{name}` of an example of the prompt to hold text, but got {text!r}.")
     return PromptExample(content["question"], content["response"])
 
 
 def _check_fields(content: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for name in content:
         if name not in known:
-            raise InputError(
-                f"Expected the fields of `{where}` to be {', '.join(known)}, but got {name!r}."
-                f"{did_you_mean(str(name), known)}"
-            )
+            hint = did_you_mean(str(name), known)
+            raise InputError(f"Expected the fields of `{where}` to be {', '.join(known)}, but got {name!r}.{hint}")
 
 
 DEFAULT_QUERY = "Is the answer correct? (Yes/No)"
@@ -184,11 +171,9 @@ def load_tokenizer(model: str, *, revision: str | None = None) -> PreTrainedToke
     try:
         found = AutoTokenizer.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare exceptions for a damaged tokenizer.json
-        raise InputError(
-            refusal_of_code(model, error)
-            or f"Expected `model` to name a folder or hub repository with a tokenizer, but loading one from {model!r} "
-            f"(revision {revision!r}) failed: {error}"
-        ) from error
+        place = f"{model!r} (revision {revision!r})"
+        none = f"Expected `model` to name a folder or hub repository with a tokenizer, but got {place}: {error}"
+        raise InputError(refusal_of_code(model, error) or none) from error
     templates = found.chat_template
     for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
         check_template(template, model)
@@ -246,11 +231,9 @@ class ChatFormat:
         tokenizer: The tokenizer; it must have a chat template unless the prompt's format is plain.
         query: Text of the confidence query.
         generation_eos_ids: More ids that end a turn, from the model's generation config.
-        prompt: The user's prompt that the messages come from (``user_prompts.put_prompt``), which tells the samples
-            apart; None is the task's own.
+        prompt: The user's prompt that the messages come from (:func:`put_prompt`); None is the task's own.
 
     Attributes:
-        tokenizer: The tokenizer.
         pad_id: Id to pad with.
         end_of_turn_ids: Ids that end a response: the tokenizer's end-of-sequence and what the template writes after
             an assistant's turn.
@@ -270,8 +253,7 @@ class ChatFormat:
         if tokenizer.chat_template is None and not self.is_plain:
             raise InputError(
                 f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. For a "
-                "base model use `--prompt.format plain`, else an instruction-tuned model, or save a "
-                "`chat_template.jinja` beside its tokenizer."
+                "base model use `--prompt.format plain`, or save a `chat_template.jinja` in its folder."
             )
         if not query.strip():
             raise InputError(f"Expected `query` to be a question, but got {query!r}.")
@@ -300,9 +282,8 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """Return the ids of ``messages`` with an opened assistant turn and at most one BOS.
 
-        Raises:
-            ValueError: When the template refuses the sequence of roles, or has no place for ``tools`` (functions as
-                OpenAI writes them).
+        Raises InputError when the template refuses the sequence of roles, or has no place for ``tools`` (functions as
+        OpenAI writes them).
         """
         literals: list[str] = []
         guarded = [Message(message.role, self._guard(message.content, literals)) for message in messages]
@@ -353,10 +334,9 @@ class ChatFormat:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
             return cast(str, text)
         except TemplateError as error:
-            raise InputError(
-                f"Expected the chat template of {self.tokenizer.name_or_path!r} to accept the roles "
-                f"{[turn['role'] for turn in turns]}, but it refused them: {error}"
-            ) from error
+            roles = [turn["role"] for turn in turns]
+            name = self.tokenizer.name_or_path
+            raise InputError(f"Expected the template of {name!r} to accept the roles {roles}: {error}") from error
 
     def _template_lacks_system_role(self) -> bool:
         self._folds_system = False
@@ -384,7 +364,7 @@ class ChatFormat:
         if rendered.count(_SENTINEL) != 1:
             raise InputError(
                 f"Expected the chat template of {self.tokenizer.name_or_path!r} to keep an assistant's content once, "
-                f"but it occurs {rendered.count(_SENTINEL)} times. Save a template that keeps earlier turns."
+                f"but it occurs {rendered.count(_SENTINEL)} times."
             )
         suffix = rendered.partition(_SENTINEL)[2]
         opened = [tag for slash, tag in _REASONING_TAG.findall(suffix)[-1:] if not slash]
@@ -423,7 +403,7 @@ class ChatFormat:
         if not found:
             raise InputError(
                 f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a token for 'Question', at which a "
-                "response in `prompt.format` plain ends, but it has none. Save a `chat_template.jinja` beside it."
+                "response in `prompt.format` plain ends."
             )
         return found
 
@@ -446,7 +426,7 @@ class ChatFormat:
         if not exact:
             raise InputError(
                 f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a single token for one of "
-                f"{list(texts)}, but it has none. P(True) needs a model whose Yes and No are single tokens."
+                f"{list(texts)}, which P(True) needs."
             )
         return tuple(exact)
 

@@ -72,8 +72,8 @@ def model_folder(model: str, *, revision: str | None = None, download: bool = Tr
 def weight_files(folder: Path) -> list[Path]:
     """Return the sorted weight files of the model or adapter in ``folder``, including missing ones.
 
-    With an index, those that it names, since some repositories hold the same weights again in
-    ``consolidated.safetensors``. Only safetensors count: other formats can hold code.
+    With an index, those that it names, since some repositories hold the same weights again in other files. Only
+    safetensors count: other formats can hold code.
     """
     if (folder / WHOLE).is_file():
         return [folder / WHOLE]
@@ -86,17 +86,13 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
     """Return the files with the weights in ``folder``."""
     files = weight_files(folder)
     if absent := [file.name for file in files if not file.is_file()]:
-        raise InputError(
-            f"Expected `{option}` to be a folder with all files that its index names, but {folder} lacks {absent}. "
-            "Download it again, or copy them there."
-        )
+        raise InputError(f"Expected `{option}` to hold the files of its index, but {folder} lacks {absent}.")
     if not files:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         found = f"{', '.join(pickles[:3])}, which may hold code" if pickles else "none"
         raise InputError(
             f"Expected `{option}` to be a folder with *.safetensors files, the only weights that are read, but "
-            f"{folder} has {found}. Take a version of the model in safetensors, or convert one that you trust: load it "
-            "with transformers elsewhere and `save_pretrained` it."
+            f"{folder} has {found}. Convert a model that you trust by `save_pretrained` of transformers."
         )
     return files
 
@@ -105,10 +101,7 @@ def indexed_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, by name, from the index of ``folder``."""
     names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise InputError(
-            f"Expected {folder / INDEX} to name the file of every tensor in `weight_map`, but it does not. Download it "
-            "again, or save the model again with `save_pretrained`."
-        )
+        raise InputError(f"Expected `weight_map` in {folder / INDEX} to name the file of every tensor.")
     return {tensor: folder / name for tensor, name in names.items()}
 
 
@@ -130,8 +123,8 @@ _CHUNK = 2**24
 def weights_sha256(model: str, *, revision: str | None = None) -> str:
     """Return the sha256 of a model's or adapter's weight files; read once per process.
 
-    Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers the
-    name, the size and the first and last MiB of every file, and the index of the shards.
+    Up to 4 GiB every byte counts. Above that, where reading would take minutes on a network disk, the hash covers name,
+    size and the first and last MiB of every file, and the index of the shards.
     """
     files = _weight_files(model, revision)
     index = files[0].with_name(INDEX)
@@ -140,16 +133,13 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
 
 
 def files_sha256(files: Sequence[Path]) -> list[str]:
-    """Return a sha256 of each file, read once in a process; of all bytes, or above 4 GiB in total of name and edges.
-
-    The rule for large files is that of :func:`weights_sha256`.
-    """
+    """Return a sha256 of each file, read once in a process, by the rule of :func:`weights_sha256`."""
     whole = _is_small(files)
     return [_hash_files(_stamps([file]), None, whole) for file in files]
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
-    """Return the size of a model's or adapter's weight files. Raises ValueError when there are none."""
+    """Return the size of the weight files of a model or adapter."""
     return sum(file.stat().st_size for file in _weight_files(model, revision))
 
 
@@ -200,10 +190,7 @@ MANIFEST = "selfcal_manifest.json"
 FORMAT = 2
 KINDS = ("adapter", "model", "merged", "module")
 CONFIGURATIONS = ("config.json", "adapter_config.json", "reward.json")
-_WAY_OUT = (
-    " Export it again or restore it from a copy; if you changed it on purpose, set its entry in `files` of "
-    f"{MANIFEST} to null."
-)
+_WAY_OUT = f" Export it again; if you changed it on purpose, set its entry in `files` of {MANIFEST} to null."
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -212,16 +199,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     manifest = read_json_object(path)
-    if manifest.get("kind") not in KINDS:
-        raise InputError(
-            f"Expected `kind` in {path} to be one of {', '.join(KINDS)}, but got {manifest.get('kind')!r}."
-        )
-    if manifest.get("format") != FORMAT:
-        raise InputError(
-            f"Expected `format` in {path} to be {FORMAT}, but got {manifest.get('format')!r}: export again."
-        )
-    if not isinstance(manifest.get("files"), dict):
-        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {manifest.get('files')!r}.")
+    kind, version, files = (manifest.get(name) for name in ("kind", "format", "files"))
+    if kind not in KINDS:
+        raise InputError(f"Expected `kind` in {path} to be one of {', '.join(KINDS)}, but got {kind!r}.")
+    if version != FORMAT:
+        raise InputError(f"Expected `format` in {path} to be {FORMAT}, but got {version!r}: export again.")
+    if not isinstance(files, dict):
+        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {files!r}.")
     return manifest
 
 
@@ -237,7 +221,7 @@ def list_files(folder: Path) -> dict[str, str | None]:
 
 
 def check_files(folder: Path) -> None:
-    """Raise InputError if weights or configuration in ``folder`` differ from its manifest, if it has one."""
+    """Refuse weights or configuration in ``folder`` that differ from its manifest, if it has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         return
@@ -248,10 +232,8 @@ def check_files(folder: Path) -> None:
     there = [path for path in wanted if _counts(path) and path.is_file()]
     for path, found in zip(there, files_sha256(there), strict=True):
         if wanted[path] not in (None, found):
-            raise InputError(
-                f"Expected {path} to be the file that was exported, with sha256 {wanted[path]}, but got {found}: it is "
-                f"damaged or was changed.{_WAY_OUT}"
-            )
+            sums = f"with sha256 {wanted[path]}, but got {found}"
+            raise InputError(f"Expected {path} to be the file that was exported, {sums}: it is damaged.{_WAY_OUT}")
 
 
 def strange_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
@@ -273,33 +255,29 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 
 def check_model_folder(model: str, *, option: str = "model") -> None:
-    """Raise InputError if ``model`` is a folder that cannot be loaded."""
+    """Refuse a folder that cannot be loaded; names of the hub pass."""
     folder = Path(resolve_model(model))
     if not folder.is_dir():
         return
     if (folder / ADAPTER_CONFIG).is_file():
         raise InputError(
-            f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. Name the model that "
-            "it was trained on, and this folder as the adapter; or merge the two by `selfcal export`."
+            f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. Name its base model "
+            "and this folder as `adapter`, or merge the two by `selfcal export`."
         )
     if not (folder / CONFIG).is_file():
         refuse_gguf(model, next((str(file) for file in sorted(folder.glob(f"*{GGUF}"))), model), option=option)
-        raise InputError(
-            f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}. An unfinished download "
-            "or export looks like this: make it again."
-        )
+        raise InputError(f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}.")
     check_weights(folder, option=option)
     check_files(folder)
     check_config(folder, weight_files(folder))
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path ends like a GGUF file."""
     return str(path).lower().endswith(GGUF)
 
 
 def refuse_gguf(model: str, file: str, *, option: str = "model") -> None:
-    """Raise InputError if ``file`` is a GGUF file, naming the command that converts it."""
+    """Refuse a GGUF file, naming the command that converts it."""
     if is_gguf(file):
         raise InputError(
             f"Expected `{option}` to be a folder or a name on the hub, but got {model!r}, whose weights are quantised "
@@ -313,15 +291,13 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
     if not (folder / ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"Expected `{option}` to be the folder of a LoRA adapter, as `selfcal fit` writes it, but {adapter!r} "
-            f"holds no {ADAPTER_CONFIG}."
-        )
+        lacks = f"{adapter!r} holds no {ADAPTER_CONFIG}"
+        raise InputError(f"Expected `{option}` to be the folder of a LoRA adapter, but {lacks}.")
     config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
     if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
+        found = f"`peft_type` {config.get('peft_type')!r} and `r` {config.get('r')!r}"
         raise InputError(
-            f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter with its rank `r`, but got `peft_type` "
-            f"{config.get('peft_type')!r} and `r` {config.get('r')!r}."
+            f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter with its rank `r`, but got {found}."
         )
     check_weights(folder, option=option)
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -340,20 +316,17 @@ def local_adapter(adapter: str) -> str:
     try:
         return snapshot_download(adapter, allow_patterns=[ADAPTER_CONFIG, ADAPTER_WEIGHTS])
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"Expected `adapter` to be a folder with an {ADAPTER_CONFIG}, or the hub name of one, but got {adapter!r}: "
-            f"{error}"
-        ) from error
+        raise InputError(f"Expected `adapter` to be a folder or a hub name, but got {adapter!r}: {error}") from error
 
 
 def check_weights(folder: Path, *, option: str) -> None:
-    """Raise InputError unless ``folder`` has safetensors files, each as long as its header says."""
+    """Refuse a folder without safetensors files, or with one that is shorter than its header says."""
     for file in present_weight_files(folder, option=option):
         check_safetensors(file)
 
 
 def check_safetensors(file: Path) -> None:
-    """Raise InputError if a safetensors file is truncated or its header damaged; reads only headers."""
+    """Refuse a safetensors file that is truncated or whose header is damaged; reads only headers."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -361,40 +334,34 @@ def check_safetensors(file: Path) -> None:
             pass
     except SafetensorError as error:
         raise InputError(
-            f"Expected {file} to be a whole safetensors file, but got {file.stat().st_size:,} bytes that cannot be "
-            f"read as one: {error}. It is damaged or its download broke off: fetch or write it again."
+            f"Expected {file} to be a whole safetensors file, but its {file.stat().st_size:,} bytes cannot be read: "
+            f"{error}. It is damaged or its download broke off."
         ) from error
 
 
 def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
-    """Raise InputError where weights of a network were not in its files: transformers fills them with chance."""
+    """Refuse a network whose files lack weights: transformers would draw them at random."""
     missing = sorted(loading["missing_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise InputError(
-            f"Expected `{option}` to hold every weight of its network, but {model!r} lacks "
-            f"{', '.join(missing[:3])}{more}. The files belong to another architecture than its config.json names, or "
-            "a part is not there: fetch or write them again."
-        )
+        lacks = f"{model!r} lacks {', '.join(missing[:3])}{more}"
+        raise InputError(f"Expected `{option}` to hold every weight of its network, but {lacks}.")
 
 
 def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> str | None:
-    """Return what to tell where a loader of transformers refused code that comes with a model; None for other errors.
-
-    Its own message advises to run it.
-    """
+    """Return our message where transformers refused code that comes with a model; its own advises to run it."""
     if "trust_remote_code" not in str(error):
         return None
     return (
-        f"Expected `{option}` to be a model that transformers knows by itself, but got {model!r}, which comes with "
-        "Python code of its own (`auto_map` in its configuration). Such code is never run: use another model."
+        f"Expected `{option}` to be a model that transformers knows, but got {model!r}, which comes with Python code "
+        "of its own (`auto_map`). Such code is never run: use another model."
     )
 
 
 def similar(place: Path) -> str:
-    """Return a hint at a folder beside ``place`` with a similar name, or ""."""
-    beside = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
-    return did_you_mean(place.name, [*beside, *([BUNDLED_NAME] if place.name == str(place) else [])])
+    """Return a hint at a folder next to ``place`` with a similar name, or ""."""
+    known = [path.name for path in place.parent.iterdir() if path.is_dir()] if place.parent.is_dir() else []
+    return did_you_mean(place.name, [*known, *([BUNDLED_NAME] if place.name == str(place) else [])])
 
 
 DIGESTS = ("config_sha256", "weights_sha256")
@@ -427,23 +394,14 @@ def config_sha256(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-CONFIG_FILE = "adapter_config.json"
+# PEFT looks for the last occurrence of these tokens in every row, and the adapter acts from the first of them on.
 INVOCATION = "alora_invocation_tokens"
 
 
-def invoked_by(query_ids: Sequence[int]) -> dict[str, Any]:
-    """Return what makes of a PEFT configuration that of an adapter which these tokens wake.
-
-    PEFT looks for their last occurrence in every row, and the adapter acts from its first token on. It stands in the
-    file alone, not in the configuration of a model in training, which runs the queries of many rows as one row.
-    """
-    return {INVOCATION: list(query_ids)}
-
-
 def read_invocation_ids(adapter: str) -> tuple[int, ...] | None:
-    """Return the tokens that wake an activated adapter; None for one that is always awake."""
+    """Return the tokens that activate an adapter; None for one that is always active."""
     if Path(adapter).is_dir():
-        file = Path(adapter) / CONFIG_FILE
+        file = Path(adapter) / ADAPTER_CONFIG
         config = read_json_object(file, what="the configuration of an adapter") if file.is_file() else {}
     else:
         from peft import PeftConfig

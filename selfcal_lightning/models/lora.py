@@ -1,4 +1,4 @@
-"""Low-rank adapters: attach, save and merge. All that the project knows of PEFT is here and in ``activation``."""
+"""Low-rank adapters: attach, save and merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
-from selfcal_lightning.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_FILE, check_adapter, invoked_by
+from selfcal_lightning.models.folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INVOCATION, check_adapter
 from selfcal_lightning.models.quantization import quantized_layers
 
 if TYPE_CHECKING:
@@ -50,16 +50,13 @@ class LoraSettings:
     activated: bool = True
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise InputError(f"Expected `r` to be a positive integer, but got {self.r}.")
-        if self.alpha <= 0:
-            raise InputError(f"Expected `alpha` to be positive, but got {self.alpha}.")
+        for name in ("r", "alpha"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"Expected `{name}` to be positive, but got {getattr(self, name)}.")
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"Expected `dropout` to lie in [0, 1), but got {self.dropout}.")
         if isinstance(self.target_modules, str) or not self.target_modules:
-            raise InputError(
-                f"Expected `target_modules` to be a non-empty list of layer names, but got {self.target_modules!r}."
-            )
+            raise InputError(f"Expected `target_modules` to list layer names, but got {self.target_modules!r}.")
 
 
 def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0) -> PeftModel:
@@ -115,35 +112,30 @@ def _hold_in_float32(model: PeftModel) -> None:
 
 
 def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Raise ValueError where the layers that ``settings`` names are not there, or share weights that are merged into.
-
-    Shapes are enough: the model may lie on the device ``meta``.
-    """
-    check_target_modules(model, settings.target_modules)
+    """Refuse layers in ``settings`` that are missing or share their weights; the model may lie on ``meta``."""
+    _check_target_modules(model, settings.target_modules)
     if "lm_head" in settings.target_modules and model.config.get_text_config().tie_word_embeddings:
         raise InputError(
-            'Expected `target_modules` without "lm_head", but got it: this model shares its weights with the input '
-            "embedding, and a merged update would be lost on saving."
+            'Expected `target_modules` without "lm_head", which shares its weights with the embedding here.'
         )
 
 
-def check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
-    """Raise ValueError where a target matches no linear layer, naming the layers that there are.
+def _check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
+    """Refuse a target that matches no linear layer, naming the layers that exist.
 
     PEFT itself raises only if *no* target matches, and otherwise silently adapts fewer layers.
     """
-    names = [name for name, module in model.named_modules() if is_linear(module)]
+    names = [name for name, module in model.named_modules() if _is_linear(module)]
     missing = [target for target in target_modules if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing:
         existing = sorted({name.rpartition(".")[2] for name in names})
         raise InputError(
-            f"Expected `target_modules` to name linear layers of the model, but got {missing}, which match none. "
-            f"{type(model).__name__} has {existing}: set `lora.target_modules` to some of these."
+            f"Expected `target_modules` to name linear layers, but got {missing}, which match none. "
+            f"{type(model).__name__} has {existing}."
         )
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether ``module`` is a linear layer, including quantised ones and GPT-2's transposed one."""
+def _is_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, (nn.Linear, Conv1D))
@@ -172,10 +164,10 @@ def save_adapter(
         folder = Path(written) if name == FIRST else Path(written) / name
         for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             (folder / file).rename(directory / file)
-    settings = directory / CONFIG_FILE
+    settings = directory / ADAPTER_CONFIG
     config = json.loads(settings.read_text()) | {"revision": revision}
     if invocation_ids is not None:
-        config |= invoked_by(invocation_ids)
+        config[INVOCATION] = list(invocation_ids)
     settings.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
@@ -218,8 +210,8 @@ def adapter_difference(model: PeftModel, directory: Path) -> float:
     if shapes[0] != shapes[1]:
         changed = sorted(name for name in shapes[0].keys() | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
         raise InputError(
-            f"Expected the adapter in {directory} to have the tensors of the model's, but got {len(changed)} that "
-            f"differ, the first: {changed[0]}. The `lora` settings must be those that it was trained with."
+            f"Expected the `lora` settings of the adapter in {directory}, but {len(changed)} of its tensors have other "
+            f"shapes, such as {changed[0]}."
         )
     pairs = ((mine[name].float().cpu(), theirs[name].float().cpu()) for name in mine)
     return max((one - other).abs().max().item() for one, other in pairs)

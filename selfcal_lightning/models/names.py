@@ -30,11 +30,8 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 def check_model(model: str, *, revision: str | None = None, option: str = "model") -> None:
     """Refuse a model name that is neither a model folder, nor in the hub's cache, nor on the hub."""
-    place = Path(resolve_model(model))
-    if not place.is_dir():
-        check_name(model, revision=revision, option=option)
-        return
     check_model_folder(model, option=option)
+    check_name(model, revision=revision, option=option)
 
 
 def check_name(model: str, *, revision: str | None = None, option: str = "model") -> None:
@@ -83,23 +80,17 @@ def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -
         raise InputError(f"{nowhere}, and not in the hub's cache, which alone is asked (HF_HUB_OFFLINE is set).{hint}")
     if problem := _unreachable(constants.ENDPOINT):
         raise RunError(
-            f"{nowhere}, and not in the hub's cache, and {constants.ENDPOINT} cannot be reached: {problem}. Check the "
-            f"name, or download the model where there is a connection and give its folder.{hint}"
+            f"{nowhere} and not in the hub's cache, and {constants.ENDPOINT} cannot be reached: {problem}. Check the "
+            f"name, or give the folder of a downloaded model.{hint}"
         )
     try:
         HfApi().model_info(model, revision=revision, timeout=HUB_SECONDS)
     except GatedRepoError as error:
-        raise RunError(
-            f"Expected access to {model!r} on the hub, but it is gated: accept its terms there, and set HF_TOKEN or "
-            "run `hf auth login`."
-        ) from error
+        raise RunError(f"{model!r} is gated: accept its terms on the hub, and set HF_TOKEN.") from error
     except RevisionNotFoundError as error:
         raise InputError(f"Expected `revision` to be one of {model!r} on the hub, but got {revision!r}.") from error
     except RepositoryNotFoundError as error:
-        raise InputError(
-            f"{nowhere}, and the hub has no such model that this user may see. Check the name, or set HF_TOKEN for a "
-            f"private one.{hint}"
-        ) from error
+        raise InputError(f"{nowhere}, and the hub has no such model; a private one needs HF_TOKEN.{hint}") from error
     except HfHubHTTPError as error:
         raise RunError(f"{nowhere}, and the hub refused to say more: {' '.join(str(error).split())}") from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def float32_logits(
 def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``log sum_v exp(logit_v)`` of each hidden state, in float32; gradients reach the hidden states only.
 
-    For a few rows. The gradient is computed in the forward pass, so that no logits are kept.
+    The gradient is computed in the forward pass, so that no logits are kept. For a few rows.
     """
     return _LogNormaliser.apply(hidden, weight, bias)
 
@@ -116,22 +116,6 @@ class _TokenLosses(torch.autograd.Function):
 _ENDS: dict[str, bool] = {}  # whether nothing follows the output layer, by a model's class and configuration
 
 
-class ModelOutputs(Protocol):
-    """A model's outputs at the ends of B confidence queries and at the positions that predict N tokens."""
-
-    def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
-        """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
-
-    def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
-        """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
-
-    def token_losses(self, token_ids: Tensor) -> Tensor:
-        """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
-
-    def token_logits(self) -> Tensor:
-        """Return all logits at the other positions, at least float32, [N, V]."""
-
-
 @dataclass(frozen=True)
 class HiddenOutputs:
     """Hidden states before a frozen output layer that ends the model.
@@ -139,8 +123,8 @@ class HiddenOutputs:
     Attributes:
         queries: At the ends of the queries, [B, d].
         labels: At the positions that predict tokens, [N, d].
-        weight: Of the output layer, [V, d].
-        bias: Of it, [V], or None.
+        weight: Output weights, [V, d].
+        bias: Output bias, [V], or None.
     """
 
     queries: Tensor
@@ -149,27 +133,26 @@ class HiddenOutputs:
     bias: Tensor | None
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
-        """See ``ModelOutputs``. A few columns of the output layer are all that ``normalised`` needs."""
+        """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
         yes, no = self._scores(query)
         return torch.sigmoid(yes - no) if normalised else (yes - self._normaliser()).exp()
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
-        """See ``ModelOutputs``."""
+        """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
         yes, no = self._scores(query)
         total = self._normaliser()
         yes_mass, no_mass = (yes - total).exp(), (no - total).exp()
         return Confidence(torch.sigmoid(yes - no) if normalised else yes_mass, yes_mass, no_mass)
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
-        """See ``ModelOutputs``."""
+        """Return the negative log-likelihood of a token at each of the other positions, in nats, [N]."""
         return negative_log_likelihood(self.labels, self.weight, token_ids, self.bias)
 
     def token_logits(self) -> Tensor:
-        """See ``ModelOutputs``."""
+        """Return all logits at the other positions, at least float32, [N, V]."""
         return float32_logits(self.labels, self.weight, self.bias)
 
     def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the unnormalised masses of Yes and No, float32 [B] each."""
         ids = query_ids(query, self.queries.device)
         return _masses(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
 
@@ -179,32 +162,32 @@ class HiddenOutputs:
 
 @dataclass(frozen=True)
 class LogitOutputs:
-    """Logits, for models whose output layer is trained or adapted, or followed by something."""
+    """Logits [B + N, V], for models whose output layer is trained or adapted, or followed by something."""
 
     logits: Tensor
     num_queries: int
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
-        """See ``ModelOutputs``. The normaliser cancels; computing it would only add noise to the gradient."""
         if not normalised:
             return self.confidence(query, normalised=False).p_true
+        # The normaliser cancels; computing it would only add noise to the gradient.
         yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
         return torch.sigmoid(yes - no)
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
-        """See ``ModelOutputs``."""
         return confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
-        """See ``ModelOutputs``."""
         logits = self.logits[self.num_queries :]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return nn.functional.cross_entropy(wide, token_ids, reduction="none")
 
     def token_logits(self) -> Tensor:
-        """See ``ModelOutputs``."""
         logits = self.logits[self.num_queries :]
         return logits if logits.dtype == torch.float64 else logits.float()
+
+
+ModelOutputs = HiddenOutputs | LogitOutputs
 
 
 def read_outputs(
@@ -218,7 +201,7 @@ def read_outputs(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> ModelOutputs:
-    """Run a forward pass and return the model's outputs at some positions of the flattened S * T tokens.
+    """Run a forward pass and return the outputs at some positions of the flattened S * T tokens.
 
     The root module is called, so that the hooks of DDP and FSDP fire.
     """
@@ -240,11 +223,6 @@ def read_hidden(
     return _hidden_states(model, model.get_output_embeddings(), arguments, positions)[0]
 
 
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the output layer of a model is a plain one, neither adapted nor trained nor quantised."""
-    return _is_frozen_linear(model.get_output_embeddings())
-
-
 def run_outputs(
     model: PreTrainedModel, arguments: dict[str, Any], *, queries: Tensor, labels: Tensor, query: ConfidenceQuery
 ) -> ModelOutputs:
@@ -253,7 +231,7 @@ def run_outputs(
     positions = torch.cat((queries, labels))
     if head is None:
         return LogitOutputs(model(**arguments).logits.flatten(0, 1)[positions], len(queries))
-    if _is_frozen_linear(head) and ends_with_head(model.config):
+    if has_plain_head(model) and ends_with_head(model.config):
         hidden, weight, bias = _hidden_states(model, head, arguments, positions)
         return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
     return LogitOutputs(_logits(model, head, arguments, positions, query, len(queries)), len(queries))
@@ -293,8 +271,9 @@ def _returns_what_the_head_gives(config: PreTrainedConfig) -> bool:
     return len(given) == 1 and logits is given[0] and seen == [(1, 3)]
 
 
-def _is_frozen_linear(head: nn.Module) -> bool:
-    """Return whether the output layer is a plain one, neither adapted nor trained nor quantised."""
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the output layer of a model is a plain one, neither adapted nor trained nor quantised."""
+    head = model.get_output_embeddings()
     return type(head) is nn.Linear and not any(parameter.requires_grad for parameter in head.parameters())
 
 

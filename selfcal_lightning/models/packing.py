@@ -52,7 +52,7 @@ class PrefixTree(NamedTuple):
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
-    """Raise ValueError unless ``trees`` are contiguous from the start of a row of ``width`` tokens.
+    """Refuse ``trees`` that are not contiguous from the start of a row of ``width`` tokens.
 
     A branch may be empty: a response without tokens whose query was cut off.
     """
@@ -60,8 +60,7 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
     for tree in trees:
         if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
             raise InputError(
-                f"Expected `trees` to follow one another, each with a prompt of at least one token and with branches, "
-                f"but got {tree} where a tree should start at {stop}."
+                f"Expected `trees` with a prompt and branches that follow one another, got {tree} at {stop}."
             )
         stop = tree.stop
     if stop > width:
@@ -69,13 +68,7 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
 
 
 def cut_branches(trees: Sequence[PrefixTree], tail: int) -> tuple[list[PrefixTree], Tensor]:
-    """Return the trees without the last ``tail`` tokens of every branch, and the indices of the kept tokens.
-
-    Example:
-        >>> cut_branches([PrefixTree(0, 2, (3, 2)), PrefixTree(7, 1, (4,))], 2)
-        ([PrefixTree(start=0, prompt=2, branches=(1, 0)), PrefixTree(start=3, prompt=1, branches=(2,))], \
-tensor([0, 1, 2, 7, 8, 9]))
-    """
+    """Return the trees without the last ``tail`` tokens of every branch, and the indices of the kept tokens."""
     shorter: list[PrefixTree] = []
     kept: list[Tensor] = []
     for tree in trees:
@@ -103,10 +96,6 @@ def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tens
     """Return (tree of every token, branch of every token), int64, [width] each.
 
     Branches are numbered from 1 within their tree, the prompt is 0. Padding is an extra last tree.
-
-    Example:
-        >>> [ids.tolist() for ids in tree_segments([PrefixTree(0, 2, (1, 1)), PrefixTree(4, 1, (1,))], 7)]
-        [[0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 2, 0, 1, 0]]
     """
     tree_ids = torch.full((width,), len(trees), dtype=torch.int64)
     branch_ids = torch.zeros(width, dtype=torch.int64)
@@ -211,9 +200,9 @@ def segment_attention(
     """
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
+            name = type(module).__name__
             raise PackingError(
-                f"Expected {type(module).__name__} to hand `prefix_trees` to its attention, but it did not: this model "
-                f"cannot run packed rows{WAY_OUT}"
+                f"Expected {name} to hand `prefix_trees` to its attention: it cannot run packed rows{WAY_OUT}"
             )
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -222,9 +211,8 @@ def segment_attention(
         )
     asked = [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
     if asked:
-        raise PackingError(
-            f"Expected plain causal attention in packed rows, but {type(module).__name__} asks for {asked}{WAY_OUT}"
-        )
+        name = type(module).__name__
+        raise PackingError(f"Expected plain causal attention in packed rows, but {name} asks for {asked}{WAY_OUT}")
     # Under autocast, rotated queries and keys may be float32 but values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
     output = prefix_trees.attend(query, key, value, scaling=scaling, dropout=dropout)
@@ -263,12 +251,10 @@ def register_segment_attention() -> None:
 
 
 def check_attention(implementation: str | None) -> None:
-    """Raise InputError if the attention implementation does not support packed rows."""
+    """Refuse an attention implementation that does not support packed rows."""
     if implementation not in (None, SEGMENTS, FLEX):
-        raise InputError(
-            f'Expected `attn_implementation` to be None, "{SEGMENTS}" or "{FLEX}" for packed rows, but got '
-            f"{implementation!r}. Leave it out of the model's settings, or set `packing: off` in the data module."
-        )
+        known = f'None, "{SEGMENTS}" or "{FLEX}" for packed rows'
+        raise InputError(f"Expected `attn_implementation` to be {known}, but got {implementation!r}{WAY_OUT}")
 
 
 def packed_inputs(
@@ -405,12 +391,11 @@ def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> Pr
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
-    """Raise InputError with the reason if the model cannot run packed rows."""
-    problem = shared_prefix_problem(config)
-    if problem is not None:
+    """Refuse a model that cannot run packed rows, with the reason."""
+    if (problem := shared_prefix_problem(config)) is not None:
         raise InputError(
-            f"Expected a model whose responses can share a prompt in training, but got {name!r}: {problem}. "
-            "Set `packing: auto` to fall back to batches of like length, or `packing: off`."
+            f"Expected a model whose responses can share a prompt, but got {name!r}: {problem}. Set `packing: auto` to "
+            "fall back to batches of like length, or `packing: off`."
         )
 
 
@@ -445,15 +430,14 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
             error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
             if not error <= tolerance:
                 raise PackingError(
-                    f"Expected {type(model).__name__} to give a response the same logits in a packed row as in a "
-                    f"sequence of its own, but they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
+                    f"Expected {type(model).__name__} to give the same logits in a packed row as in a sequence of its "
+                    f"own, but they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
                 )
     finally:
         model.train(mode)
 
 
 def packs_rightly(model: PreTrainedModel) -> bool:
-    """Return whether a packed row gives the same logits as separate sequences."""
     try:
         check_packed_equals_separate(model)
     except PackingError:
@@ -494,7 +478,5 @@ def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Ten
     except (PackingError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise PackingError(
-            f"Expected {type(model).__name__} to run a row in which responses share a prompt, but got "
-            f"{type(error).__name__}: {error}{WAY_OUT}"
-        ) from error
+        name, reason = type(model).__name__, f"{type(error).__name__}: {error}"
+        raise PackingError(f"Expected {name} to run a packed row, but got {reason}{WAY_OUT}") from error

@@ -25,17 +25,14 @@ CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_
 
 
 def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
-    """Raise ValueError for an unknown choice, or a quantised base without an adapter, which cannot be trained."""
+    """Refuse an unknown choice, or a quantised base without an adapter, which cannot be trained."""
     if quantization not in {None, *get_args(Quantization)}:
         raise InputError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
     if optimizer not in get_args(OptimizerName):
         known = ", ".join(f'"{name}"' for name in get_args(OptimizerName))
         raise InputError(f"Expected `optimizer` to be one of {known}, but got {optimizer!r}.")
     if quantization is not None and not adapted:
-        raise InputError(
-            f"Expected `lora` settings with `quantization` {quantization!r}, but got None: weights of four bits cannot "
-            "be trained. Set `lora`, or leave `quantization` out."
-        )
+        raise InputError(f"Expected `lora` settings with `quantization` {quantization!r}, but got None.")
 
 
 def check_installed(*, quantization: str | None, optimizer: str) -> None:
@@ -62,8 +59,7 @@ def load_nf4_causal_lm(
     stored = load_config(base_model, revision=revision)
     if getattr(stored, "quantization_config", None) is not None:
         raise InputError(
-            f"Expected `base_model` to be an unquantised model for `quantization` 'nf4', but got {base_model!r}, which "
-            "is quantised already. Name the model that it was made of."
+            f"Expected an unquantised `base_model` for nf4, but got {base_model!r}, which is quantised already."
         )
     dtype = "bfloat16" if dtype == "auto" else dtype
     model = load_causal_lm(
@@ -80,10 +76,7 @@ def load_nf4_causal_lm(
         ),
     )
     if not quantized_layers(model):
-        raise InputError(
-            f"Expected {type(model).__name__} to have linear layers beside its output layer, but got none that "
-            "`quantization` could apply to. Leave it out."
-        )
+        raise InputError(f"Expected no `quantization`, since {type(model).__name__} has no linear layers but its last.")
     return model
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
+WAY_OUT = ". Use `trainer.strategy: ddp`."
+
 
 def meta_causal_lm(
     base_model: str, *, revision: str | None, dtype: torch.dtype, attn_implementation: str | None
@@ -33,10 +35,7 @@ def meta_causal_lm(
 
     config = load_config(base_model, revision=revision)
     if getattr(config, "quantization_config", None) is not None:
-        raise InputError(
-            f"Expected `base_model` to hold plain weights, but got {base_model!r}, which is quantised. Use the "
-            "unquantised model, or `trainer.strategy: ddp`."
-        )
+        raise InputError(f"Expected unquantised weights, but got {base_model!r}, which is quantised{WAY_OUT}")
     register_segment_attention()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -94,10 +93,8 @@ def check_architecture(
             return
         except (ImportError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise InputError(
-                f"Expected a causal language model that runs with `attn_implementation` {attn_implementation!r}, but "
-                f"got {base_model!r}: {reason}"
-            ) from error
+            runs = f"a model that runs with `attn_implementation` {attn_implementation!r}"
+            raise InputError(f"Expected {runs}, but got {base_model!r}: {reason}") from error
     if settings is not None:
         check_adaptable(model, settings)
 
@@ -116,19 +113,14 @@ def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> No
     computed = {part: b for part, b in module._buffers.items() if b is not None and b.is_meta and part in unstored}
     for part, buffer in computed.items():
         if not buffer.is_floating_point():
-            raise InputError(
-                f"Expected the buffers of the base model to be floats, but {name}.{part} is {buffer.dtype} and cannot "
-                "be told from one that was never computed. Use `trainer.strategy: ddp`."
-            )
+            # One that was never computed could not be told from one that was.
+            raise InputError(f"Expected float buffers, but {name}.{part} is {buffer.dtype}{WAY_OUT}")
         module._buffers[part] = torch.full_like(buffer, math.nan, device="cpu")
     if computed:
         model._init_weights(module)
     for part in computed:
         if cast(Tensor, module._buffers[part]).isnan().any():
-            raise InputError(
-                f"Expected transformers to compute the buffer {name}.{part}, but it did not. Use "
-                "`trainer.strategy: ddp`."
-            )
+            raise InputError(f"Expected transformers to compute the buffer {name}.{part}, but it did not{WAY_OUT}")
 
 
 def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
@@ -192,10 +184,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
-        raise InputError(
-            f"Expected `base_model` to name its decoder layers in `_no_split_modules`, but {type(model).__name__} "
-            "names none that it has. Use `trainer.strategy: ddp`."
-        )
+        raise InputError(f"Expected {type(model).__name__} to name its layers in `_no_split_modules`{WAY_OUT}")
     return layers
 
 
@@ -225,16 +214,12 @@ def _fill_parameters(
         if drawn_as is not None:
             rows = drawn[drawn_as][start:stop]
         elif stored is None:
-            raise InputError(
-                f"Expected the files of the base model to hold {spots[0][1]!r}, but they do not. A model whose files "
-                "transformers converts on loading cannot be read in slices: use `trainer.strategy: ddp`."
-            )
+            # transformers may convert the files of a model on loading, which cannot be read in slices.
+            raise InputError(f"Expected the base model's files to hold {spots[0][1]!r}, but they do not{WAY_OUT}")
         else:
             if files.shape(stored) != tuple(parameter.shape):
-                raise InputError(
-                    f"Expected {stored!r} to have shape {tuple(parameter.shape)}, but got {files.shape(stored)}. The "
-                    "config.json and the weights must be of one model."
-                )
+                wanted = f"{stored!r} to have shape {tuple(parameter.shape)} as config.json says"
+                raise InputError(f"Expected {wanted}, but got {files.shape(stored)}.")
             rows = files.read_rows(stored, start, stop)
         whole = DTensor.from_local(
             rows.to(device=device, dtype=parameter.dtype, copy=True),
@@ -254,10 +239,8 @@ def _rows_here(parameter: DTensor) -> tuple[int, int]:
     mesh, (*copies, placement) = parameter.device_mesh, parameter.placements
     start, stop = local_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
     if placement != Shard(0) or copies != [Replicate()] * len(copies) or parameter.to_local().shape[0] != stop - start:
-        raise RunError(
-            f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {parameter.to_local().shape} of "
-            f"{parameter.shape} by {parameter.placements}."
-        )
+        found = f"{parameter.to_local().shape} of {parameter.shape} by {parameter.placements}"
+        raise RunError(f"Expected FSDP2 to give this process the rows {start} to {stop}, but got {found}.")
     return start, stop
 
 
@@ -273,9 +256,7 @@ def _fill_buffers(
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)
             if stored not in files:
-                raise InputError(
-                    f"Expected the files of the base model to hold the buffer {stored!r}, but they do not."
-                )
+                raise InputError(f"Expected the base model's files to hold {stored!r}, but they do not{WAY_OUT}")
             buffer = files.read(stored).to(buffer.dtype)
         module._buffers[part] = buffer.to(device)
 
@@ -309,8 +290,10 @@ def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloa
     held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
     if not nf4:
         return held
-    linear = sum(_numel(files, name) * files.dtype(name).itemsize for name in files.names if _is_linear(files, name))
-    numbers = sum(_numel(files, name) for name in files.names if _is_linear(files, name))
+    linear = sum(
+        math.prod(files.shape(name)) * files.dtype(name).itemsize for name in files.names if _is_linear(files, name)
+    )
+    numbers = sum(math.prod(files.shape(name)) for name in files.names if _is_linear(files, name))
     return files.total_bytes - linear + round(numbers * NF4_BYTES)
 
 
@@ -322,13 +305,8 @@ def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]
 
 
 def all_numbers(files: WeightFiles) -> int:
-    """Return the number of parameters of the model."""
-    return sum(_numel(files, name) for name in files.names)
+    return sum(math.prod(files.shape(name)) for name in files.names)
 
 
 def _is_linear(files: WeightFiles, name: str) -> bool:
     return len(files.shape(name)) == 2 and not any(part in name for part in NOT_QUANTISED)
-
-
-def _numel(files: WeightFiles, name: str) -> int:
-    return int(torch.Size(files.shape(name)).numel())

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.models.attention_backends import without_cudnn
-from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.causal_lm import WeightFiles, without_cudnn
 from selfcal_lightning.models.folders import check_all_loaded, check_model_folder, refusal_of_code
 from selfcal_lightning.models.packing import SEGMENTS, packed_inputs, packs_rightly, prefer_segments, runs_packed_rows
 from selfcal_lightning.rewards.formats import RewardFormat, Score

@@ -16,11 +16,10 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
-from selfcal_lightning.models.attention_backends import exclude_cudnn
-from selfcal_lightning.models.causal_lm import Confidence, load_causal_lm
+from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import (
-    CONFIG_FILE,
+    ADAPTER_CONFIG,
     DIGESTS,
     base_model_identity,
     check_model_folder,
@@ -447,7 +446,7 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
     manifest = read_manifest(folder)
     if manifest is not None:
         check_base_model(manifest["base_model"], module.identity, module.base_model)
-    config = read_json_object(folder / CONFIG_FILE, what="the configuration of an adapter")
+    config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
     lora, query_ids = module.lora, read_invocation_ids(str(folder))
     theirs = {
         "r": config["r"],

@@ -23,8 +23,7 @@ from selfcal_lightning.metrics.arrays import AUROC, ECE, PASS_AT_1, Floats
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.consistency import soft_self_consistency
 from selfcal_lightning.metrics.discrimination import auroc, spearman
-from selfcal_lightning.models.attention_backends import without_cudnn
-from selfcal_lightning.models.causal_lm import evaluation_mode
+from selfcal_lightning.models.causal_lm import evaluation_mode, without_cudnn
 from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.models.lora import adapter_difference, adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.training.calibrated_model import ConfidenceModel

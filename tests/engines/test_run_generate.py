@@ -24,7 +24,7 @@ from selfcal_lightning.engines.sampling import running as devices
 from selfcal_lightning.engines.sampling import running as shares
 from selfcal_lightning.engines.sampling.running import parse_shard
 from selfcal_lightning.engines.sampling.shares import select_share
-from selfcal_lightning.evaluation.inputs import ModelSide, SamplingOptions, TestSet, sample_models
+from selfcal_lightning.evaluation.inputs import ModelInputs, ModelSide, SamplingOptions, TestSet, sample_models
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
 
@@ -82,7 +82,7 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
 def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
     options = SamplingOptions(num_samples=1, sampling=SamplingSettings(max_new_tokens=4))
     test = TestSet("id", "word_problems", "test_id", limit=2, offset=3)
-    inputs = sample_models({"base": ModelSide(tiny_model)}, [test], None, tmp_path, options)
+    inputs = sample_models(ModelInputs({"base": ModelSide(tiny_model)}, [test], None, tmp_path, options))
     ids = [entry.question.id for entry in inputs.tests["id"]["base"].entries]
     assert ids == ["word_problems/test_id/000003", "word_problems/test_id/000004"]
 

@@ -11,14 +11,16 @@ from support.options import nested
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.confidence.scaling import fit_scaler
+from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.evaluation.inputs import Inputs, split_off_calibration
-from selfcal_lightning.evaluation.metrics import compare_pools, result_keys, scored_responses, summarise
+from selfcal_lightning.evaluation.inputs import Inputs, TestSet, split_off_calibration
+from selfcal_lightning.evaluation.metrics import compare_pools, result_keys
 from selfcal_lightning.evaluation.test_set import TrainingCost
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
+from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
@@ -67,17 +69,6 @@ def test_values_by_hand() -> None:
     assert keys["own.id.unreadable.after"] == pytest.approx(0.25)
 
 
-def test_response_without_confidence_is_left_out_and_counted() -> None:
-    pool = _pool([[None, 0.5]], [["1", "2"]])
-    assert len(scored_responses(pool).confidence) == 1
-    assert summarise(pool).without_confidence == 1
-
-
-def test_pool_without_any_confidence_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match="the confidence 'p_true', but got none"):
-        scored_responses(_pool([[None]], [["1"]]))
-
-
 RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
 
 
@@ -94,14 +85,9 @@ def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confi
             values = {"p_true": p_true - spread / 2, "sequence_logprob": -tokens / 8 - spread}
             response = {"text": "", "answer": text, "tokens": tokens}
             responses.append({**response, "confidence": values} if confidence else response)
+        name = f"{prefix}{number}"
         lines.append(
-            {
-                "id": f"{prefix}{number}",
-                "task": "local_number",
-                "question": f"{prefix}{number}?",
-                "reference": "1",
-                "responses": responses,
-            }
+            {"id": name, "task": "local_number", "question": f"{name}?", "reference": "1", "responses": responses}
         )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
@@ -232,14 +218,19 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "Expected two models .* one .* or recorded `pools`"),
-        ({"before": "bundled"}, "Expected two models"),
-        ({"model": "bundled"}, "`tests` to name at least one"),
-        ({"pools": {"m": "x"}, "before": "bundled"}, "no `before` beside pools"),
-        ({"model": "bundled", "task": "gsm8k"}, "no `task` beside models"),
-        ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` to lie in \[0, 1\]"),
-        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` to be one of"),
-        ({"pools": {"m": "x"}, "num_reshuffles": -1}, "`num_reshuffles` to be at least 0"),
+        ({}, "two models .* one .* or recorded `pools`"),
+        ({"before": "bundled"}, "before='bundled'"),
+        ({"model": "bundled"}, "`tests`"),
+        ({"pools": {"m": "x"}, "before": "bundled"}, "`before`"),
+        ({"model": "bundled", "task": "gsm8k"}, "`task`"),
+        ({"pools": {"m": "x"}, "prompt": Prompt(system="x")}, "`prompt`"),
+        ({"pools": {"m": "x"}, "thresholds": [1.5]}, r"`thresholds` .*1.5"),
+        ({"pools": {"m": "x"}, "strategies": ["magic"]}, "`strategies` .* 'magic'"),
+        ({"pools": {"m": "x"}, "num_reshuffles": -1}, "`num_reshuffles` .* -1"),
+        ({"pools": {"m": "x"}, "calibration_share": 1.0}, "`calibration_share` .* 1.0"),
+        ({"pools": {"m": "x"}, "budgets": [0]}, r"`budgets` .* \[0\]"),
+        ({"pools": {"m": "x"}, "budgets": []}, r"`budgets` .* \[\]"),
+        ({"pools": {"m": "x"}, "targets": [4, 0]}, "`targets` .* 0"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -247,20 +238,13 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path
         run_evaluate(output_dir=str(tmp_path), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budgets": [0]}, r"`budgets` to be null or numbers of samples from 1, but got \[0\]"),
-        ({"budgets": []}, r"`budgets` to be null or numbers of samples from 1, but got \[\]"),
-        ({"targets": [4, 0]}, r"`targets` to be null or numbers of samples from 1"),
-        ({"budgets": [2, 5]}, "`budgets` to be at most 4, the samples that every question has, but got 5"),
-        ({"targets": [8]}, "`targets` to be at most 4, the samples that every question has, but got 8"),
-    ],
-)
-def test_budgets_that_nobody_can_keep(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "values"), [("budgets", [2, 5]), ("targets", [8])])
+def test_budgets_that_nobody_can_keep(name: str, values: list[int], tmp_path: Path) -> None:
     path = _write(tmp_path / "pool.jsonl", num_questions=6, prefix="t")
-    with pytest.raises(ValueError, match=message):
-        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=1, num_resamples=5, **options)
+    with pytest.raises(ValueError, match=f"`{name}` to be at most 4, .* got {values[-1]}"):
+        run_evaluate(
+            output_dir=str(tmp_path / "out"), pools={"m": path}, num_reshuffles=1, num_resamples=5, **{name: values}
+        )
 
 
 @pytest.mark.parametrize("strategies", [[], ["early_stopping"]])
@@ -269,8 +253,7 @@ def test_pools_of_different_questions_are_told_apart(strategies: list[str], tmp_
         "base": _write(tmp_path / "a.jsonl", num_questions=4, prefix="a"),
         "calibrated": _write(tmp_path / "b.jsonl", num_questions=4, prefix="b"),
     }
-    message = "to answer the same questions, but got 8 that only one of 'base' and 'calibrated' has, such as 'a0'"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="got 8 that only one of 'base' and 'calibrated' has, such as 'a0'"):
         run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, strategies=strategies)
 
 
@@ -280,10 +263,7 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in test.read_text().splitlines()]
     renamed = tmp_path / "c.jsonl"
     renamed.write_text("".join(json.dumps({**line, "id": f"other-{line['id']}"}) + "\n" for line in lines[:5]))
-    message = (
-        r"Expected the calibration questions of 'm' and test set 'test' to share no question, but got 5 in both, for "
-        r"example 'other-t0' and 't0', which are one question under two ids\. .* different splits or files"
-    )
+    message = "calibration questions of 'm' and test set 'test' .* 5 in both, for example 'other-t0' and 't0'"
     options = {"num_reshuffles": 1, "num_resamples": 5, "strategies": ["early_stopping"]}
     with pytest.raises(ValueError, match=message):
         run_evaluate(
@@ -299,8 +279,6 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
 
 
 def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
-    from selfcal_lightning.confidence.splits import halve_pool
-
     path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text(
@@ -317,8 +295,6 @@ def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_sampled_as_test_and_calibration(tmp_path: Path) -> None:
-    from selfcal_lightning.evaluation.inputs import TestSet
-
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
     options = {"task": "local_number", "path": str(file)}
@@ -339,21 +315,23 @@ def test_share_set_aside_for_calibration(tmp_path: Path) -> None:
     assert results["strategies"]["test"]["num_questions"] == 12
     fitted = json.loads((tmp_path / "out" / "fitted" / "m" / "fused.json").read_text())
     assert fitted["fitted_on"]["num_questions"] == 4
-    with pytest.raises(ValueError, match="`calibration_share` to lie between 0 and 1"):
-        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": path}, calibration_share=1.0, **options)
 
 
-def test_cost_is_given_in_tokens_or_in_seconds() -> None:
-    with pytest.raises(ValueError, match="`seconds` and `tokens_per_second` together"):
-        TrainingCost(seconds=5.0)
-    with pytest.raises(ValueError, match="either in `seconds` or in tokens"):
-        TrainingCost(seconds=5.0, tokens_per_second=2.0, trained_tokens=1.0)
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"seconds": 5.0}, "`seconds` and `tokens_per_second`"),
+        ({"seconds": 5.0, "tokens_per_second": 2.0, "trained_tokens": 1.0}, "either in `seconds` or in tokens"),
+        ({"trained_tokens": -1.0}, "-1.0"),
+    ],
+)
+def test_cost_is_given_in_tokens_or_in_seconds(costs: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainingCost(**costs)
 
 
 @pytest.mark.slow
 def test_evaluate_runs_on_the_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from selfcal_lightning.evaluation.inputs import TestSet
-
     tests = [TestSet("id", "word_problems", "test_id", limit=6), TestSet("ood", "word_problems", "test_ood", limit=4)]
     arguments = {"num_samples": 3, "max_new_tokens": 120, "num_resamples": 50, "num_reshuffles": 3, "tables": "short"}
     calibration = TestSet("calibration", "word_problems", "calibration", limit=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,14 +73,6 @@ def test_numbers_by_hand() -> None:
     # Unbiased c* (1 - c*): n / (n - 1) times that of the share.
     assert found.single == pytest.approx(np.mean([0, 1 / 4, 0, 3 / 16]) * 4 / 3)
     assert good.mse.low <= good.mse.value <= good.mse.high
-
-
-def test_without_resamples_there_are_no_intervals() -> None:
-    test = judged([0, 2, 4], 4, {"good": [0.1, 0.4, 0.9]})
-    (row,) = compare_estimators(test, num_resamples=0).rows
-    assert row.mse is not None
-    assert row.spearman.value == pytest.approx(1.0)
-    assert {(each.low, each.high) for each in (row.mse, row.spearman)} == {(None, None)}
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -190,27 +183,31 @@ def test_a_probe_is_not_judged_by_its_own_questions(written: Path, tmp_path: Pat
         run_evaluate_capability(store, str(tmp_path / "out"), split="train")
 
 
-def test_refusals(written: Path, tmp_path: Path) -> None:
-    store, output = str(written / "store"), str(tmp_path / "out")
-    with pytest.raises(InputError, match=r"among probe, agreeing_pairs, .* but got 'prob'"):
-        run_evaluate_capability(store, output, estimator="prob", split="test")
-    with pytest.raises(InputError, match="agreeing_pairs needs `estimate_samples` of at least 2, but got 1"):
-        run_evaluate_capability(store, output, split="test", estimate_samples=1)
-    with pytest.raises(InputError, match="no response from number 8 on"):
-        run_evaluate_capability(store, output, split="test", estimate_samples=8)
-    with pytest.raises(InputError, match=r"but got 1 for 24 of 24 questions with `estimate_samples` 7"):
-        run_evaluate_capability(store, output, split="test", estimate_samples=7)
-    with pytest.raises(InputError, match="different estimates, at least one"):
-        run_evaluate_capability(store, output, split="test", estimator=["probe", "probe"])
-    shutil.copytree(store, tmp_path / "own")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "prob"}, "'prob'"),
+        ({"estimate_samples": 1}, "`estimate_samples` of at least 2, but got 1"),
+        ({"estimate_samples": 8}, "no response from number 8 on"),
+        ({"estimate_samples": 7}, "got 1 for 24 of 24 questions with `estimate_samples` 7"),
+        ({"estimator": ["probe", "probe"]}, "different estimates"),
+        ({"calibration_split": "test"}, "calibration_split"),
+    ],
+)
+def test_refusals(written: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run_evaluate_capability(str(written / "store"), str(tmp_path / "out"), split="test", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_stores_that_lack_values_or_reference_answers_are_refused(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "store", tmp_path / "own")
     QuestionAnnotation(tmp_path / "own", "mine").write({("no question", ""): 0.5}, origin={"by": "hand"})
-    with pytest.raises(InputError, match=r"None of 24 questions of .* has a value of mine"):
-        run_evaluate_capability(str(tmp_path / "own"), output, split="test", estimator="mine")
-    with pytest.raises(InputError, match="calibration_split"):
-        run_evaluate_capability(store, output, split="test", calibration_split="test")
     unjudged = str(capability_store(tmp_path / "unjudged", judged=False))
-    with pytest.raises(InputError, match="`estimator` 'oracle' needs reference answers"):
-        run_evaluate_capability(unjudged, output, split="test", estimator=["oracle"])
-    with pytest.raises(InputError, match=r"`pool` .* needs reference answers"):
-        run_evaluate_capability(unjudged, output, split="test", estimator=["agreeing_pairs"])
-    assert not Path(output).exists()
+    for store, estimator, message in (
+        (str(tmp_path / "own"), ["mine"], "None of 24 questions of .* has a value of mine"),
+        (unjudged, ["oracle"], "`estimator` 'oracle' needs reference answers"),
+        (unjudged, ["agreeing_pairs"], "`pool` .* needs reference answers"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_evaluate_capability(store, str(tmp_path / "out"), split="test", estimator=estimator)

@@ -13,7 +13,6 @@ from selfcal_lightning.confidence.base import MissingConfidenceError
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.curves import (
-    Job,
     Reshuffles,
     StrategyCurve,
     StrategySettings,
@@ -22,11 +21,16 @@ from selfcal_lightning.evaluation.curves import (
     make_jobs,
 )
 from selfcal_lightning.evaluation.inputs import Inputs, check_inputs
-from selfcal_lightning.evaluation.statistics import break_even_rows, budget_rows, resample_curves, saving_rows
+from selfcal_lightning.evaluation.statistics import (
+    break_even_rows,
+    budget_rows,
+    consensus_rows,
+    resample_curves,
+    saving_rows,
+)
 from selfcal_lightning.evaluation.strategies import (
     SideStrategies,
     StrategyReport,
-    consensus_rows,
     report_on,
     run_strategies,
 )
@@ -96,17 +100,6 @@ def test_reshuffles_are_unbiased() -> None:
         assert oracle.outcome.correct[:, column] == pytest.approx(expected, abs=0.03)
 
 
-def test_orders_depend_on_the_seed_only() -> None:
-    pool = pool_of(2)
-    jobs = make_jobs(["self_consistency"], [], width=5)
-
-    def run(seed: int, *, rows: list[str | None]) -> StrategyCurve:
-        return evaluate_jobs(Reshuffles(pool, rows, width=5, num_reshuffles=7, seed=seed), jobs)[0]
-
-    np.testing.assert_array_equal(run(3, rows=[None]).outcome.correct, run(3, rows=[None, "p_true"]).outcome.correct)
-    assert (run(3, rows=[None]).outcome.correct != run(4, rows=[None]).outcome.correct).any()
-
-
 def test_a_large_pool_goes_through_some_questions_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(5)
     jobs = make_jobs(ALL, ["p_true"], width=5, thresholds=(0.0, 0.5, 0.8, 1.0))
@@ -127,21 +120,20 @@ def test_a_large_pool_goes_through_some_questions_at_a_time(monkeypatch: pytest.
         np.testing.assert_array_equal(one.outcome.sum_tokens, other.outcome.sum_tokens)
 
 
-def test_pools_that_cannot_be_evaluated() -> None:
-    pool = recorded([make_entry(["a", "b"], [0.5, 0.5], name="long"), make_entry(["a"], [0.5], name="short")])
-    assert check_pool(pool, "the pool") == 1
-    with pytest.raises(ValueError, match=r"between 1 and 1, the fewest responses .* \('short'\), but got 2"):
-        check_pool(pool, "the pool", max_samples=2)
-    mute = recorded([make_entry([None, None], [0.5, 0.5])])
-    with pytest.raises(ValueError, match="at least one readable answer in the pool, but got none in 2 responses"):
-        check_pool(mute, "the pool")
-    entry = make_entry(["a"], [0.5])
-    unknown = replace(entry, samples=tuple(replace(sample, correct=None) for sample in entry.samples))
-    with pytest.raises(ValueError, match="to have a reference answer, but 'q' has none"):
-        check_pool(recorded([unknown]), "the pool")
-    reshuffles = Reshuffles(pool, [None], width=1, num_reshuffles=0, seed=0)
-    with pytest.raises(ValueError, match="at most the 1 samples that every question has, but got 2"):
-        evaluate_jobs(reshuffles, [Job("votes", SelfConsistency(2), (1,))])
+UNJUDGED = tuple(replace(sample, correct=None) for sample in make_entry(["a"], [0.5]).samples)
+
+
+@pytest.mark.parametrize(
+    ("entries", "max_samples", "message"),
+    [
+        ([make_entry(["a", "b"], [0.5] * 2), make_entry(["a"], [0.5], name="short")], 2, r"'short'\), but got 2"),
+        ([make_entry([None, None], [0.5, 0.5])], None, "got none in 2 responses"),
+        ([replace(make_entry(["a"], [0.5]), samples=UNJUDGED)], None, "reference answer, but 'q' has none"),
+    ],
+)
+def test_pools_that_cannot_be_evaluated(entries: list, max_samples: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_pool(recorded(entries), "the pool", max_samples=max_samples)
 
 
 def curve(

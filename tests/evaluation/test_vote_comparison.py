@@ -26,14 +26,7 @@ def entry(number: int, answers: str, weights: list[float], right: str = "a") -> 
     question = Question(name, "gsm8k", (Message("user", name),), right)
     samples = tuple(
         Sample(
-            name,
-            index,
-            0,
-            f"{answer}{index}",
-            None,
-            "stop",
-            None if answer == "-" else answer,
-            answer == right,
+            name, index, 0, f"{answer}{index}", None, "stop", None if answer == "-" else answer, answer == right,
             confidences={"p_true": weight},
         )
         for index, (answer, weight) in enumerate(zip(answers, weights, strict=True))

@@ -187,17 +187,6 @@ def test_the_base_alone_reads_prompts_and_responses(chat: ChatFormat, tmp_path: 
     assert module.model.training
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_an_adapter_at_its_start_states_what_the_base_does(layout: str, chat: ChatFormat, tiny_model: str) -> None:
-    batch = both_layouts(chat)[layout]
-    confidences = []
-    for lora in (ACTIVATED, NO_DROPOUT):
-        module = module_of(tiny_model, lora=lora)
-        module.configure_model()
-        confidences.append(module.confidence(batch).p_true)
-    torch.testing.assert_close(*confidences, atol=2e-6, rtol=0)
-
-
 def test_falling_asleep_leaves_what_is_trained(tiny_model: str) -> None:
     model = attach_lora(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), ACTIVATED)
     parameters = dict(model.named_parameters())
@@ -312,12 +301,9 @@ def test_quantised_base(tiny_model: str, chat: ChatFormat) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"omega": 0.1},
-            "Expected no `omega` with an activated adapter, which leaves the generator as it is, but got 0.1",
-        ),
-        ({"generation_loss": True}, "Expected no `generation_loss` with an activated adapter"),
-        ({"gradient_checkpointing": True}, "Expected no `gradient_checkpointing` with an activated adapter"),
+        ({"omega": 0.1}, "`omega` with an activated adapter.* 0.1"),
+        ({"generation_loss": True}, "`generation_loss`"),
+        ({"gradient_checkpointing": True}, "`gradient_checkpointing`"),
     ],
 )
 def test_what_an_activated_adapter_has_no_use_for(settings: dict[str, Any], message: str) -> None:
@@ -373,10 +359,3 @@ def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding() -> No
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
     with pytest.raises(ValueError, match="standard deviations in the mean"):
         check_two_passes(model, packed=True)
-
-
-def test_settings_may_be_plain_as_a_checkpoint_holds_them(tiny_model: str) -> None:
-    lora = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
-    joint = {**lora, "activated": False}
-    assert not SelfCalibrationModule(tiny_model, lora=joint, omega=0.1, generation_loss=True).activated
-    assert SelfCalibrationModule(tiny_model, lora={**lora, "activated": True}, omega=0.0).activated

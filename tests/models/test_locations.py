@@ -81,7 +81,7 @@ def test_only_what_the_index_names_is_downloaded_once(twice: LocalHub) -> None:
 def test_a_cache_that_lacks_a_shard_is_completed(twice: LocalHub) -> None:
     shard = weight_files(model_folder("org/m"))[1]
     shard.unlink()
-    with pytest.raises(ValueError, match=rf"`model` to be a folder with all files that .*lacks \['{shard.name}'\]"):
+    with pytest.raises(ValueError, match=rf"`model` .* lacks \['{shard.name}'\]"):
         weights_sha256("org/m")
     model_folder("org/m")
     assert shard.is_file()

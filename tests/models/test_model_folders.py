@@ -31,6 +31,16 @@ def model(tiny_model: str, tmp_path: Path) -> Path:
     return Path(plain_copy(tiny_model, tmp_path / "model"))
 
 
+def adapter_readers(tiny_model: str, adapter: Path) -> list[Callable[[], object]]:
+    """Every way in which an adapter is read."""
+    return [
+        lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
+        lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
+        lambda: read_adapter_state(adapter),
+        lambda: lora_rank(str(adapter)),
+    ]
+
+
 @pytest.fixture
 def adapter(tiny_model: str, tmp_path: Path) -> Path:
     """An adapter as PEFT writes it, without a manifest."""
@@ -55,11 +65,16 @@ def with_code(model: Path) -> Path:
     return model
 
 
-@pytest.mark.parametrize("loader", [*LOADERS.values(), load_config], ids=[*LOADERS, "configuration"])
+@pytest.mark.parametrize(
+    "loader",
+    [*LOADERS.values(), load_config, generation_end_ids],
+    ids=[*LOADERS, "configuration", "ends of turns"],
+)
 def test_code_in_a_model_folder_is_refused_and_never_runs(
-    with_code: Path, monkeypatch: pytest.MonkeyPatch, loader: object
+    with_code: Path, monkeypatch: pytest.MonkeyPatch, loader: Callable[[str], object]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    (with_code / "generation_config.json").unlink()
     with pytest.raises(ValueError, match=r"^Expected .*Python code of its own .* Such code is never run") as raised:
         loader(str(with_code))
     assert "trust_remote_code" not in str(raised.value), "the advice to run it is not passed on"
@@ -93,12 +108,6 @@ def test_code_of_a_tokenizer_is_refused_too(model: Path, monkeypatch: pytest.Mon
     assert not (model / "ran").exists()
 
 
-def test_the_ends_of_turns_are_read_without_code(with_code: Path) -> None:
-    (with_code / "generation_config.json").unlink()
-    with pytest.raises(ValueError, match="Such code is never run"):
-        generation_end_ids(str(with_code))
-
-
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
 def test_pickles_are_not_read(model: Path, loader: object) -> None:
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
@@ -113,10 +122,9 @@ def test_pickles_are_not_read(model: Path, loader: object) -> None:
 def test_pickles_of_an_adapter_are_not_read(tiny_model: str, adapter: Path) -> None:
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"`adapter` .* has adapter_model.bin, which may hold code"):
-        load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu")
-    with pytest.raises(ValueError, match=r"has adapter_model.bin"):
-        load_adapter(load_causal_lm(tiny_model), str(adapter))
+    for read in adapter_readers(tiny_model, adapter):
+        with pytest.raises(ValueError, match=r"`adapter` .* has adapter_model.bin, which may hold code"):
+            read()
 
 
 @pytest.mark.parametrize("left", [0, 4, 100, 5000, -1])
@@ -137,18 +145,6 @@ def test_weights_that_are_not_there_are_not_drawn_at_random(model: Path, loader:
         loader(str(model))
 
 
-def test_so_is_a_shard_of_several(tiny_model: str, model: Path) -> None:
-    load_causal_lm(tiny_model).save_pretrained(model, max_shard_size="1MB")
-    (model / "model.safetensors").unlink()
-    shard = sorted(model.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"Expected {shard} to be a whole safetensors file"):
-        load_causal_lm(str(model))
-    shard.unlink()
-    with pytest.raises(ValueError, match=rf"lacks \['{shard.name}'\]"):
-        load_causal_lm(str(model))
-
-
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": ', '{"weight_map": {"a": 1}}', "{}", "[]"])
 def test_a_broken_index_is_named(model: Path, content: str) -> None:
     (model / "model.safetensors").rename(model / "one.safetensors")
@@ -161,12 +157,7 @@ def test_a_broken_index_is_named(model: Path, content: str) -> None:
 def test_a_truncated_adapter_is_named(tiny_model: str, adapter: Path) -> None:
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    for read in (
-        lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
-        lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
-        lambda: read_adapter_state(adapter),
-        lambda: lora_rank(str(adapter)),
-    ):
+    for read in adapter_readers(tiny_model, adapter):
         with pytest.raises(ValueError, match=rf"Expected {weights} to be a whole safetensors file"):
             read()
 
@@ -174,10 +165,10 @@ def test_a_truncated_adapter_is_named(tiny_model: str, adapter: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"peft_type": "LORA",\n "r": 4,,}', r":2: Expected a JSON object, .*, but got: .* column 9\b"),
-        ('{"peft_type": "LORA"', r":1: Expected a JSON object"),
-        ("[]", "hold a JSON object, .*, but got list"),
-        ('{"peft_type": "IA3"}', "LoRA adapter with its rank `r`, but got `peft_type` 'IA3'"),
+        ('{"peft_type": "LORA",\n "r": 4,,}', r":2: .* column 9\b"),
+        ('{"peft_type": "LORA"', ":1: "),
+        ("[]", "list"),
+        ('{"peft_type": "IA3"}', "`peft_type` 'IA3'"),
         ('{"peft_type": "LORA", "r": "x"}', "`r` 'x'"),
     ],
 )
@@ -185,14 +176,9 @@ def test_a_broken_adapter_configuration_is_named_with_its_line(
     tiny_model: str, adapter: Path, content: str, message: str
 ) -> None:
     (adapter / "adapter_config.json").write_text(content)
-    for read in (
-        lambda: load_network(tiny_model, revision=None, adapter=str(adapter), dtype="float32", device="cpu"),
-        lambda: load_adapter(load_causal_lm(tiny_model), str(adapter)),
-        lambda: lora_rank(str(adapter)),
-    ):
-        with pytest.raises(ValueError, match=rf"{adapter / 'adapter_config.json'}.*{message}|{message}") as raised:
+    for read in adapter_readers(tiny_model, adapter):
+        with pytest.raises(ValueError, match=rf"{adapter / 'adapter_config.json'}.*{message}"):
             read()
-        assert str(adapter / "adapter_config.json") in str(raised.value)
 
 
 def test_an_adapter_in_the_place_of_a_model_does_not_lead_elsewhere(

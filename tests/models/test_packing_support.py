@@ -52,14 +52,6 @@ def test_experts_and_compressed_keys_speak_against_nothing(family: str) -> None:
     assert shared_prefix_problem(config_of(family, **settings)) is None
 
 
-def test_looking_changes_neither_the_configuration_nor_the_random_numbers() -> None:
-    config = config_of("qwen2", num_hidden_layers=5)
-    before, state = config.to_dict(), torch.get_rng_state()
-    assert shared_prefix_problem(config) is None
-    assert config.to_dict() == before
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
@@ -115,12 +107,9 @@ def test_ignored_positions_are_found_out_at_the_usual_initialisation() -> None:
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None])
-    with pytest.raises(ValueError, match="standard deviations in the mean"):
+    with pytest.raises(ValueError, match=r"standard deviations in the mean\. Set `packing: off`"):
         check_packed_equals_separate(model)
-
-
-def test_half_precision_passes_the_check() -> None:
-    check_packed_equals_separate(default_llama().bfloat16())
+    assert model.training
 
 
 def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
@@ -177,12 +166,6 @@ def test_latent_attention_trains_packed(packing: str, pool: Pool, store_dir: str
     trainer.fit(module, datamodule=pool.data(store_dir, packing=packing, batch_size=8, base_model=model))
     assert trainer.global_step == 1
     assert trainer.callback_metrics["train/speed/SharedShare"] > 0.1
-
-
-def test_a_mistyped_model_is_named_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
-    data = pool.data(str(tmp_path / "no-store-yet"), base_model="/no/such/model")
-    with pytest.raises(ValueError, match=r"Expected `base_model` to be a folder or a hub name .* '/no/such/model'"):
-        fit_recorder(data)
 
 
 def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:

@@ -52,5 +52,3 @@ def test_what_cannot_be_done_is_refused(tokenizer: PreTrainedTokenizerBase) -> N
         ChatFormat(tokenizer)
     with pytest.raises(InputError, match="a token for 'Question'"):
         ChatFormat(load_tokenizer("bundled"), prompt=PLAIN)
-    with pytest.raises(InputError, match=r"`prompt.format` to be one of chat, plain, but got 'html'"):
-        Prompt.from_json({"format": "html"})

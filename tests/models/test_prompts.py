@@ -207,23 +207,6 @@ def test_control_tokens_in_contents_are_text(chat: ChatFormat, family: Family) -
     assert chat.decode((*response, chat.query.suffix_ids[0])) == typed
 
 
-def test_marks_typed_by_a_user_are_text(chat: ChatFormat, family: Family) -> None:
-    typed = f"\ufdd00\ufdd0 {family.control[0]} \ufdd0response\ufdd0"
-    assert chat.decode(chat.response_ids(typed)) == typed
-    assert typed in chat.tokenizer.decode(chat.prompt_ids([Message("user", typed)]))
-
-
-def test_a_query_may_name_a_control_token(family: Family, shared: Path) -> None:
-    template = (shared / "data" / "chat_templates" / family.file).read_text()
-    chat = ChatFormat(byte_tokenizer(family, template), query=f"Right? {family.control[0]}")
-    before, after = family.suffix.split(DEFAULT_QUERY)
-    assert chat.query.suffix_ids == (
-        _reference_ids(chat, family, before)
-        + _reference_ids(chat, family, f"Right? {family.control[0]}", special=False)
-        + _reference_ids(chat, family, after)
-    )
-
-
 def test_reasoning_stays_open_for_sampling_and_is_closed_for_the_query(chat: ChatFormat, family: Family) -> None:
     if family.file != "deepseekv3.jinja":
         assert not chat.tokenizer.decode(chat.prompt_ids([USER])).endswith("<think>\n")
@@ -241,13 +224,6 @@ def test_a_refused_system_role_is_folded_into_the_user_turn() -> None:
     )
     chat = ChatFormat(byte_tokenizer(family, ignoring))
     assert chat.prompt_ids([SYSTEM, USER]) == _reference_ids(chat, family, family.system_prompt)
-
-
-def test_a_refused_sequence_of_roles_is_named(shared: Path) -> None:
-    template = (shared / "data" / "chat_templates" / "gemma3.jinja").read_text()
-    chat = ChatFormat(byte_tokenizer(FAMILIES["gemma"], template))
-    with pytest.raises(ValueError, match=r"to accept the roles \['user', 'user'\]"):
-        chat.prompt_ids([USER, USER])
 
 
 def test_a_template_that_prints_the_date_prints_a_fixed_one() -> None:
@@ -276,22 +252,31 @@ def test_sentence_piece_vocabularies_keep_their_yes_and_no() -> None:
     assert set(fast.convert_ids_to_tokens(chat.query.no_ids)) == {"No", "\u2581No"}
 
 
-def test_missing_pieces_are_named() -> None:
-    family = FAMILIES["gemma"]
-    with pytest.raises(ValueError, match=r"gemma3\.jinja.* to have a chat template, but got None"):
-        ChatFormat(byte_tokenizer(family, None))
+@pytest.mark.parametrize(
+    ("template", "query", "message"),
+    [
+        (None, DEFAULT_QUERY, r"gemma3\.jinja.* to have a chat template, but got None"),
+        ("{{ messages[-1]['content'] }}<end_of_turn>", DEFAULT_QUERY, "content once, but it occurs 0 times"),
+        (NO_SYSTEM, " ", "`query`"),
+    ],
+)
+def test_missing_pieces_are_named(template: str | None, query: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatFormat(byte_tokenizer(FAMILIES["gemma"], template), query=query)
+
+
+def test_a_tokenizer_without_yes_and_one_that_is_nowhere_are_named(shared: Path) -> None:
     wordless = Tokenizer(models.BPE(vocab={s: b for b, s in _byte_symbols().items()}, merges=[]))
     wordless.pre_tokenizer = pre_tokenizers.ByteLevel(False)
     fast = PreTrainedTokenizerFast(tokenizer_object=wordless, eos_token="!", name_or_path="wordless")  # noqa: S106
     fast.chat_template = NO_SYSTEM
     with pytest.raises(ValueError, match=r"'wordless' to have a single token for one of \['Yes'"):
         ChatFormat(fast)
-    with pytest.raises(ValueError, match=r"to keep an assistant's content once, but it occurs 0 times"):
-        ChatFormat(byte_tokenizer(family, "{{ messages[-1]['content'] }}<end_of_turn>"))
-    with pytest.raises(ValueError, match="Expected `query` to be a question"):
-        ChatFormat(byte_tokenizer(family, NO_SYSTEM), query=" ")
-    with pytest.raises(ValueError, match="Expected `model` to name a folder or hub repository with a tokenizer"):
+    with pytest.raises(ValueError, match=r"`model` .*/no/such/folder"):
         load_tokenizer("/no/such/folder")
+    template = (shared / "data" / "chat_templates" / "gemma3.jinja").read_text()
+    with pytest.raises(ValueError, match=r"the roles \['user', 'user'\]"):
+        ChatFormat(byte_tokenizer(FAMILIES["gemma"], template)).prompt_ids([USER, USER])
 
 
 def test_the_bundled_model_has_a_chat_format(tiny_model: str) -> None:

@@ -88,7 +88,7 @@ def test_an_output_layer_of_its_own_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_models_that_cannot_be_quantised_are_named(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="LlamaForCausalLM to have linear layers beside its output layer"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers"):
         load_nf4_causal_lm(small_model(tmp_path / "flat", num_hidden_layers=0), device=CPU)
     folder = Path(plain_copy(tiny_model, tmp_path / "packed"))
     config = json.loads((folder / "config.json").read_text())
@@ -125,19 +125,6 @@ def test_confidences_of_another_base_are_another_origin(tiny_model: str) -> None
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantization": "int8"}, "`quantization` to be one of nf4, but got 'int8'"),
-        ({"quantization": "nf4", "lora": None}, "`lora` with `quantization` 'nf4', but got None"),
-        ({"optimizer": "sgd"}, "`optimizer` to be one of adamw, adamw_8bit, .*, but got 'sgd'"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelfCalibrationModule("model", **settings)
-
-
 @pytest.mark.parametrize("settings", [{"quantization": "nf4"}, {"optimizer": "adamw_8bit"}])
 def test_a_missing_package_is_named_before_anything_is_sampled(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -148,6 +135,19 @@ def test_a_missing_package_is_named_before_anything_is_sampled(
         quiet_trainer(callbacks=[generation()]).fit(module_of(tiny_model, **settings), datamodule=data)
     assert not (tmp_path / "store").exists()
     module_of(tiny_model, optimizer="adamw_8bit").configure_model()  # as an export does, which trains nothing
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int8"}, "`quantization` .* 'int8'"),
+        ({"quantization": "nf4", "lora": None}, "`lora` with `quantization` 'nf4'"),
+        ({"optimizer": "sgd"}, "`optimizer` .* 'sgd'"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SelfCalibrationModule("model", **settings)
 
 
 def test_the_guard_reaches_layers_of_any_origin() -> None:

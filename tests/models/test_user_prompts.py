@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
 
-from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
@@ -50,26 +49,23 @@ def test_system_examples_or_none() -> None:
     ]
 
 
-def test_an_example_is_not_among_the_questions() -> None:
-    with pytest.raises(ValueError, match="none of the questions, but got 'What is 1\\+1\\?'"):
-        put_prompt([ask_question("What is 1+1?", task="local_number")], BRIEF)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"sytem": "x"}, "Did you mean 'system'"),
-        ({"system": 3}, "`prompt.system` to be text, but got 3"),
-        ({"base": "non"}, "`prompt.base` to be one of task, none, boxed, but got 'non'"),
-        ({"examples": "x"}, "`prompt.examples` to be a list"),
-        ({"examples": [{"question": "x"}]}, "`response` of an example of the prompt to hold text, but got None"),
-        ({"examples": [{"question": "x", "answer": "y"}]}, "but got 'answer'"),
-        ({"examples": ["x"]}, "to have `question` and `response`, but got 'x'"),
+        ({"system": 3}, "`prompt.system` .* 3"),
+        ({"base": "non"}, "`prompt.base` .* 'non'"),
+        ({"format": "html"}, "`prompt.format` .* 'html'"),
+        ({"examples": "x"}, "`prompt.examples` .* 'x'"),
+        ({"examples": [{"question": "x"}]}, "`response` .* None"),
+        ({"examples": [{"question": "x", "answer": "y"}]}, "'answer'"),
+        ({"examples": ["x"]}, "`question` and `response`, but got 'x'"),
+        ({"examples": [{"question": "What is 2+2?", "response": "4"}]}, r"`prompt.examples` .* 'What is 2\+2\?'"),
     ],
 )
 def test_a_mistake_in_a_prompt_is_named(content: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Prompt.from_json(content)
+        put(Prompt.from_json(content))
 
 
 def test_the_command_line_takes_options_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,31 +95,25 @@ def test_a_configuration_states_it_once_for_model_and_data(
     assert cli.datamodule.collator().chat.prompt == BRIEF
 
 
+def sampled(store: Path, questions: Path, prompt: Prompt | None) -> SampleStore:
+    """Sample a response to each question into ``store``."""
+    options = {"task": "local_number", "path": str(questions), "num_samples": 1}
+    run_generate("bundled", str(store), prompt=prompt, sampling=SamplingSettings(max_new_tokens=4), **options)
+    return SampleStore(store)
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> SampleStore:
     folder = tmp_path_factory.mktemp("prompted")
     (folder / "q.txt").write_text("What is 3+4?\nWhat is 4+5?\n")
-    options = {
-        "task": "local_number",
-        "path": str(folder / "q.txt"),
-        "num_samples": 1,
-        "sampling": SamplingSettings(max_new_tokens=4),
-    }
-    run_generate("bundled", str(folder / "s"), prompt=BRIEF, **options)
-    return SampleStore(folder / "s")
+    return sampled(folder / "s", folder / "q.txt", BRIEF)
 
 
 def test_it_is_part_of_what_a_store_is(store: SampleStore, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("What is 8+8?\n")
-    new = {
-        "task": "local_number",
-        "path": str(tmp_path / "other.txt"),
-        "num_samples": 1,
-        "sampling": SamplingSettings(max_new_tokens=4),
-    }
     for prompt in (None, replace(BRIEF, system="Be kind.")):
         with pytest.raises(ValueError, match=r"same settings, but got prompt.user_prompt"):
-            run_generate("bundled", str(store.path), prompt=prompt, **new)
+            sampled(store.path, tmp_path / "other.txt", prompt)
     first = next(iter(store.rows()))[0]
     assert first.question.messages[0].content == "Be brief."
 
@@ -137,15 +127,9 @@ def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path
         with pytest.raises(ValueError, match=r"Expected the prompt that the store .* was sampled with, .*Be brief"):
             check_prompts(store, chat(other), round=0)
     (tmp_path / "q.txt").write_text("What is 3+4?\n")
-    plain = {
-        "task": "local_number",
-        "path": str(tmp_path / "q.txt"),
-        "num_samples": 1,
-        "sampling": SamplingSettings(max_new_tokens=4),
-    }
-    run_generate("bundled", str(tmp_path / "plain"), **plain)
+    plain = sampled(tmp_path / "plain", tmp_path / "q.txt", None)
     with pytest.raises(ValueError, match="was sampled with, that of the task, but got"):
-        check_prompts(SampleStore(tmp_path / "plain"), chat(BRIEF), round=0)
+        check_prompts(plain, chat(BRIEF), round=0)
 
 
 def test_sources_are_put_with_it() -> None:
@@ -169,8 +153,3 @@ def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path) -> None:
     assert "differs from that of the calibration" in str(note)
     assert "Be brief." in str(note)
     assert choose_prompt("bundled", None, None) == (None, None)
-
-
-def test_recorded_responses_take_no_prompt(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Expected no `prompt` beside pools"):
-        run_evaluate(output_dir=str(tmp_path), pools={"mine": "pool.jsonl"}, prompt=BRIEF)

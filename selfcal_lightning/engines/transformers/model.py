@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.transformers.prefixes import NestedRow, Rows, nested_batch, plan_reading
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
-from selfcal_lightning.models.attention_backends import without_cudnn
+from selfcal_lightning.models.causal_lm import without_cudnn
 from selfcal_lightning.models.folders import (
     check_adapter,
     check_all_loaded,

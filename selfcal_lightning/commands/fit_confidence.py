@@ -21,13 +21,13 @@ from selfcal_lightning.core.progress import Stage, say, tell
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.threshold_fitting import (
+    Goal,
     NoThresholdError,
-    fit_accuracy_threshold,
-    fit_budget_threshold,
+    fit_goal_threshold,
     fit_risk_threshold,
 )
 from selfcal_lightning.inference.thresholds import FittedThreshold
-from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, CurveStrategy
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, has_curve
 from selfcal_lightning.metrics.risk import Procedure
 from selfcal_lightning.records import QuestionSamples
 
@@ -212,7 +212,7 @@ def run_fit_threshold(
     plain = make_strategy(strategy, **fields)
     needed = () if plain.confidence is None else (plain.confidence,)
     # A strategy without a vectorised form is a user's own, which may look at whole samples.
-    is_own = not isinstance(plain, CurveStrategy)
+    is_own = not has_curve(plain)
     read = fusion.load_for_fitting(pool, split, task, needed, known, texts=is_own)
     width, most = len(read.shortest.samples), max(len(entry.samples) for entry in read.entries)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})
@@ -224,11 +224,12 @@ def run_fit_threshold(
     refuse_looking_ahead(needed, [*recorded_confidences(read.estimators), *known])
     with Stage(f"Fitting a threshold of {strategy}"):
         guide, own = (None, list(read.entries)) if use_all else halve_pool(read.entries, seed=seed)
-        common: dict[str, Any] = {"scorers": known, "num_reshuffles": num_reshuffles, "seed": seed}
-        if budget is not None:
-            fitted = fit_budget_threshold(chosen, own, grid, budget=budget, **common)
-        elif accuracy is not None:
-            fitted = fit_accuracy_threshold(chosen, own, grid, accuracy=accuracy, **common)
+        goal: Goal = "accuracy" if budget is None else "budget"
+        value = accuracy if budget is None else budget
+        if value is not None:
+            fitted = fit_goal_threshold(
+                chosen, own, goal, value, grid, scorers=known, num_reshuffles=num_reshuffles, seed=seed
+            )
         else:
             fitted = _fit_risk(
                 chosen, own, risk=float(risk or 0.0), delta=delta, scorers=known,

@@ -22,7 +22,7 @@ from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.threshold_fitting import as_gridded, threshold_for_budget
+from selfcal_lightning.inference.threshold_fitting import as_gridded, choose_threshold
 from selfcal_lightning.inference.thresholds import CalibrationPool, FittedThreshold
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.curves import best_setting_within, wilson_interval
@@ -52,7 +52,7 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
                 continue
             weighted = f"_{row.contender.confidence}" if row.contender.confidence else ""
             fitted = replace(
-                threshold_for_budget(row.curve.solver, questions[side], found, budget),
+                choose_threshold(row.curve.solver, questions[side], found, "budget", budget),
                 name=f"{row.contender.strategy}{weighted}_budget_{budget}",
                 sampled_by=None if (half := halves[side]) is None else half.pool.sampled_by,
             )

@@ -1,9 +1,9 @@
 """Thresholds chosen on a calibration split: for a budget, an accuracy, or a guaranteed error rate with abstention.
 
-:func:`fit_budget_threshold` and :func:`fit_accuracy_threshold` choose when a strategy stops, without a guarantee for
-other questions. :func:`fit_risk_threshold` decides which verdicts to withhold, with a guarantee. All three test exactly
-the procedure that will be used, so every calibration question needs as many responses as the strategy may draw. They
-refuse questions that a scaler or fusion was fitted on, and record their own, so that nothing is reported on them.
+:func:`fit_goal_threshold` chooses when a strategy stops, without a guarantee for other questions.
+:func:`fit_risk_threshold` decides which verdicts to withhold, with a guarantee. Both test exactly the procedure that
+will be used, so every calibration question needs as many responses as the strategy may draw. They refuse questions that
+a scaler or fusion was fitted on, and record their own, so that nothing is reported on them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
+from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.sources import replay
@@ -28,7 +29,6 @@ from selfcal_lightning.inference.thresholds import (
     FittedThreshold,
     TargetKind,
     calibration_pool,
-    check_guide,
     fields_of,
     ready_entries,
 )
@@ -56,25 +56,17 @@ Numbers: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True)
 class GridOutcome:
-    """A strategy at G settings on Q questions: integer sums over the orders of the samples.
-
-    Attributes:
-        grid: The G settings.
-        sum_correct: Number of orders in which the verdict is right [G, Q]; an unreadable answer is wrong.
-        sum_samples: Samples used [G, Q].
-        sum_tokens: Tokens of these samples [G, Q]; None if lengths are unknown or were not requested.
-        num_orders: Number of orders summed.
-    """
+    """A strategy at G settings on Q questions: integer sums [G, Q] over the orders of the samples."""
 
     grid: tuple[float, ...]
-    sum_correct: Numbers = field(repr=False)
-    sum_samples: Numbers = field(repr=False)
-    sum_tokens: Numbers | None = field(default=None, repr=False)
+    sum_correct: Numbers = field(repr=False)  # orders in which the verdict is right
+    sum_samples: Numbers = field(repr=False)  # samples used
+    sum_tokens: Numbers | None = field(default=None, repr=False)  # None if unknown or not requested
     num_orders: int = 1
 
     @property
     def num_questions(self) -> int:
-        """Q."""
+        """Number of questions Q."""
         return self.sum_correct.shape[1]
 
     @property
@@ -105,8 +97,7 @@ class GridOutcome:
     @cached_property
     def mean_tokens(self) -> Floats | None:
         """Mean number of tokens at each setting [G], or None."""
-        tokens = self.tokens
-        return None if tokens is None else tokens.mean(axis=1)
+        return None if (tokens := self.tokens) is None else tokens.mean(axis=1)
 
 
 class GridSums:
@@ -162,14 +153,11 @@ def grid_outcome(
 ) -> GridOutcome:
     """Return the cost and accuracy of ``strategy`` at every value of ``grid``."""
     if not len(grid):
-        raise InputError("Expected `grid` to hold at least one value, but got none.")
+        raise InputError("Expected `grid` to hold at least one value.")
     arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
     width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
     if width > fewest:
-        raise InputError(
-            f"Expected `grid` to ask for at most the {fewest} samples that every question has, but got {width}. Leave "
-            "larger values out, or sample more."
-        )
+        raise InputError(f"Expected `grid` to ask for at most the {fewest} samples of every question, got {width}.")
     orders = Orders(arrays.length, width, num_reshuffles, seed)
     sums = GridSums(strategy, grid, len(arrays.length), num_orders=orders.num_orders, width=width)
     for block in orders.blocks():
@@ -181,12 +169,7 @@ def grid_outcome(
 def grid_of(
     strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
 ) -> tuple[float, ...]:
-    """Return the settings of a strategy worth trying, in ascending order.
-
-    Example:
-        >>> grid_of(EarlyStopping(), thresholds=(0.5, 0.9), values=(0.71,))
-        (0.5, 0.71, 0.9)
-    """
+    """Return the settings of a strategy worth trying, in ascending order; early stopping also tries ``values``."""
     if strategy.grid_parameter == "threshold":
         more = values if isinstance(strategy, EarlyStopping) else ()
         return tuple(sorted({*thresholds, *more}))
@@ -208,12 +191,9 @@ def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[fl
 
 def as_gridded(strategy: Strategy) -> GridStrategy:
     """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
-    if not isinstance(strategy, GridStrategy):
-        raise InputError(
-            f"Expected {strategy.name} to name the field that its settings are tried by as `grid_parameter`, but got "
-            "none. Add one to its class, such as `grid_parameter: ClassVar[str] = 'max_samples'`."
-        )
-    return strategy
+    if not hasattr(strategy, "grid_parameter"):
+        raise InputError(f"Expected {strategy.name} to name the field that a grid sets as `grid_parameter`.")
+    return cast("GridStrategy", strategy)
 
 
 class NoThresholdError(InputError):
@@ -224,68 +204,84 @@ class NoThresholdError(InputError):
         self.certificate = certificate
 
 
-def fit_budget_threshold(
+Goal = Literal["budget", "accuracy"]
+
+
+def fit_goal_threshold(
     strategy: Strategy,
     pool: Sequence[QuestionSamples],
+    goal: Goal,
+    value: float,
     grid: Sequence[float] | None = None,
     *,
-    budget: float,
     scorers: Sequence[FittedScorer] = (),
     num_reshuffles: int = NUM_RESHUFFLES,
     seed: int = SEED,
 ) -> FittedThreshold:
-    """Choose the most accurate setting that uses at most ``budget`` samples per question on average.
+    """Choose when a strategy stops, on calibration questions.
 
-    Ties go to the cheapest setting, then to the first.
+    Args:
+        strategy: The strategy.
+        pool: The calibration questions.
+        goal: "budget" takes the most accurate setting that uses at most ``value`` samples per question on average, the
+            cheapest on ties; "accuracy" the cheapest setting that reaches ``value``, the most accurate on ties.
+        value: The goal's value.
+        grid: Settings to choose from; None takes those of :func:`grid_of`.
+        scorers: Fitted confidences to add.
+        num_reshuffles: Random orders of each question's samples to average over.
+        seed: Seeds the orders.
     """
-    if not budget > 0.0:
-        raise InputError(f"Expected `budget` to be positive, but got {budget}.")
-    calibration = calibration_pool(strategy, pool, scorers)
-    outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
-    return threshold_for_budget(as_gridded(strategy), calibration, outcome, budget)
+    if not 0.0 < value <= (math.inf if goal == "budget" else 1.0):
+        raise InputError(f"Expected `{goal}` to be above 0{'' if goal == 'budget' else ' and at most 1'}, got {value}.")
+    calibration, curved = calibration_pool(strategy, pool, scorers), as_gridded(strategy)
+    if grid is None:
+        reads = strategy.confidence
+        grid = grid_of(curved, values=() if reads is None else confidence_quantiles(calibration.entries, reads))
+    outcome = grid_outcome(curved, calibration.entries, grid, num_reshuffles=num_reshuffles, seed=seed)
+    return choose_threshold(curved, calibration, outcome, goal, value)
 
 
-def threshold_for_budget(
-    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, budget: float
+def choose_threshold(
+    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, goal: Goal, value: float
 ) -> FittedThreshold:
-    """Choose as :func:`fit_budget_threshold` does, from known costs and accuracies."""
-    best = best_setting_within(outcome.mean_samples, outcome.accuracy, budget)
+    """Choose as :func:`fit_goal_threshold` does, from known costs and accuracies."""
+    choose = best_setting_within if goal == "budget" else cheapest_setting_reaching
+    best = choose(outcome.mean_samples, outcome.accuracy, value)
     if best is None:
-        cheapest = int(outcome.mean_samples.argmin())
+        uses, least = ("uses", outcome.mean_samples.min()) if goal == "budget" else ("reaches", outcome.accuracy.max())
         raise InputError(
-            f"Expected a value of the grid to use at most {budget:g} samples on average, but the cheapest, "
-            f"{outcome.grid[cheapest]:g}, uses {outcome.mean_samples[cheapest]:.2f}. Widen the grid."
+            f"No value of the grid meets `{goal}` {value:g}; the closest {uses} {least:.4f}. Widen the grid."
         )
-    return _chosen(strategy, calibration, outcome, best, "budget", budget)
+    threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
+    accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
+    return _fitted(
+        with_setting(strategy, threshold),
+        calibration,
+        goal,
+        value,
+        parameter=parameter,
+        threshold=threshold,
+        delta=None,
+        achieved={"accuracy": accuracy, "mean_samples": samples},
+        message=f"{parameter} {threshold:g} reaches accuracy {accuracy:.4f} at {samples:.2f} samples on the "
+        f"{calibration.fitted_on.num_questions} calibration questions that it was chosen on.",
+    )
 
 
-def fit_accuracy_threshold(
-    strategy: Strategy,
-    pool: Sequence[QuestionSamples],
-    grid: Sequence[float] | None = None,
-    *,
-    accuracy: float,
-    scorers: Sequence[FittedScorer] = (),
-    num_reshuffles: int = NUM_RESHUFFLES,
-    seed: int = SEED,
+def _fitted(
+    strategy: Strategy, calibration: CalibrationPool, target: TargetKind, value: float, **chosen: Any
 ) -> FittedThreshold:
-    """Choose the cheapest setting whose accuracy on the calibration questions reaches ``accuracy``.
-
-    Ties go to the more accurate setting. For the other arguments see :func:`fit_budget_threshold`.
-    """
-    if not 0.0 < accuracy <= 1.0:
-        raise InputError(f"Expected `accuracy` to lie in (0, 1], but got {accuracy}.")
-    calibration = calibration_pool(strategy, pool, scorers)
-    outcome = _outcome(strategy, calibration, grid, num_reshuffles=num_reshuffles, seed=seed)
-    found = cheapest_setting_reaching(outcome.mean_samples, outcome.accuracy, accuracy)
-    if found is None:
-        best = int(outcome.accuracy.argmax())
-        raise InputError(
-            f"Expected a value of the grid to reach an accuracy of {accuracy:g}, but the best, "
-            f"{outcome.grid[best]:g}, reaches {outcome.accuracy[best]:.4f}. Widen the grid, raise the strategy's "
-            "budget, or ask for less."
-        )
-    return _chosen(as_gridded(strategy), calibration, outcome, found, "accuracy", accuracy)
+    return FittedThreshold(
+        name=f"{strategy.name}_{target}_{value:g}",
+        strategy=strategy.name,
+        fields=fields_of(strategy),
+        target=target,
+        value=float(value),
+        num_samples=calibration.num_samples,
+        scorers=scorer_digests(strategy.confidence, calibration.scorers),
+        fitted_on=calibration.fitted_on,
+        **chosen,
+    )
 
 
 def fit_risk_threshold(
@@ -306,7 +302,12 @@ def fit_risk_threshold(
     calibration = calibration_pool(strategy, pool, scorers)
     confidence, wrong, samples = _verdicts(strategy, calibration.entries)
     if guide is not None:
-        check_guide(calibration, guide)
+        check_disjoint(
+            (entry.question for entry in calibration.entries),
+            (entry.question for entry in guide),
+            names=("`pool`", "`guide`"),
+            way_out="Otherwise the guide would select for luck.",
+        )
         seen, lost, _ = _verdicts(strategy, ready_entries(strategy, guide, scorers))
         thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk)
     else:
@@ -317,83 +318,8 @@ def fit_risk_threshold(
     )
     if certificate.threshold is None:
         raise NoThresholdError(certificate)
-    return FittedThreshold(
-        name=f"{strategy.name}_risk_{risk:g}",
-        strategy=strategy.name,
-        fields=fields_of(strategy),
-        parameter=None,
-        threshold=certificate.threshold,
-        target="risk",
-        value=risk,
-        delta=delta,
-        num_samples=calibration.num_samples,
-        scorers=scorer_digests(strategy.confidence, scorers),
-        fitted_on=calibration.fitted_on,
-        achieved=_achieved(certificate, wrong, samples),
-        message=certificate.message,
-    )
-
-
-def _outcome(
-    strategy: Strategy,
-    calibration: CalibrationPool,
-    grid: Sequence[float] | None,
-    *,
-    num_reshuffles: int,
-    seed: int,
-) -> GridOutcome:
-    curved, reads = as_gridded(strategy), strategy.confidence
-    if grid is None:
-        values = () if reads is None else confidence_quantiles(calibration.entries, reads)
-        grid = grid_of(curved, values=values)
-    return grid_outcome(curved, calibration.entries, grid, num_reshuffles=num_reshuffles, seed=seed)
-
-
-def _chosen(
-    strategy: GridStrategy,
-    calibration: CalibrationPool,
-    outcome: GridOutcome,
-    best: int,
-    target: TargetKind,
-    value: float,
-) -> FittedThreshold:
-    threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
-    accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
-    return FittedThreshold(
-        name=f"{strategy.name}_{target}_{value:g}",
-        strategy=strategy.name,
-        fields=fields_of(with_setting(strategy, threshold)),
-        parameter=parameter,
-        threshold=threshold,
-        target=target,
-        value=float(value),
-        delta=None,
-        num_samples=calibration.num_samples,
-        scorers=scorer_digests(strategy.confidence, calibration.scorers),
-        fitted_on=calibration.fitted_on,
-        achieved={"accuracy": accuracy, "mean_samples": samples},
-        message=f"{parameter} {threshold:g} reaches accuracy {accuracy:.4f} at {samples:.2f} samples on the "
-        f"{calibration.fitted_on.num_questions} calibration questions that it was chosen on.",
-    )
-
-
-def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:
-    """Return each verdict's confidence (-inf if it has no answer), whether it is wrong, and its samples used [Q]."""
-    verdicts = [replay(strategy, entry) for entry in entries]
-    answered = [verdict for verdict in verdicts if verdict.answer is not None]
-    if answered and all(verdict.confidence is None for verdict in answered):
-        raise InputError(
-            f"Expected {strategy.name} to state a confidence in its answers, but got none in {len(answered)} of "
-            f"{len(verdicts)} verdicts. A threshold with a guarantee needs a strategy that does."
-        )
-    confidence = [-math.inf if v.answer is None or v.confidence is None else v.confidence for v in verdicts]
-    wrong = [float(not verdict.correct) for verdict in verdicts]
-    return np.array(confidence), np.array(wrong), np.array([float(verdict.samples_used) for verdict in verdicts])
-
-
-def _achieved(certificate: Certificate, wrong: Floats, samples: Floats) -> dict[str, float]:
     answered = certificate.num_answered
-    return {
+    achieved = {
         "coverage": answered / len(wrong),
         "num_answered": answered,
         "num_wrong": certificate.loss,
@@ -402,3 +328,25 @@ def _achieved(certificate: Certificate, wrong: Floats, samples: Floats) -> dict[
         "accuracy_without_abstaining": float(1.0 - wrong.mean()),
         "mean_samples": float(samples.mean()),
     }
+    return _fitted(
+        strategy,
+        calibration,
+        "risk",
+        risk,
+        parameter=None,
+        threshold=certificate.threshold,
+        delta=delta,
+        achieved=achieved,
+        message=certificate.message,
+    )
+
+
+def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:
+    """Return each verdict's confidence (-inf if it has no answer), whether it is wrong, and its samples used [Q]."""
+    verdicts = [replay(strategy, entry) for entry in entries]
+    answered = [verdict for verdict in verdicts if verdict.answer is not None]
+    if answered and all(verdict.confidence is None for verdict in answered):
+        raise InputError(f"Expected {strategy.name} to state a confidence in its answers, as a guarantee needs.")
+    confidence = [-math.inf if v.answer is None or v.confidence is None else v.confidence for v in verdicts]
+    wrong = [float(not verdict.correct) for verdict in verdicts]
+    return np.array(confidence), np.array(wrong), np.array([float(verdict.samples_used) for verdict in verdicts])

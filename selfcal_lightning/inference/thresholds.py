@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,8 +12,8 @@ from selfcal_lightning.confidence.base import add_scores, check_confidence
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
-from selfcal_lightning.confidence.registry import KnownConfidence, refuse_looking_ahead
-from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
+from selfcal_lightning.confidence.registry import refuse_looking_ahead
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.inference.base import Strategy
@@ -36,60 +36,37 @@ class CalibrationPool:
 
 
 def calibration_pool(
-    strategy: Strategy,
-    pool: Sequence[QuestionSamples],
-    scorers: Sequence[FittedScorer] = (),
-    *,
-    known: Iterable[KnownConfidence] = (),
+    strategy: Strategy, pool: Sequence[QuestionSamples], scorers: Sequence[FittedScorer] = ()
 ) -> CalibrationPool:
     """Check, once, everything that a choice on ``pool`` depends on."""
     check_can_answer(strategy.name)
     if not pool:
         raise InputError("Expected `pool` to hold at least one calibration question, but got none.")
     check_not_fitted_on(pool, scorers)
-    entries = ready_entries(strategy, pool, scorers, known=known)
-    return CalibrationPool(entries, tuple(scorers), FittedOn.from_pool(pool))
-
-
-def check_guide(calibration: CalibrationPool, guide: Sequence[QuestionSamples]) -> None:
-    """Raise ValueError if a guide shares questions with the calibration questions, which would select for luck."""
-    check_disjoint(
-        (entry.question for entry in calibration.entries),
-        (entry.question for entry in guide),
-        names=("`pool`", "`guide`"),
-        way_out="Take other questions for it, such as those that the scorers were fitted on, or none.",
-    )
+    return CalibrationPool(ready_entries(strategy, pool, scorers), tuple(scorers), FittedOn.from_pool(pool))
 
 
 def ready_entries(
-    strategy: Strategy,
-    pool: Sequence[QuestionSamples],
-    scorers: Sequence[FittedScorer],
-    *,
-    known: Iterable[KnownConfidence] = (),
+    strategy: Strategy, pool: Sequence[QuestionSamples], scorers: Sequence[FittedScorer]
 ) -> tuple[QuestionSamples, ...]:
     """Return the questions with the scorers' confidences, after checking what the strategy needs."""
     unknown = next((e.question.id for e in pool if any(sample.correct is None for sample in e.samples)), None)
     if unknown is not None:
         raise InputError(f"Expected every calibration question to have a reference answer, but {unknown!r} has none.")
-    _check_width(strategy, pool)
-    scored = tuple(
-        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool
-    )
-    if strategy.confidence is not None:
-        refuse_looking_ahead([strategy.confidence], [*known, *scorers])
-        check_confidence(scored, strategy.confidence)
-    return scored
-
-
-def _check_width(strategy: Strategy, pool: Sequence[QuestionSamples]) -> None:
     shortest = min(pool, key=lambda entry: len(entry.samples))
     if strategy.max_samples > len(shortest.samples):
         raise InputError(
             f"Expected `max_samples` of {strategy.name} to be at most {len(shortest.samples)}, the fewest responses "
-            f"that a calibration question has ({shortest.question.id!r}), but got {strategy.max_samples}: where the "
-            "responses end, another procedure is tested than the one that will be used. Lower it, or sample more."
+            f"that a calibration question has ({shortest.question.id!r}), but got {strategy.max_samples}: another "
+            "procedure would be tested than used."
         )
+    scored = tuple(
+        replace(entry, samples=tuple(add_scores(sample, scorers) for sample in entry.samples)) for entry in pool
+    )
+    if strategy.confidence is not None:
+        refuse_looking_ahead([strategy.confidence], scorers)
+        check_confidence(scored, strategy.confidence)
+    return scored
 
 
 TargetKind = Literal["budget", "accuracy", "risk"]
@@ -116,9 +93,6 @@ class FittedThreshold:
         message: The outcome in a sentence.
         sampled_by: How the responses were sampled: "model", "prompt" and "sampling" of a store's fingerprint; None if
             unknown.
-
-    Raises:
-        ValueError: The strategy is an oracle, may draw more than ``num_samples``, or fields contradict one another.
     """
 
     name: str
@@ -141,8 +115,8 @@ class FittedThreshold:
         most = self.fields.get("max_samples")
         if not isinstance(most, int) or not 1 <= most <= self.num_samples:
             raise InputError(
-                f"Expected `max_samples` to lie between 1 and {self.num_samples}, the responses that every calibration "
-                f"question had, but got {most}: what draws more is another procedure than the one that was tested."
+                f"Expected `max_samples` to lie between 1 and {self.num_samples}, the responses per calibration "
+                f"question, but got {most}: another procedure was tested."
             )
         is_risk = self.target == "risk"
         if is_risk != (self.delta is not None) or is_risk != (self.parameter is None):
@@ -152,7 +126,7 @@ class FittedThreshold:
 
     @property
     def promise(self) -> str:
-        """What it promises, in a sentence or two; only an error rate is guaranteed."""
+        """What it promises; only an error rate is guaranteed."""
         where = f"the {self.fitted_on.num_questions} calibration questions"
         if self.target == "risk" and self.delta is not None:
             return (
@@ -167,37 +141,31 @@ class FittedThreshold:
         return f"On {where} it {kept}; it is {best}. Chosen on these, it guarantees nothing on others."
 
     def configure(self, strategy: AnyStrategy) -> AnyStrategy:
-        """Return ``strategy`` with the chosen threshold; a risk threshold leaves it as it is.
-
-        Raises:
-            InputError: It is not the strategy of the fit, or its fields differ.
-        """
+        """Return ``strategy``, which must be that of the fit, with the chosen threshold; a risk leaves it as it is."""
         mine = {name: value for name, value in self.fields.items() if name != self.parameter}
         theirs = {name: value for name, value in fields_of(strategy).items() if name != self.parameter}
         if strategy.name != self.strategy or mine != theirs:
             raise InputError(
-                f"Expected the strategy that {self.name!r} was fitted for, {self.strategy} with {mine}, but got "
-                f"{strategy.name} with {theirs}. Fit a threshold for this one."
+                f"{self.name!r} was fitted for {self.strategy} with {mine}, but got {strategy.name} with {theirs}. Fit "
+                "a threshold for this one."
             )
         if self.parameter is None:
             return strategy
         return replace(strategy, **{self.parameter: self.fields[self.parameter]})  # type: ignore[type-var]
 
     def check_scorers(self, scorers: Sequence[FittedScorer]) -> None:
-        """Raise ValueError unless the confidence comes from the scorers of the fit; further scorers are allowed."""
+        """Refuse scorers that give another confidence than those of the fit; further scorers are allowed."""
         found = scorer_digests(self.fields.get("confidence"), scorers)
         if found != dict(self.scorers):
             raise InputError(
                 f"Expected the scorers that {self.name!r} was fitted with, {sorted(self.scorers)}, but got "
-                f"{sorted(found)}, or others of these names. Give the very files of the fit by `scorers`."
+                f"{sorted(found)}, or others of these names. Give the files of the fit as `scorers`."
             )
 
     def sampling_differences(self, sampled_by: Mapping[str, Any] | None) -> list[str]:
-        """Return one "field: at the fit, now" for each sampling setting that has changed.
+        """Return one "field: at the fit, now" for each sampling setting that is known to have changed.
 
-        Args:
-            sampled_by: See the attribute. Unknown values are no difference, and models are compared by their weights,
-                not their path.
+        Models are compared by their weights, not their path.
         """
         mine, theirs = (_sampling_facts(facts or {}) for facts in (self.sampled_by, sampled_by))
         return [
@@ -213,19 +181,14 @@ class FittedThreshold:
         return self.target != "risk" or (verdict.confidence is not None and verdict.confidence >= self.threshold)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the threshold as plain JSON types, with the promise for human readers."""
+        """Return the threshold as plain JSON types, with its promise for human readers."""
         names = [field.name for field in fields(self) if field.name != "fitted_on"]
         content = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in names}
         return {**content, "promise": self.promise, "fitted_on": self.fitted_on.as_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedThreshold:
-        """Read what :meth:`as_json` wrote.
-
-        Raises:
-            KeyError: A field is missing.
-            ValueError: The fields contradict one another; see the class.
-        """
+        """Read what :meth:`as_json` wrote."""
         names = [field.name for field in fields(cls) if field.name != "fitted_on"]
         return cls(**{name: content[name] for name in names}, fitted_on=FittedOn.from_json(content["fitted_on"]))
 
@@ -235,12 +198,7 @@ class FittedThreshold:
 
     @classmethod
     def load(cls, path: str | Path) -> FittedThreshold:
-        """Read a threshold from the JSON file that :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            ValueError: It is another kind or version of file, damaged, or of a procedure that cannot be used.
-        """
+        """Read a threshold from the JSON file that :meth:`save` wrote."""
         content = load_fitted(path, (KIND,))[1]
         try:
             return cls.from_json(content)

@@ -6,9 +6,9 @@ vote came first. Reshuffling a pool does not renumber its answer codes, so the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +24,13 @@ from selfcal_lightning.records import QuestionSamples
 UNREADABLE = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Drawn:
     """Which samples the rows of a :class:`PoolArrays` stand for."""
 
-    entries: Sequence[QuestionSamples] = field(repr=False)
-    row: NDArray[np.int64] = field(repr=False)
-    order: NDArray[np.int64] | None = field(default=None, repr=False)
-
-    def taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Drawn:
-        """Return some of the rows, reordered."""
-        return Drawn(self.entries, self.row[rows], order if self.order is None else self.order[rows[:, None], order])
+    entries: Sequence[QuestionSamples]
+    row: NDArray[np.int64]
+    order: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class PoolArrays:
         question_ids: Q ids.
         length: Number of samples of each question [Q], int64; columns beyond it are padding.
         answer: Code of each answer within its question, int32 [Q, N]; -1 for unreadable answers and padding. Codes
-            follow the order of first appearance, which :meth:`reordered` does not renew.
+            follow the recorded order of first appearance, also once samples are reordered.
         confidence: The confidence [Q, N], float64; nan where there is none.
         correct: Whether the answer is right [Q, N], bool; unreadable is wrong.
         tokens: Cost of each sample in tokens [Q, N], float64: the response, plus the confidence query if it is read;
@@ -65,7 +61,7 @@ class PoolArrays:
     def from_samples(
         cls, pool: Sequence[QuestionSamples], *, confidence: str | None = None, query_tokens: int = 0
     ) -> PoolArrays:
-        """Build the arrays from samples; answers keep their classes, questions their order."""
+        """Build the arrays from samples."""
         width = max((len(entry.samples) for entry in pool), default=0)
         shape = len(pool), width
         answer = np.full(shape, UNREADABLE, dtype=np.int32)
@@ -105,7 +101,7 @@ class PoolArrays:
     def entry(self, row: int) -> QuestionSamples:
         """Return the samples of a row, in its order, with their question."""
         if self.drawn is None:
-            raise InputError("Expected arrays that were made of samples (`PoolArrays.from_samples`), but got others.")
+            raise InputError("Expected arrays made by `PoolArrays.from_samples`.")
         entry = self.drawn.entries[self.drawn.row[row]]
         if self.drawn.order is None:
             return entry
@@ -119,23 +115,17 @@ class PoolArrays:
     def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
         """Return the pool in r stacked orders: row i holds the samples of question i % Q in ``order[i]``."""
         ids = self.question_ids[questions]
-        times, left_over = divmod(len(order), len(ids))
-        if left_over:
-            raise InputError(f"Expected orders of all {len(ids)} questions, but got {len(order)} rows.")
+        times = len(order) // len(ids)
         taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
         length = np.full(len(order), order.shape[1], dtype=np.int64)
         return replace(taken, question_ids=ids * times, length=length)
 
     def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
-        place = rows[:, None], order
-        return replace(
-            self,
-            answer=self.answer[place],
-            confidence=self.confidence[place],
-            correct=self.correct[place],
-            tokens=self.tokens[place],
-            drawn=None if self.drawn is None else self.drawn.taken(rows, order),
-        )
+        place, drawn = (rows[:, None], order), self.drawn
+        if drawn is not None:
+            drawn = Drawn(drawn.entries, drawn.row[rows], order if drawn.order is None else drawn.order[place])
+        columns = {name: getattr(self, name)[place] for name in ("answer", "confidence", "correct", "tokens")}
+        return replace(self, drawn=drawn, **columns)
 
 
 @dataclass(frozen=True)
@@ -153,27 +143,27 @@ class CurveOutcome:
     stopped_early: NDArray[np.bool_]
 
 
-@runtime_checkable
 class GridStrategy(Strategy, Protocol):
-    """A strategy with a field that can be set to each value of a grid."""
+    """A strategy with a field that can be set to each value of a grid.
+
+    It may have ``curve(pool: PoolArrays, grid) -> CurveOutcome``, the outcome of ``solve`` on each question at each
+    value of the grid; for others ``solve`` is replayed.
+    """
 
     @property
     def grid_parameter(self) -> str:
         """Name of the field that a grid sets: a threshold, a budget, a window."""
 
 
-@runtime_checkable
-class CurveStrategy(GridStrategy, Protocol):
-    """A strategy with a vectorised form; for others ``solve`` is replayed (:func:`replayed_curve`)."""
-
-    def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return the outcome of ``solve`` on each question at each value of the grid."""
+def has_curve(strategy: Strategy) -> bool:
+    """Return whether a strategy has a vectorised form."""
+    return hasattr(strategy, "curve")
 
 
-# The defaults of every verb that fits, chooses or reports, so that they agree where nothing is said.
+# Defaults of all verbs that fit, choose or report, so that they agree.
 NUM_RESHUFFLES = 100
 SEED = 1
-# Rows (questions times orders) worked on at a time: their columns stay in the cache of a core.
+# Rows (questions times orders) at a time: their columns stay in the cache of a core.
 ROWS_AT_ONCE = 8192
 
 
@@ -190,8 +180,7 @@ class OrderBlock:
 class Orders:
     """Random orders of the samples of Q questions, cut to a budget.
 
-    They depend only on the seed and the numbers of questions and samples, so all strategies and confidences see the
-    same orders; a smaller width cuts the same orders shorter.
+    They depend only on the seed and the numbers of questions and samples; a smaller width cuts the same orders shorter.
 
     Attributes:
         length: Number of samples of each question [Q].
@@ -210,10 +199,7 @@ class Orders:
             raise InputError(f"Expected `num_reshuffles` to be at least 0, but got {self.num_reshuffles}.")
         fewest = int(self.length.min()) if len(self.length) else 0
         if not 1 <= self.width <= fewest:
-            raise InputError(
-                f"Expected `width` to lie between 1 and {fewest}, the fewest samples that a question has, but got "
-                f"{self.width}."
-            )
+            raise InputError(f"Expected `width` to lie between 1 and {fewest}, the fewest samples, got {self.width}.")
 
     @property
     def num_orders(self) -> int:
@@ -221,7 +207,7 @@ class Orders:
         return max(self.num_reshuffles, 1)
 
     def blocks(self) -> Iterator[OrderBlock]:
-        """Yield the orders in blocks: several orders of all questions or, for a large pool, one of some questions."""
+        """Yield the orders in blocks: several of all questions or, for a large pool, one of some questions."""
         generator = np.random.default_rng(self.seed)
         num_questions = len(self.length)
         at_once = max(1, ROWS_AT_ONCE // num_questions)
@@ -229,10 +215,8 @@ class Orders:
             num_orders = min(at_once, self.num_orders - start)
             for first in range(0, num_questions, ROWS_AT_ONCE):
                 questions = slice(first, min(first + ROWS_AT_ONCE, num_questions))
-                is_last = questions.stop == num_questions
-                yield OrderBlock(
-                    questions, self._positions(questions, num_orders, generator), num_orders if is_last else 0
-                )
+                finished = num_orders if questions.stop == num_questions else 0
+                yield OrderBlock(questions, self._positions(questions, num_orders, generator), finished)
 
     def _positions(self, questions: slice, num_orders: int, generator: np.random.Generator) -> Integers:
         columns, length = np.arange(int(self.length.max())), self.length[questions]
@@ -290,7 +274,7 @@ class VoteStep:
 
     Attributes:
         num_samples: Number of samples seen, from 1.
-        totals: Weight of each answer [Q, K]. A live buffer that the next step overwrites.
+        totals: Weight of each answer [Q, K]; the next step overwrites it.
         num_votes: Votes so far [Q].
         leader: Code of the answer with the largest weight, the first seen on ties [Q]; -1 without votes.
         lead_weight: Its weight [Q]; 0 without votes.
@@ -455,27 +439,25 @@ def power_of_two(exponent: Integers) -> Floats:
 
 def curve_of(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
     """Return the outcome of ``strategy`` on a pool at each value of a grid, by its ``curve`` or by replaying it."""
-    return strategy.curve(pool, grid) if isinstance(strategy, CurveStrategy) else replayed_curve(strategy, pool, grid)
+    curve: Callable[[PoolArrays, Sequence[float]], CurveOutcome] | None = getattr(strategy, "curve", None)
+    return replayed_curve(strategy, pool, grid) if curve is None else curve(pool, grid)
 
 
 def replayed_curve(strategy: GridStrategy, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-    """Return the outcome of ``solve`` on each row of ``pool`` at each value of the grid.
-
-    Runs the generator once per row and value, which is slower than a vectorised ``curve``.
-    """
+    """Return the outcome of ``solve`` on each row of ``pool`` at each value of the grid, one by one."""
     shape = len(grid), len(pool.length)
     answer = np.full(shape, UNREADABLE, dtype=np.int32)
     used, stopped = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
     settings = [with_setting(strategy, value) for value in grid]
     for row in range(shape[1]):
         entry = pool.entry(row)
-        codes = _codes(entry, pool, row)
+        pairs = zip(entry.samples, pool.answer[row], strict=False)  # the row may end in padding
+        codes = {sample.answer: int(code) for sample, code in pairs if sample.answer is not None}
         for place, setting in enumerate(settings):
             verdict = replay(setting, entry)
             if verdict.answer is not None and verdict.answer not in codes:
                 raise InputError(
-                    f"Expected {strategy.name} to answer with an answer of the samples, but got {verdict.answer!r} to "
-                    f"question {entry.question.id!r}."
+                    f"{strategy.name} answered {verdict.answer!r} to {entry.question.id!r}, which no sample answers."
                 )
             answer[place, row] = UNREADABLE if verdict.answer is None else codes[verdict.answer]
             used[place, row], stopped[place, row] = verdict.samples_used, verdict.stopped_early
@@ -487,9 +469,3 @@ def with_setting(strategy: GridStrategy, value: float) -> GridStrategy:
     setting = value if strategy.grid_parameter == "threshold" else int(value)
     found: GridStrategy = replace(strategy, **{strategy.grid_parameter: setting})  # type: ignore[type-var]
     return found
-
-
-def _codes(entry: QuestionSamples, pool: PoolArrays, row: int) -> dict[str, int]:
-    """Return the code of each answer among the samples of a row."""
-    pairs = zip(entry.samples, pool.answer[row], strict=False)  # the row may end in padding
-    return {sample.answer: int(code) for sample, code in pairs if sample.answer is not None}

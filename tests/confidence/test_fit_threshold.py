@@ -116,7 +116,7 @@ def test_a_file_that_says_more_than_was_tested_is_refused(tmp_path: Path) -> Non
     assert fit(pool, output, "--budget", "2") == 0
     content = json.loads(output.read_text())
     output.write_bytes(sealed({**content, "fields": {**content["fields"], "max_samples": 16}}))
-    with pytest.raises(ValueError, match=r"`max_samples` to lie between 1 and 4, .* but got 16: .* another procedure"):
+    with pytest.raises(ValueError, match=r"`max_samples` to lie between 1 and 4, .* but got 16"):
         FittedThreshold.load(output)
     output.write_text(json.dumps({**content, "version": 1}))
     with pytest.raises(ValueError, match=r"to have version 3, but got 1\. Fit it again"):

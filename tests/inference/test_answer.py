@@ -27,7 +27,7 @@ from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
 from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note, unreached_note
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import fit_budget_threshold, fit_risk_threshold
+from selfcal_lightning.inference.threshold_fitting import fit_goal_threshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples, Request, Response, SamplingSettings, Verdict
 
@@ -199,7 +199,7 @@ def test_scorers_are_read_by_the_strategy(oracle: Oracle, tmp_path: Path) -> Non
 
 
 def test_a_budget_threshold_brings_the_strategy_along(oracle: Oracle, tmp_path: Path) -> None:
-    fitted = fit_budget_threshold(EarlyStopping(max_samples=3), _pool(), [0.15, 0.25, 0.55], budget=2.0)
+    fitted = fit_goal_threshold(EarlyStopping(max_samples=3), _pool(), "budget", 2.0, [0.15, 0.25, 0.55])
     fitted.save(tmp_path / "t.json")
     (answer,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "t.json"))
     assert answer.max_samples == 3
@@ -266,7 +266,7 @@ def test_a_threshold_wants_the_scorers_of_its_fit(tmp_path: Path) -> None:
     strategy = EarlyStopping(max_samples=3, confidence="calm")
     pool = [replace(entry, question=replace(entry.question, id=f"other-{entry.question.id}")) for entry in _pool()]
     pool = [replace(e, samples=tuple(replace(s, question_id=e.question.id) for s in e.samples)) for e in pool]
-    fitted = fit_budget_threshold(strategy, pool, [0.1, 0.5], budget=3.0, scorers=[scaler])
+    fitted = fit_goal_threshold(strategy, pool, "budget", 3.0, [0.1, 0.5], scorers=[scaler])
     assert isinstance(choose_strategy(None, {}, scorers=[scaler], fitted=fitted), EarlyStopping)
     other = fit_scaler(random_pool(2, num_questions=59), "platt", name="calm")
     for wrong in ([], [other]):

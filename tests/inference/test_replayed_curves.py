@@ -16,8 +16,8 @@ from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.inference.registry import STRATEGIES
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import fit_budget_threshold, grid_outcome
-from selfcal_lightning.inference.vectorised import CurveStrategy, PoolArrays, curve_of, replayed_curve
+from selfcal_lightning.inference.threshold_fitting import fit_goal_threshold, grid_outcome
+from selfcal_lightning.inference.vectorised import PoolArrays, curve_of, has_curve, replayed_curve
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, QuestionSamples
 
@@ -61,7 +61,7 @@ class OwnVote:
 def test_a_replay_gives_what_the_vectorised_form_gives(seed: int) -> None:
     pool = random_pool(seed)
     arrays, grid = PoolArrays.from_samples(pool, confidence="p_true"), (0.0, 0.3, 0.7, 1.0)
-    assert not isinstance(OwnStopping(), CurveStrategy)
+    assert not has_curve(OwnStopping())
     expected, found = EarlyStopping(max_samples=4).curve(arrays, grid), curve_of(OwnStopping(), arrays, grid)
     for name in ("answer", "used", "stopped_early"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
@@ -83,8 +83,8 @@ def test_orders_are_replayed_sample_by_sample() -> None:
     found = grid_outcome(OwnStopping(), pool, grid, **options)
     np.testing.assert_array_equal(found.sum_correct, expected.sum_correct)
     np.testing.assert_array_equal(found.sum_samples, expected.sum_samples)
-    assert fit_budget_threshold(OwnStopping(), pool, grid, budget=3.0, **options).threshold == (
-        fit_budget_threshold(EarlyStopping(max_samples=4), pool, grid, budget=3.0, **options).threshold
+    assert fit_goal_threshold(OwnStopping(), pool, "budget", 3.0, grid, **options).threshold == (
+        fit_goal_threshold(EarlyStopping(max_samples=4), pool, "budget", 3.0, grid, **options).threshold
     )
 
 
@@ -99,8 +99,8 @@ def test_a_strategy_without_a_grid_is_told_what_it_lacks() -> None:
             """Not asked for: what is missing is told before."""
             raise AssertionError("solve was called")
 
-    with pytest.raises(ValueError, match=r"Expected nameless to name the field .* as `grid_parameter`, but got none"):
-        fit_budget_threshold(Nameless(), even_pool(), (1,), budget=1.0)
+    with pytest.raises(ValueError, match=r"Expected nameless to name the field .* as `grid_parameter`"):
+        fit_goal_threshold(Nameless(), even_pool(), "budget", 1.0, (1,))
 
 
 def test_evaluate_runs_registered_strategies_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

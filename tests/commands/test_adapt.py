@@ -77,8 +77,8 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) ->
     assert not (tmp_path / "adapt").exists()
 
 
-def test_settings_that_fit_refuses_are_not_held_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else their mending would be refused as a change of them."""
+def test_settings_that_fit_refuses_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written settings cannot be changed, so nobody could correct them."""
     started: list[list[str]] = []
 
     def refuse(arguments: list[str]) -> int:

@@ -69,9 +69,7 @@ def test_a_part_of_a_trainer_option_is_refused(verb: str, capsys: pytest.Capture
 @pytest.mark.parametrize("verb", TRAINERS)
 def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([verb]) == 1
-    error = capsys.readouterr().err
-    assert f"selfcal {verb}: error: " in error
-    assert f"`selfcal {verb} --config FILE.yaml`" in error
+    assert f"`selfcal {verb} --config FILE.yaml`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

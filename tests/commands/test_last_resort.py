@@ -1,4 +1,4 @@
-"""The last words of a command: a mistake of the user's, a defect of ours, and Ctrl-C are three different things."""
+"""The last words of a command: a mistake of the user's, a defect of ours, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
-from selfcal_lightning.cli import VERBS, run
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.cli import run
+from selfcal_lightning.core import errors
 from selfcal_lightning.core.last_resort import explain
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import config_path
@@ -57,8 +58,6 @@ def status_of(arguments: list[str]) -> int | None:
         ValueError("not enough values to unpack (expected 2, got 1)"),
         ImportError("cannot import name 'Cache' from 'transformers'"),
         KeyError("weights"),
-        IndexError("list index out of range"),
-        AssertionError("never"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -71,139 +70,111 @@ def test_a_defect_is_told_from_a_mistake(
     assert f"{type(error).__name__}: {error}" in shown, "what happened, by class and message"
     assert "error: " not in shown.replace(f"{type(error).__name__}: ", ""), "not as a mistake of the user's"
     assert "SELFCAL_TRACEBACK=1 selfcal evaluate --model bundled --output_dir 'out folder'" in shown, "to be copied"
-    assert "Traceback" not in shown
     assert len(shown.splitlines()) == 2
-
-
-def test_a_trace_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFCAL_TRACEBACK", "1")
-    replace_verb(monkeypatch, raising(KeyError("weights")))
-    with pytest.raises(KeyError, match="weights"):
+    with pytest.raises(type(error)):
         run(EVALUATE)
 
 
-def test_a_mistake_is_one_sentence_whatever_its_class(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.InputError("Expected `a` to be b, but got c."), "Expected `a` to be b, but got c."),
+        (errors.RunError("Expected a server, but got none."), "Expected a server, but got none."),
+        (errors.MissingPackageError("`vllm` is not installed."), "`vllm` is not installed."),
+        (PermissionError(13, "Permission denied", "/srv/results"), "Permission denied: /srv/results"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), "`max_batch`"),
+        (RuntimeError("Symlink loop from '/a'"), "Symlink loop from '/a': name a file or a folder."),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
 ) -> None:
-    """Also of those that no handler of single classes of Python would name."""
-    from selfcal_lightning.core import errors
-
-    for error in (
-        errors.InputError("Expected `a` to be b, but got c."),
-        errors.RunError("Expected a server, but got none."),
-        errors.MissingPackageError("Expected `vllm` to be installed, but it is not."),
-        errors.UserError("Expected `a` to be b, but got c."),
-    ):
-        replace_verb(monkeypatch, raising(error))
-        assert run(EVALUATE) == FAILED
-        assert capsys.readouterr().err == f"selfcal evaluate: error: {error}\n"
-
-
-def test_the_operating_systems_refusal_names_the_place(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replace_verb(monkeypatch, raising(PermissionError(13, "Permission denied", "/srv/results")))
+    replace_verb(monkeypatch, raising(error))
     assert run(EVALUATE) == FAILED
-    assert capsys.readouterr().err == "selfcal evaluate: error: Permission denied: /srv/results\n"
-
-
-def test_too_little_memory_says_what_to_lower(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import torch
-
-    replace_verb(monkeypatch, raising(torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")))
-    assert run(EVALUATE) == FAILED
-    shown = capsys.readouterr().err
-    assert len(shown.splitlines()) == 1
-    assert "`max_batch`" in shown
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("selfcal evaluate: error: ")
+    assert said in line
 
 
 def test_a_lost_peer_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     error = RuntimeError("[../third_party/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:32105")
     assert "a defect" in explain(error, who="selfcal fit")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said = explain(error, who="selfcal fit")
-    assert "Another process of this training was lost" in said
-    assert "ckpt_path: last" in said
+    assert "Another process of this training was lost" in explain(error, who="selfcal fit")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[BaseException], int]:
+    """Run a worker process's entry point in this process; its share raises an error."""
+    from selfcal_lightning.engines.sampling import running
+
+    def work(error: BaseException) -> int:
+        job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
+        monkeypatch.setattr(running, "_watch_parent", lambda: None)
+        monkeypatch.setattr(running.GenerationSettings, "from_plain", dict)
+        monkeypatch.setattr(running, "sample_share", raising(error))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+        return running.work()
+
+    return work
 
 
 def test_a_worker_tells_a_defect_from_a_mistake(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    worker: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from selfcal_lightning.engines.sampling import running as devices
-    from selfcal_lightning.engines.sampling import running as shares
-
-    monkeypatch.setattr(devices, "_watch_parent", lambda: None)
-    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
-    job = json.dumps({"settings": {}, "shard": [1, 2], "report": str(tmp_path / "report.json")})
-    for error in (TypeError("unsupported operand"), KeyError("weights")):
-        monkeypatch.setattr(shares, "sample_share", raising(error))
-        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
-        assert devices.work() == FAILED
-        shown = capsys.readouterr().err
-        assert shown.startswith("worker 1 of 2: ")
-        assert f"{type(error).__name__}: {error}" in shown
-        assert "SELFCAL_TRACEBACK=1" in shown
+    assert worker(KeyError("weights")) == FAILED
+    shown = capsys.readouterr().err
+    assert shown.startswith("worker 1 of 2: ")
+    assert "KeyError: 'weights'" in shown
+    assert "SELFCAL_TRACEBACK=1" in shown
 
 
-def test_a_worker_keeps_other_packages_quiet_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is a process of its own, in which the command line's own preparations were not made."""
-    from selfcal_lightning.engines.sampling import running as devices
-    from selfcal_lightning.engines.sampling import running as shares
-
+def test_a_worker_keeps_other_packages_quiet_too(
+    worker: Callable[[BaseException], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     monkeypatch.setattr(logger, "filters", [])
-    monkeypatch.setattr(devices, "_watch_parent", lambda: None)
-    monkeypatch.setattr(shares.GenerationSettings, "from_plain", dict)
-    monkeypatch.setattr(shares, "sample_share", raising(KeyboardInterrupt()))
-    job = json.dumps({"settings": {}, "shard": [0, 2], "report": str(tmp_path / "report.json")})
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
-    assert devices.work() == INTERRUPTED
+    assert worker(KeyboardInterrupt()) == INTERRUPTED
     advice = "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
     assert not logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, advice, (), None))
 
 
 # ---- Ctrl-C
 
-ASKED = "What is 1 + 1?\nWhat is 2 + 2?\n"
+OPEN = "selfcal_lightning.engines.sampling.running.open_engine"
+TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
+# Of each verb: its options, the function at which it is interrupted, and what the last line must say.
+STOPPED = {
+    "generate": (
+        ["--model", "bundled", "--store_dir", "store", "--task", "word_problems", "--limit", "2"],
+        OPEN, "0 questions with all their samples are in store; the same command goes on",
+    ),
+    "answer": (
+        ["--model", "bundled", "--questions", "asked.txt"],
+        "selfcal_lightning.commands.answer.run_strategy", "the same command asks all questions again",
+    ),
+    "evaluate": (
+        ["--model", "bundled", "--tests", TESTS, "--output_dir", "out"], OPEN, "the same command goes on",
+    ),
+    "score": (
+        ["--pool", "pool.jsonl", "--output", "scored.jsonl", "--estimator", "response_consistency"],
+        "selfcal_lightning.confidence.scoring._score", "the same command goes on",
+    ),
+}  # fmt: skip
 
 
-def commands(folder: Path) -> dict[str, tuple[list[str], str, str]]:
-    """Of each verb: its options, the function at which it is interrupted, and what the last line must say."""
-    (folder / "asked.txt").write_text(ASKED)
-    pool = folder / "pool.jsonl"
-    line = {"id": "q", "task": "gsm8k", "split": "calibration", "question": "1?", "reference": "7"}
-    pool.write_text(json.dumps({**line, "responses": [{"text": "It is 7.", "confidence": {"p_true": 0.5}}]}) + "\n")
-    store, task = str(folder / "store"), ["--task", "word_problems"]
-    tests = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
-    shared = "selfcal_lightning.engines.sampling.running.open_engine"
-    return {
-        "generate": (
-            ["--model", "bundled", "--store_dir", store, *task, "--limit", "2"],
-            shared, f"0 questions with all their samples are in {store}; the same command goes on",
-        ),
-        "answer": (
-            ["--model", "bundled", "--questions", str(folder / "asked.txt")],
-            "selfcal_lightning.commands.answer.run_strategy", "the same command asks all questions again",
-        ),
-        "evaluate": (
-            ["--model", "bundled", "--tests", tests, "--output_dir", str(folder / "out")],
-            shared, "the same command goes on",
-        ),
-        "score": (
-            ["--pool", str(pool), "--output", str(folder / "scored.jsonl"), "--estimator", "response_consistency"],
-            "selfcal_lightning.confidence.scoring._score", "the same command goes on",
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("verb", ["generate", "answer", "evaluate", "score"])
+@pytest.mark.parametrize("verb", STOPPED)
 def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options, place, kept = commands(tmp_path)[verb]
+    Path("asked.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
+    line = {"id": "q", "task": "gsm8k", "split": "calibration", "question": "1?", "reference": "7"}
+    line["responses"] = [{"text": "It is 7.", "confidence": {"p_true": 0.5}}]
+    Path("pool.jsonl").write_text(json.dumps(line) + "\n")
+    options, place, kept = STOPPED[verb]
     monkeypatch.setattr(place, raising(KeyboardInterrupt()))
     assert status_of([verb, *options]) == INTERRUPTED
     shown = capsys.readouterr().err
@@ -211,17 +182,6 @@ def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
     assert last.startswith(f"selfcal {verb}: stopped by Ctrl-C. ")
     assert kept in last
     assert "Traceback" not in shown
-
-
-@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.function])
-def test_so_does_every_verb_that_is_a_function(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
-) -> None:
-    monkeypatch.setattr("selfcal_lightning.cli.run_function", raising(KeyboardInterrupt()))
-    assert status_of([verb]) == INTERRUPTED
-    shown = capsys.readouterr().err.strip()
-    assert shown.startswith(f"selfcal {verb}: stopped by Ctrl-C. ")
-    assert len(shown.splitlines()) == 1
 
 
 @pytest.fixture
@@ -281,7 +241,7 @@ def test_a_failed_test_leaves_no_empty_logs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise InputError("Expected something else.")
+        raise errors.InputError("Expected something else.")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", fail)
@@ -311,56 +271,46 @@ def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str]) -> No
     assert process.returncode is None, "it ended before it could be interrupted"
 
 
+def interrupted(arguments: list[str], folder: Path, when: Callable[[], bool]) -> str:
+    """Start a command, press Ctrl-C once ``when`` holds, and return its last line."""
+    process = started(arguments, folder)
+    try:
+        wait_for(when, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == INTERRUPTED
+    finally:
+        process.kill()
+    shown = (folder / "err").read_text()
+    assert "Traceback" not in shown
+    return shown.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_a_real_ctrl_c_while_sampling_keeps_what_is_complete(tmp_path: Path) -> None:
     store = tmp_path / "store"
     arguments = ["generate", "--model", "bundled", "--store_dir", str(store), "--task", "word_problems",
                  "--split", "train", "--limit", "4000", "--num_samples", "8", "--engine.max_batch", "8",
                  "--questions_per_shard", "1"]  # fmt: skip
-    process = started(arguments, tmp_path)
-    try:
-        wait_for(lambda: bool(list(store.glob("parts/*/*.parquet"))), process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == INTERRUPTED
-    finally:
-        process.kill()
-    shown = (tmp_path / "err").read_text()
-    assert "Traceback" not in shown
+    last = interrupted(arguments, tmp_path, lambda: bool(list(store.glob("parts/*/*.parquet"))))
     number = len(SampleStore(store).question_ids(include_parts=True))
     assert number >= 1
-    assert f"stopped by Ctrl-C. {number:,} questions with all their samples are in {store};" in shown.splitlines()[-1]
+    assert f"stopped by Ctrl-C. {number:,} questions with all their samples are in {store};" in last
 
 
 @pytest.mark.slow
 def test_a_real_ctrl_c_in_a_training(tmp_path: Path) -> None:
-    process = started(["fit", "--config", config_path("demo.yaml")], tmp_path)
-    try:
-        wait_for(lambda: bool(list(tmp_path.glob("runs/demo/samples/parts/*/lock"))), process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == INTERRUPTED
-    finally:
-        process.kill()
-    shown = (tmp_path / "err").read_text()
-    assert "Traceback" not in shown
-    assert "stopped by Ctrl-C. Complete samples are kept" in shown.splitlines()[-1]
+    arguments = ["fit", "--config", config_path("demo.yaml")]
+    last = interrupted(arguments, tmp_path, lambda: bool(list(tmp_path.glob("runs/demo/samples/parts/*/lock"))))
+    assert "stopped by Ctrl-C. Complete samples are kept" in last
 
 
 @pytest.mark.slow
 def test_a_real_ctrl_c_while_answering(tmp_path: Path) -> None:
-    (tmp_path / "asked.txt").write_text(
-        "".join(f"Tom has {n} pens and finds 2. How many has he?\n" for n in range(999))
-    )
+    asked = (f"Tom has {n} pens and finds 2. How many has he?\n" for n in range(999))
+    (tmp_path / "asked.txt").write_text("".join(asked))
     arguments = ["answer", "--model", "bundled", "--questions", "asked.txt", "--json", "--engine.max_batch", "4"]
-    process = started(arguments, tmp_path)
-    try:
-        wait_for(lambda: (tmp_path / "out").stat().st_size > 0, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=120) == INTERRUPTED
-    finally:
-        process.kill()
-    shown = (tmp_path / "err").read_text()
-    assert "Traceback" not in shown
-    assert "stopped by Ctrl-C. The answers above stand;" in shown.splitlines()[-1]
+    last = interrupted(arguments, tmp_path, lambda: (tmp_path / "out").stat().st_size > 0)
+    assert "stopped by Ctrl-C. The answers above stand;" in last
     assert all(json.loads(line) for line in (tmp_path / "out").read_text().splitlines()), "no line is cut short"
 
 
@@ -448,11 +398,3 @@ if __name__ == "__main__":
     assert done.stdout == "written other handlers ran\n"
     assert ("KeyError" in done.stderr) == ("KeyError" in body)
     assert "leaked" not in done.stderr  # semaphores of workers are handed back
-
-
-def test_a_loop_of_links_is_the_users(tmp_path: Path) -> None:
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(RuntimeError) as found:
-        (tmp_path / "a").resolve()
-    assert "defect" not in explain(found.value, who="selfcal select")

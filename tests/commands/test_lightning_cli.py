@@ -72,7 +72,7 @@ def test_a_config_of_the_user_is_never_replaced(
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint"])
-def test_a_file_that_is_no_checkpoint_is_named(
+def test_a_file_that_is_no_checkpoint_is_refused(
     tiny_model: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.ckpt").write_bytes(content)
@@ -88,9 +88,8 @@ def test_a_checkpoint_of_another_base_model_is_refused(
     torch.save({**kept, "pytorch-lightning_version": "2.6.6"}, tmp_path / "other.ckpt")
     assert validate(tiny_model, tmp_path, tmp_path / "other.ckpt") == 1
     error = capsys.readouterr().err
-    assert f"Expected a checkpoint of the base model '{tiny_model}'" in error
-    assert "but got one of 'meta/other'" in error
-    assert "Set `base_model`" in error
+    assert f"'{tiny_model}'" in error
+    assert "'meta/other'" in error
 
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])

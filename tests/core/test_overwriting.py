@@ -40,8 +40,9 @@ def lines() -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> str:
-    """A pool as a user's own script wrote it."""
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A pool as a user's own script wrote it, in the current folder."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "pool.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines()))
     return str(path)
@@ -53,15 +54,14 @@ def store(pool: str, tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-def arguments(verb: str, pool: str, output: str) -> list[str]:
+def arguments(verb: str, output: str) -> list[str]:
     """A command line that does little and writes to ``output``."""
-    store = str(Path(pool).with_name("store"))
-    return {
-        "fit-threshold": ["--pool", pool, "--output", output, "--max_samples", "4", "--budget", "2"],
-        "fit-confidence": ["--pool", pool, "--output", output, "--kind", "platt"],
-        "export-pool": ["--store_dir", store, "--path", output],
-        "score": ["--pool", pool, "--output", output, "--estimator", "response_consistency"],
-    }[verb]
+    return [verb, *{
+        "fit-threshold": ["--pool", "pool.jsonl", "--output", output, "--max_samples", "4", "--budget", "2"],
+        "fit-confidence": ["--pool", "pool.jsonl", "--output", output, "--kind", "platt"],
+        "export-pool": ["--store_dir", "store", "--path", output],
+        "score": ["--pool", "pool.jsonl", "--output", output, "--estimator", "response_consistency"],
+    }[verb]]  # fmt: skip
 
 
 VERBS = ["fit-threshold", "fit-confidence", "export-pool", "score"]
@@ -80,17 +80,17 @@ def victims(folder: Path) -> dict[str, Path]:
 def test_files_of_others_are_left_as_they_are(
     pool: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    files = victims(tmp_path) | ({} if verb == "score" else {"pool": Path(pool)})
+    places = {path: "which is something else and is left as it is" for path in map(str, victims(tmp_path).values())}
+    places |= {"store": "which is a folder"} | ({} if verb == "score" else {pool: "is something else"})
     before = snapshot(tmp_path)
-    for path in files.values():
-        assert run([verb, *arguments(verb, pool, str(path))]) == 1
-        assert f"but got {path}, which is something else and is left as it is" in capsys.readouterr().err
-    assert run([verb, *arguments(verb, pool, str(tmp_path / "store"))]) == 1
-    assert "which is a folder" in capsys.readouterr().err
-    os.mkfifo(tmp_path / "pipe")
-    assert run([verb, *arguments(verb, pool, str(tmp_path / "pipe"))]) == 1
-    assert "is a pipe or a socket" in capsys.readouterr().err
+    for path, reason in places.items():
+        assert run(arguments(verb, path)) == 1
+        assert f"but got {path}, " in (shown := capsys.readouterr().err)
+        assert reason in shown
     assert snapshot(tmp_path) == before
+    os.mkfifo(tmp_path / "pipe")
+    assert run(arguments(verb, "pipe")) == 1
+    assert "is a pipe or a socket" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -98,50 +98,44 @@ def test_own_files_and_empty_ones_are_replaced(pool: str, store: str, tmp_path: 
     output = tmp_path / "output"
     output.write_text("")
     for _ in range(2):
-        assert run([verb, *arguments(verb, pool, str(output))]) == 0
+        assert run(arguments(verb, str(output))) == 0
         assert output.stat().st_size > 0
 
 
 def test_a_threshold_and_a_confidence_are_not_of_one_kind(
     pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    threshold, confidence = tmp_path / "threshold.json", tmp_path / "confidence.json"
-    assert run(["fit-threshold", *arguments("fit-threshold", pool, str(threshold))]) == 0
-    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(confidence))]) == 0
+    assert run(arguments("fit-threshold", "threshold.json")) == 0
+    assert run(arguments("fit-confidence", "confidence.json")) == 0
     before = snapshot(tmp_path)
-    capsys.readouterr()
-    assert run(["fit-threshold", *arguments("fit-threshold", pool, str(confidence))]) == 1
+    assert run(arguments("fit-threshold", "confidence.json")) == 1
     assert "a new file or an earlier fitted threshold" in capsys.readouterr().err
-    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(threshold))]) == 1
+    assert run(arguments("fit-confidence", "threshold.json")) == 1
     assert "a new file or an earlier fitted confidence" in capsys.readouterr().err
     assert snapshot(tmp_path) == before
 
 
-def test_a_fitted_confidence_is_not_lost_to_its_own_figure(
+def test_a_fitted_confidence_and_its_figure_replace_neither_each_other_nor_others(
     pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "fit.png"
-    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(output))]) == 1
-    assert f"such as {tmp_path / 'fit.json'}" in capsys.readouterr().err
-    assert not output.exists()
-    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(output)), "--figure", "false"]) == 0
-    assert json.loads(output.read_text())["kind"] == "platt"
-
-
-def test_nor_is_a_figure_of_others_lost_to_it(pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from matplotlib.figure import Figure
 
-    Figure().savefig(tmp_path / "fit.png")
+    assert run(arguments("fit-confidence", "fit.png")) == 1
+    assert "such as fit.json" in capsys.readouterr().err
+    assert not Path("fit.png").exists()
+    assert run([*arguments("fit-confidence", "fit.png"), "--figure", "false"]) == 0
+    assert json.loads(Path("fit.png").read_text())["kind"] == "platt"
+    Figure().savefig("other.png")
     before = snapshot(tmp_path)
-    assert run(["fit-confidence", *arguments("fit-confidence", pool, str(tmp_path / "fit.json"))]) == 1
-    assert "fit.png, which is something else" in capsys.readouterr().err
+    assert run(arguments("fit-confidence", "other.json")) == 1
+    assert "other.png, which is something else" in capsys.readouterr().err
     assert snapshot(tmp_path) == before
 
 
 def test_a_pool_may_be_scored_in_its_own_place(pool: str, tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(pool)
-    for output in (pool, str(tmp_path / "link.jsonl")):
-        assert run(["score", *arguments("score", pool, output)]) == 0
+    for output in (pool, "link.jsonl"):
+        assert run(arguments("score", output)) == 0
     assert "response_consistency" in json.loads(Path(pool).read_text().splitlines()[0])["responses"][0]["confidence"]
 
 
@@ -216,25 +210,6 @@ def test_a_store_that_was_stopped_before_its_first_sample_is_one(pool: str, tmp_
     assert len(SampleStore(tmp_path / "store").question_ids()) == NUM_QUESTIONS
 
 
-def test_what_may_be_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    asked: list[Path] = []
-
-    def mine(file: Path) -> bool:
-        asked.append(file)
-        return file.read_text() == "mine"
-
-    check_replaceable(path, mine, option="output", kind="mine")
-    path.write_text("")
-    check_replaceable(path, mine, option="output", kind="mine")
-    assert asked == []
-    path.write_text("mine")
-    check_replaceable(path, mine, option="output", kind="mine")
-    path.write_text("yours")
-    with pytest.raises(ValueError, match=rf"Expected `output` to be a new file or mine, but got {path}"):
-        check_replaceable(path, mine, option="output", kind="mine")
-
-
 def test_an_output_is_none_of_its_inputs(tmp_path: Path) -> None:
     path = tmp_path / "scores.jsonl"
     path.write_text("{}\n")
@@ -255,10 +230,7 @@ def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Pat
     ("options", "message"),
     [
         (["--export", "config.json"], "`export` to be a new file or earlier"),
-        (
-            ["--export_trl", "config.json"],
-            "`export_trl` to be a new file or",
-        ),
+        (["--export_trl", "config.json"], "`export_trl` to be a new file or"),
         (["--export", "both.jsonl", "--export_trl", "both.jsonl"], "`export` and `export_trl` must be different files"),
     ],
 )

@@ -26,7 +26,6 @@ from selfcal_lightning.core.plan import (
     Speed,
     Training,
     check_places,
-    existing_folder,
     merge_plans,
     show_seconds,
 )
@@ -233,30 +232,24 @@ def test_settings_of_a_training_are_refused_before_it_samples(
     assert {path.name for path in tmp_path.iterdir()} == {"taken"}, "nothing is left behind"
 
 
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
 def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, accelerator: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", accelerator]) == FAILED
+    assert run(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", "gpu"]) == FAILED
     shown = capsys.readouterr().err
-    assert "`trainer.accelerator" in shown
-    assert accelerator in shown
+    assert "`trainer.accelerator` is 'gpu'" in shown
     assert "demo.yaml" in shown, "a training that this machine can run"
-    assert "Traceback" not in shown
 
 
 def test_the_demo_recommends_what_the_machine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from selfcal_lightning.commands.demo import what_next
 
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    shown = what_next(Path("runs/demo"))
-    typed = [line for line in shown.splitlines() if "selfcal fit" in line]
-    assert typed
-    assert not any("qwen" in line for line in typed), "it could not run here"
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert any("qwen" in line for line in what_next(Path("runs/demo")).splitlines() if "selfcal fit" in line)
+    for has_gpu in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        (typed,) = [line for line in what_next(Path("runs/demo")).splitlines() if "selfcal fit" in line]
+        assert ("qwen" in typed) == has_gpu
 
 
 def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: Path, engines: list[str]) -> None:
@@ -303,21 +296,17 @@ def test_settings_of_an_evaluation_are_refused_before_it_samples(
 
 
 def test_a_fitted_threshold_that_needs_more_samples_is_refused_before_it_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], engines: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
-    fitted = fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2)
-    fitted.save(tmp_path / "risk.json")
-    output = tmp_path / "out"
-    arguments = ["evaluate", "--model", "bundled", "--tests", TESTS, "--output_dir", str(output)]
-    given = ["--fitted_thresholds", str([str(tmp_path / "risk.json")])]
-    assert run([*arguments, *given, "--num_samples", "2"]) == FAILED
-    said = capsys.readouterr().err
-    assert "`num_samples` to be at least 4, the budget of" in said
-    assert "but got 2" in said
+    fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2).save(Path("risk.json"))
+    command = ["evaluate", "--model", "bundled", "--tests", TESTS, "--fitted_thresholds", "[risk.json]"]
+    assert run([*command, "--num_samples", "2"]) == FAILED
+    assert "`num_samples` to be at least 4, the budget of" in capsys.readouterr().err
     assert engines == []
-    assert not output.exists()
-    assert run([*arguments, *given, "--num_samples", "4", "--check", "true"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["risk.json"]
+    assert run([*command, "--num_samples", "4", "--check", "true"]) == 0
 
 
 # ---- disks and folders
@@ -339,25 +328,14 @@ def test_the_demo_asks_for_its_space_first(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 2**20))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a step was started"))
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a step was started"))
     assert run(["demo", "--output_dir", str(tmp_path / "demo")]) == FAILED
-    shown = capsys.readouterr().err
-    assert "100.0 MiB of free disk" in shown
-    assert "1.0 MiB" in shown
+    assert "100.0 MiB of free disk" in capsys.readouterr().err
 
 
 def test_a_folder_that_nobody_may_write_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
-    with pytest.raises(InputError, match=f"Expected to write adapter to {tmp_path / 'a'}, but {tmp_path} cannot"):
+    with pytest.raises(InputError, match=f"{tmp_path} cannot be written"):
         check_places(Plan(places=(Place("adapter", str(tmp_path / "a")),)))
-
-
-def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
-    assert existing_folder(tmp_path / "a" / "b") == tmp_path
-    (tmp_path / "file").write_text("")
-    assert existing_folder(tmp_path / "file") == tmp_path
-    with pytest.raises(InputError, match="is a file"):
-        existing_folder(tmp_path / "file" / "b")
 
 
 # ---- plans add up

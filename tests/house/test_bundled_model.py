@@ -138,8 +138,3 @@ def test_the_measured_figures_are_those_the_project_needs(script: Callable[[str]
     assert report["questions"] >= 500
     assert script("bundled_model_measuring").unmet_targets(figures) == []
     assert 0.25 <= figures["test_ood, EDT"]["pass_at_1"]["value"] <= 0.75
-
-
-def test_the_card_is_that_of_the_measured_figures(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    script("make_bundled_model").write_card(tmp_path, json.loads((FOLDER / "metrics.json").read_text()))
-    assert (tmp_path / "README.md").read_text() == (FOLDER / "README.md").read_text()

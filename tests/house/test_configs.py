@@ -54,8 +54,7 @@ SLURM = {
 }  # fmt: skip
 
 
-def test_configs_are_found() -> None:
-    assert TRAINING
+def test_every_preset_has_a_file() -> None:
     assert sorted(path.stem for path in PRESET_FILES) == sorted(PRESETS)
 
 

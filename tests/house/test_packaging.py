@@ -73,16 +73,9 @@ def test_every_name_is_there(name: str) -> None:
     assert getattr(sc, name) is not None
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="calibrat"):
-        _ = sc.calibrat  # type: ignore[attr-defined]
-
-
 def test_a_missing_dependency_names_its_extra() -> None:
     assert not is_installed("no_such_module")
-    with pytest.raises(
-        ImportError, match=r"`no_such_module`.*pip install '\.\[qlora\]'` in the folder of selfcal_lightning\.$"
-    ):
+    with pytest.raises(ImportError, match=r"`no_such_module`.*pip install '\.\[qlora\]'"):
         require("no_such_module.inside", extra="qlora")
     with pytest.raises(ImportError, match=r"'\.\[vllm\]'.*make setup-vllm"):
         require("no_such_module", extra="vllm")

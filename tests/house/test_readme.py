@@ -42,9 +42,8 @@ def test_files_exist() -> None:
     assert {file for file in files if not (ROOT / file).is_file()} == set()
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere() -> None:
     text = PAGES[0].read_text()
-    assert len(text.splitlines()) <= 150
     links = {link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link}
     assert len(links) >= 15
     assert {link for link in links if not (ROOT / link).is_file()} == set()
@@ -65,10 +64,6 @@ def test_the_figures_of_the_readme_are_those_of_the_report() -> None:
     figures = {figure for row in rows for figure in re.findall(r"\.\d{3}", row)}
     assert len(figures) > 30
     assert {figure for figure in figures if f"0{figure}" not in report} == set()
-
-
-def test_pages_are_plain_markdown() -> None:
-    assert [line for line in README.splitlines() if line.startswith((":::", "--8<--", "!!!"))] == []
 
 
 def test_verbs_exist() -> None:

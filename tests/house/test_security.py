@@ -19,12 +19,11 @@ def _files() -> list[Path]:
 def _calls(path: Path) -> list[tuple[str, ast.Call]]:
     """Return each call of a file with the bare or attribute name that is called."""
     found: list[tuple[str, ast.Call]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name):
-                found.append((node.func.id, node))
-            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                found.append((f"{node.func.value.id}.{node.func.attr}", node))
+    for node in _all_calls(path):
+        if isinstance(node.func, ast.Name):
+            found.append((node.func.id, node))
+        elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            found.append((f"{node.func.value.id}.{node.func.attr}", node))
     return found
 
 

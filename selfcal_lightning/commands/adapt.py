@@ -81,21 +81,17 @@ def run_adapt(
         reward: The policy gradient learns from: majority (TTRL), vote_share (EMPO), ssc, self_certainty (INTUITOR),
             entropy (RENT), equations (checked arithmetic), fused (confidences fitted to votes), reference (gold
             answers), or none.
-        target: P(True) learns meanwhile from: round (votes of the same round), anchor (votes of round 0), mix, or
-            nothing (null).
+        target: P(True) learns from round (votes of the same round), anchor (votes of round 0), mix, or nothing (null).
         rounds: Rounds of sampling and learning. With self_certainty, entropy or a selection there is one.
         num_samples: Draws this many responses to a question in each round.
         batch_size: Responses in a micro-step, which is an optimiser step unless gradients are accumulated.
         lr: Peak learning rate.
-        selection: Folder of `selfcal select` whose responses are learnt, with ``reward: none``. It must hold only
-            ``questions``.
+        selection: Folder of `selfcal select` whose responses are learnt, with ``reward: none``; only of ``questions``.
         store_dir: Store of the selection; without a selection, rounds are stored under ``output_dir``.
-        sampling: How the evaluation draws responses, and the maximum length of all responses. Rounds are always drawn
-            at temperature 1 from the whole distribution.
+        sampling: How the evaluation samples, and the maximum length of all responses. Rounds use temperature 1.
         temperatures: Evaluates the base model at these temperatures too.
         evaluation_samples: Draws this many responses to a question in the evaluation.
-        base_samples: Folder of the base model's evaluation samples, which several adaptations may share; null keeps
-            them under ``output_dir``.
+        base_samples: Folder for the base model's evaluation samples, to share it; null keeps them under ``output_dir``.
         engine: Which engine samples, and how.
         guard: Changes limits of the guard: `agreement` (.1), `unreadable` (.02), `logprob_fall` (.05).
         fit_options: Overrides settings of the training, such as `{model: {kl: 0.01}, trainer: {devices: 2}}`.

@@ -87,15 +87,13 @@ def run_answer(
         confidence: The confidence that the strategy reads: p_true, sequence_logprob, mean_logprob, one that a scorer
             adds, or one of a reward model, such as prm. Null is the last scorer's, else the strategy's default.
         strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
-        scorers: Files of fitted confidences (`selfcal fit-confidence`). Each may read what the ones before it add:
-            `--scorers '[a.json, b.json]'`.
+        scorers: Files of `selfcal fit-confidence`; each may read what earlier ones add: `--scorers '[a.json, b.json]'`.
         threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
             it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
             guarantees the error rate by withholding answers.
         json: Prints one JSON object for each question and nothing else.
         output: Also writes these objects to this file, which appears when all questions are answered.
-        lookahead: Starts up to this many responses before they are asked for, when the engine has room. Answers come
-            sooner and cost more.
+        lookahead: Starts up to this many responses early when the engine has room: answers come sooner and cost more.
         sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
             the settings of the calibration; if you set one, the others have their defaults.
         seed: Seeds the run; every sample has its own seed, derived from this one and the question's id.

@@ -122,10 +122,8 @@ def run_evaluate(
         fitted_thresholds: Files of fitted thresholds (`selfcal fit-threshold`) to report on, with the confidence,
             scorers and number of samples of their fit. Only a threshold fitted to a risk guarantees anything.
         fusion_target: Fits the fusion to "label" (needs references), or without labels to "ssc" or "vote_share".
-        protocol: "strict" counts unreadable responses as wrong; "paper" computes as the published code does, for
-            comparison.
-        max_samples: Lets strategies use at most this many samples of a question; null takes as many as every question
-            has.
+        protocol: "strict" counts unreadable responses as wrong; "paper" computes as the published code does.
+        max_samples: Maximum number of samples of a question for strategies; null takes what every question has.
         budgets: States accuracy at these mean numbers of samples; null takes 1, 2, 4 ...
         targets: States the samples needed to match plain votes of these sizes; null takes 4, 8 and 16.
         thresholds: Tries these thresholds; null takes 0, .01 ... .99 and .991 ... 1.

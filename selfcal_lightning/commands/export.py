@@ -56,8 +56,7 @@ def run_export(
         push: Uploads to this hub repository ("owner/name"), with the token in the environment variable HF_TOKEN. Local
             paths are left out of the upload: give `base_model` by its hub name.
         private: Makes a repository that `push` creates private.
-        merge: Merges the adapter into the base model. If false, the adapter of a checkpoint is written as a folder of
-            its own.
+        merge: Merges the adapter into the base model; false writes the adapter of a checkpoint as a folder of its own.
         module: Class path of the module that wrote the checkpoint, if it is not SelfCalibrationModule. It is imported,
             so name only code that you trust; a checkpoint never decides what is imported.
     """

@@ -59,8 +59,7 @@ def run_fit_confidence(
         kind: Fits a fusion of several confidences, or scales one by temperature, Platt or isotonic scaling.
         split: The calibration split; null takes all questions.
         task: Reads this task only; for a file, the task of all its questions.
-        features: What a fusion reads: names of confidences, "logit:NAME" for the log-odds of a probability,
-            "num_tokens".
+        features: What a fusion reads: confidences, "logit:NAME" for the log-odds of a probability, "num_tokens".
         target: What a fusion is fitted to: "label" needs references, "ssc" and "vote_share" do not.
         source: The confidence that a scaler scales.
         name: Name of the new confidence; null makes "fused", or SOURCE_KIND.
@@ -185,8 +184,7 @@ def run_fit_threshold(
         settings: Further fields of the strategy, by name.
         budget: Takes the most accurate threshold that uses at most this many samples on average. No guarantee.
         accuracy: Takes the cheapest threshold that reaches this accuracy. No guarantee.
-        risk: Takes the threshold that answers most questions with at most this error rate among the answered.
-            Guaranteed.
+        risk: Takes the threshold that answers most questions with an error rate of at most this. Guaranteed.
         delta: Probability that the bound on the risk does not hold.
         procedure: How Learn then Test corrects for testing many thresholds.
         split: The calibration split; null takes all questions.

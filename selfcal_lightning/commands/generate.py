@@ -55,8 +55,7 @@ def run_generate(
         split: Split of the task's data set.
         path: Local file: questions (`question`, `answer`, `id`, `task`) for a `local_...` task, else rows with the
             columns of the task's hub data set. Null reads the hub.
-        part: Takes only the part set aside for "train", "validation" or "calibration" (80, 10, 10 %, by a hash of the
-            text); null takes all.
+        part: Takes only the "train", "validation" or "calibration" part (80, 10, 10 %, by a hash of the text).
         limit: Takes only this many questions of each task; null takes all.
         offset: Skips this many questions of each task first.
         store_split: Stores the samples under this split (training reads "train" and "validation"); null is ``split``.

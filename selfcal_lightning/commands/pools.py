@@ -62,8 +62,7 @@ def run_import_pool(
         filter: Keeps the answers of this filter of lm-evaluation-harness; null keeps the first in the file.
         requests: File of requests that belongs to the output of a batch API.
         questions: Questions and reference answers for the output of a batch API, by the same ids.
-        undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
-            pairs count as different, and are counted.
+        undecided_seconds: Total time for expressions that are hard to compare; later pairs count as different.
     """
     allow_undecided(undecided_seconds)
     place = Path(path)
@@ -207,8 +206,7 @@ def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
 
     Args:
         store_dir: Folder of the store. Not that of an imported one: import its file again instead.
-        undecided_seconds: Gives up comparing expressions that cannot be decided after this many seconds in all. Later
-            pairs count as different, and are counted.
+        undecided_seconds: Total time for expressions that are hard to compare; later pairs count as different.
     """
     allow_undecided(undecided_seconds)
     store, before = SampleStore(store_dir), Undecided.so_far()

@@ -76,8 +76,7 @@ def run_rollout(
         limit: Takes only this many questions, by id; null takes all.
         responses: Takes only this many responses to each question.
         prefixes: Takes this many prefixes of each response, evenly spread over its inner steps; null takes all of them.
-        at: Ends a prefix after these numbers of steps, such as [1, 2, 5], if a response has more; null leaves it to
-            ``prefixes``.
+        at: Ends prefixes after these numbers of steps, such as [1, 2, 5], if a response has more; null: ``prefixes``.
         num_rollouts: Draws this many rollouts from each prefix.
         steps: Where steps end: sentence, line, blank_line, heading, marker:TEXT (after that text), or auto, the
             coarsest of the first four that a response has.
@@ -85,8 +84,7 @@ def run_rollout(
             the empty prefix of each question and whole responses.
         export_trl: Writes TRL's `prompt`, `completions` and `labels` to this JSON-lines file, for every response whose
             steps are all rolled out.
-        labels: Labels of `export_trl`: "hard", whether any rollout from the step was right, or "rate", the share that
-            was.
+        labels: Labels of `export_trl`: "hard" (any rollout from the step was right) or "rate" (the share that was).
         engine: Which engine samples, and how.
         sampling: How continuations are drawn; null draws them as the responses were.
         seed: Seeds the run.

@@ -52,8 +52,7 @@ def run_score(
         round: Scores this generation round of the store.
         task: Scores this task of a store only (null takes all); or the task of all questions of a pool.
         consistency_samples: Samples that response_consistency compares with, drawn without replacement; null takes all.
-        engine: Which engine answers for p_true and verbalized, and how. Token statistics always come from a local
-            model.
+        engine: Which engine answers for p_true and verbalized. Token statistics always come from a local model.
         query: The confidence query of p_true; null takes the store's.
         revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter to score with.

@@ -52,10 +52,8 @@ def run_select(
         threshold: Keeps questions that reach this score; in the order "hardest", those at or below it; in
             "informative", those as near to .5.
         keep_top: Keeps this share of all questions.
-        keep_count: Keeps this many questions. Without `threshold`, `keep_top` and `keep_count`, all with a score are
-            kept.
-        order: Takes the easiest (highest score), the hardest (lowest) or the most informative questions (nearest to .5)
-            first.
+        keep_count: Keeps this many questions; without it, `threshold` and `keep_top`, all that have a score.
+        order: Takes the easiest (highest score), the hardest (lowest) or the most informative (nearest to .5) first.
         label: What becomes the label of a question: the majority answer, that of ssc, of the picked response, the
             reference, or none.
         features: What the fusion reads; null takes those of mean_logprob, min_logprob, self_certainty, token_entropy

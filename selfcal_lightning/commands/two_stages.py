@@ -43,8 +43,7 @@ def run_tune_and_calibrate(
     Args:
         tune: Settings of the first stage: a YAML file of `selfcal fit`, or a bundled one (demo-joint.yaml). Joint
             training or, with `data.generation_ratio: 1.0`, the generation loss alone.
-        calibrate: Settings of the second stage, an activated adapter: a YAML file, or a bundled one (demo.yaml). Its
-            base model is the tuned one.
+        calibrate: Settings of the second stage, an activated adapter on the tuned model: a YAML file, or demo.yaml.
         output_dir: Folder that both stages write to.
         base_model: Folder or hub name of the model to tune; null takes that of `tune`.
         tune_options: Overrides the settings of the first stage, such as `{data: {num_samples: 8}, model: {lr: 1e-4}}`.

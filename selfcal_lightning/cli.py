@@ -22,6 +22,7 @@ from selfcal_lightning.core.signals import INTERRUPTION
 
 NOT_STARTED = "Nothing was started. Run the same command again."
 NOTHING_WRITTEN = "Nothing was written. Run the same command again."
+STATES_KEPT = "Hidden states read so far are kept; the same command goes on."
 CONTINUES = "What is complete is in the store, and the same command goes on from there."
 
 
@@ -30,44 +31,39 @@ def _command(module: str) -> ModuleType:
 
 
 class Verb(NamedTuple):
-    """One verb: its help line, its function (None: the Trainer's), and what an interruption leaves."""
+    """One verb: its help line, the module of its function, and what an interruption leaves."""
 
     text: str
-    function: str | None
+    module: str | None  # in `commands`; None: a verb of the Trainer
     kept: str = NOTHING_WRITTEN  # unless the interrupted work gives a more precise message
     places: tuple[str, ...] = ()  # options whose names may be left out, at the beginning
-
-    def load(self) -> Callable[..., Any]:
-        """Import the function, which is named by its module in ``commands``."""
-        module, name = str(self.function).split(".")
-        return getattr(_command(module), name)
 
 
 GROUPS = {
     "start here": {
         "demo": Verb(
             "calibrate the bundled model and compare before and after, in minutes",
-            "demo.run_demo",
+            "demo",
             "The samples so far are kept; the same command goes on with them, and trains from the start.",
         ),
         "fit": Verb("calibrate your model on your questions: sample, train, export", None, NOT_STARTED),
         "answer": Verb(
             "answer questions with as few samples as the confidence allows",
-            "answer.run_answer",
+            "answer",
             "The answers above stand; the same command asks all questions again.",
         ),
-        "view": Verb("look at every question and response in one HTML file", "view.run_view", places=("path", "other")),
+        "view": Verb("look at every question and response in one HTML file", "view", places=("path", "other")),
         "evaluate": Verb(
             "measure calibration, votes and strategies of models or recorded pools",
-            "evaluate.run_evaluate",
+            "evaluate",
             "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
         ),
     },
     "serve": {
-        "serve": Verb("answer clients of the OpenAI protocol, with a confidence", "serve.run_serve", NOT_STARTED),
+        "serve": Verb("answer clients of the OpenAI protocol, with a confidence", "serve", NOT_STARTED),
         "batch": Verb(
             "answer a file in OpenAI's batch format",
-            "serve.run_batch",
+            "serve",
             "The answers so far are in `output`; the same command goes on.",
         ),
     },
@@ -75,81 +71,60 @@ GROUPS = {
         "validate": Verb("compute the metrics of the validation split", None, NOT_STARTED),
         "test": Verb("compute the metrics of the test split", None, NOT_STARTED),
         "predict": Verb("write the model's confidences into the store", None, NOT_STARTED),
-        "export": Verb("merge an adapter into its base model", "export.run_export"),
-        "tune-and-calibrate": Verb(
-            "tune and merge a generator, then calibrate it", "two_stages.run_tune_and_calibrate", CONTINUES
-        ),
+        "export": Verb("merge an adapter into its base model", "export"),
+        "tune-and-calibrate": Verb("tune and merge a generator, then calibrate it", "two_stages", CONTINUES),
         "adapt": Verb(
             "train on the model's own responses to unlabelled questions",
-            "adapt.run_adapt",
+            "adapt",
             "Samples, checkpoints and evaluations so far are kept; the same command goes on.",
         ),
-        "convert-gguf": Verb("make a model folder from a GGUF file", "convert_gguf.run_convert_gguf"),
+        "convert-gguf": Verb("make a model folder from a GGUF file", "convert_gguf"),
     },
     "samples and pools": {
-        "generate": Verb("sample responses with confidences into a store", "generate.run_generate", NOT_STARTED),
-        "import-pool": Verb("read responses that were made elsewhere", "pools.run_import_pool", CONTINUES),
-        "export-pool": Verb("write a store as a JSON-lines pool", "pools.run_export_pool"),
-        "import-records": Verb("read the published training records", "pools.run_import_records", CONTINUES),
+        "generate": Verb("sample responses with confidences into a store", "generate", NOT_STARTED),
+        "import-pool": Verb("read responses that were made elsewhere", "pools", CONTINUES),
+        "export-pool": Verb("write a store as a JSON-lines pool", "pools"),
+        "import-records": Verb("read the published training records", "pools", CONTINUES),
         "verify": Verb(
             "let a model decide which answers of a store are right",
-            "verify.run_verify",
+            "verify",
             "Verdicts so far are kept in the store; the same command goes on.",
         ),
         "re-extract": Verb(
             "extract the answers of a store again, after an answer reader was fixed",
-            "pools.run_re_extract",
+            "pools",
             "The store is as it was, or re-extracted as a whole. Run the same command again.",
         ),
-        "drop-rounds": Verb(
-            "delete later rounds of a store", "pools.run_drop_rounds", "The same command deletes the rest."
-        ),
+        "drop-rounds": Verb("delete later rounds of a store", "pools", "The same command deletes the rest."),
     },
     "confidences and training data": {
         "score": Verb(
             "add confidences to the responses of a store or a pool",
-            "score.run_score",
+            "score",
             "Scores so far are kept in a store, and the same command goes on; a pool is scored from the start.",
         ),
-        "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence.run_fit_confidence"),
-        "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence.run_fit_threshold"),
-        "rollout": Verb(
-            "continue prefixes of responses, for success rates of their steps", "rewards.run_rollout", NOT_STARTED
-        ),
-        "import-prefixes": Verb(
-            "read success rates of prefixes from elsewhere", "rewards.run_import_prefixes", CONTINUES
-        ),
-        "fit-step-scaler": Verb(
-            "calibrate a reward model's step scores without training", "fit_step_scaler.run_fit_step_scaler"
-        ),
-        "select": Verb("choose training data from a store, without labels", "selection.run_select"),
+        "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence"),
+        "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence"),
+        "rollout": Verb("continue prefixes of responses, for success rates of their steps", "rewards", NOT_STARTED),
+        "import-prefixes": Verb("read success rates of prefixes from elsewhere", "rewards", CONTINUES),
+        "fit-step-scaler": Verb("calibrate a reward model's step scores without training", "fit_step_scaler"),
+        "select": Verb("choose training data from a store, without labels", "selection"),
         "extract-steps": Verb(
             "find the key steps of selected responses",
-            "selection.run_extract_steps",
+            "selection",
             "What was extracted is kept; the same command goes on.",
         ),
-        "export-rl": Verb("write a selection for verl, TRL or OpenRLHF", "selection.run_export_rl"),
+        "export-rl": Verb("write a selection for verl, TRL or OpenRLHF", "selection"),
     },
     "capability of a question, before it is answered": {
-        "fit-probe": Verb(
-            "fit a linear probe of the prompt, without labels",
-            "capability.run_fit_probe",
-            "Hidden states read so far are kept; the same command goes on with them.",
-        ),
-        "score-questions": Verb(
-            "estimate capability by a probe, or by asking the model",
-            "capability.run_score_questions",
-            "Hidden states read so far are kept; the same command goes on.",
-        ),
-        "evaluate-capability": Verb("measure how good capability estimates are", "capability.run_evaluate_capability"),
-        "fit-capability-maps": Verb("fit maps from estimates to labels", "capability.run_fit_capability_maps"),
-        "map-scores": Verb("apply fitted maps to estimates", "capability.run_map_scores"),
-        "predict-pass-at-k": Verb("predict whether one of k samples is right", "capability.run_predict_pass_at_k"),
-        "allocate": Verb("distribute a budget of samples over questions", "capability.run_allocate"),
-        "fit-abstention-threshold": Verb(
-            "choose which questions to abstain from, with bounded errors",
-            "capability.run_fit_abstention_threshold",
-        ),
+        "fit-probe": Verb("fit a linear probe of the prompt, without labels", "capability", STATES_KEPT),
+        "score-questions": Verb("estimate capability by a probe, or by asking the model", "capability", STATES_KEPT),
+        "evaluate-capability": Verb("measure how good capability estimates are", "capability"),
+        "fit-capability-maps": Verb("fit maps from estimates to labels", "capability"),
+        "map-scores": Verb("apply fitted maps to estimates", "capability"),
+        "predict-pass-at-k": Verb("predict whether one of k samples is right", "capability"),
+        "allocate": Verb("distribute a budget of samples over questions", "capability"),
+        "fit-abstention-threshold": Verb("choose which questions to abstain from, with bounded errors", "capability"),
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
@@ -205,7 +180,7 @@ def _run_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
         read_config(path)
     load_plugins_of_parent()  # a verb may be started by another one, as those of the demonstration are
     load_plugins(named_plugins(arguments))
-    if VERBS[verb].function is None:
+    if VERBS[verb].module is None:
         _run_trainer_verb(verb, arguments, owns_process)
     else:
         run_function(verb, arguments)
@@ -273,13 +248,18 @@ def run_function(verb: str, arguments: list[str]) -> None:
     function(**given)
 
 
+def function_of(verb: str) -> Callable[..., Any]:
+    """Import the function of a verb."""
+    return getattr(_command(str(VERBS[verb].module)), f"run_{verb.replace('-', '_')}")
+
+
 def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return a verb's function and its parsed arguments; invalid arguments exit with status 2."""
     from jsonargparse import ActionConfigFile
 
     from selfcal_lightning.commands.parsing import VerbParser, own_sentence
 
-    function = VERBS[verb].load()
+    function = function_of(verb)
     # Or jsonargparse would resolve them itself, and import what stands under `if TYPE_CHECKING:`.
     function.__annotations__ = get_type_hints(function)
     required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]

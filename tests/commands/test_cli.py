@@ -10,12 +10,12 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of the moment it is imported
 import pytest
 
-from selfcal_lightning.cli import VERBS, run
+from selfcal_lightning.cli import VERBS, function_of, run
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.models.folders import config_path
 
-FUNCTIONS = [name for name, verb in VERBS.items() if verb.function is not None]
-TRAINERS = [name for name, verb in VERBS.items() if verb.function is None]
+FUNCTIONS = [name for name, verb in VERBS.items() if verb.module is not None]
+TRAINERS = [name for name, verb in VERBS.items() if verb.module is None]
 
 
 def test_no_verb_and_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_every_function_verb_has_help_and_takes_whole_names_alone(
         run([verb, "--help"])
     assert end.value.code == 0
     assert f"selfcal {verb}" in capsys.readouterr().out
-    names = inspect.signature(VERBS[verb].load()).parameters
+    names = inspect.signature(function_of(verb)).parameters
     whole = max((name for name in names if name != "settings"), key=len)
     with pytest.raises(SystemExit) as end:
         run([verb, f"--{whole[:-1]}", "x"])

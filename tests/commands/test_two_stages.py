@@ -88,21 +88,16 @@ def start(folder: Path, **changes: Any) -> str:
 def test_both_stages_are_checked_before_anything_runs(
     steps: Callable[..., Steps], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = steps()
-    merged, adapter = tmp_path / "run" / "merged", tmp_path / "run" / "calibrated" / "adapter"
-    assert start(tmp_path) == str(merged)
+    made, folder = steps(), tmp_path / "run"
+    assert start(tmp_path) == str(folder / "merged")
     assert made.verbs == ["fit check", "fit check", "fit", "export", "fit"]
     said = capsys.readouterr().out
-    assert f"selfcal answer --model {merged} --adapter {adapter}" in said
-    kept = {name: read_config(tmp_path / "run" / name / "config.yaml") for name in ("tuned", "calibrated")}
-    assert kept["tuned"]["model"]["init_args"]["base_model"] == "bundled"
-    assert kept["calibrated"]["model"]["init_args"]["base_model"] == str(merged)
-    for name, settings in kept.items():
-        folder = tmp_path / "run" / name
-        assert settings["data"]["init_args"]["store_dir"] == str(folder / "samples")
-        assert made.asked[2 if name == "tuned" else 4][1:] == [
-            "--config", str(folder / "config.yaml"), "--ckpt_path", "last",
-        ]  # fmt: skip
+    assert f"selfcal answer --model {folder / 'merged'} --adapter {folder / 'calibrated' / 'adapter'}" in said
+    for at, name, model in ((2, "tuned", "bundled"), (4, "calibrated", str(folder / "merged"))):
+        settings = read_config(folder / name / "config.yaml")
+        assert settings["model"]["init_args"]["base_model"] == model
+        assert settings["data"]["init_args"]["store_dir"] == str(folder / name / "samples")
+        assert made.asked[at] == ["fit", "--config", str(folder / name / "config.yaml"), "--ckpt_path", "last"]
     assert not Path(made.asked[0][2]).exists(), "what was checked is not left behind"
 
 
@@ -210,21 +205,20 @@ def test_options_reach_the_settings_wherever_they_are(tmp_path: Path) -> None:
 
 
 def test_what_a_stage_writes_lies_in_its_folder(tmp_path: Path) -> None:
-    """Callbacks of the user's file keep their settings; what a resumed run needs is there in any case."""
-    callbacks = [
-        {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "elsewhere", "every_n_train_steps": 7}},
-        {"class_path": "selfcal_lightning.callbacks.adapter_export.AdapterExport"},
-    ]
+    """Callbacks of the user's file keep their settings; what a resumed run needs is added."""
     settings = read_stage("demo.yaml", {}, stage="tune")
-    settings["trainer"]["callbacks"] = callbacks
+    settings["trainer"]["callbacks"] = [
+        {"class_path": "ModelCheckpoint", "init_args": {"dirpath": "elsewhere", "every_n_train_steps": 7}}
+    ]
     laid = lay_out(settings, tmp_path, base_model="other")
     by_name = {one["class_path"].rpartition(".")[2]: one["init_args"] for one in laid["trainer"]["callbacks"]}
-    assert by_name["ModelCheckpoint"] == {"dirpath": str(tmp_path / "checkpoints"), "every_n_train_steps": 7}
-    assert by_name["AdapterExport"] == {"output_dir": str(tmp_path / "adapter")}
-    assert by_name["SSCGeneration"] == {}
+    assert by_name == {
+        "ModelCheckpoint": {"dirpath": str(tmp_path / "checkpoints"), "every_n_train_steps": 7},
+        "AdapterExport": {"output_dir": str(tmp_path / "adapter")},
+        "SSCGeneration": {},
+    }
     assert laid["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path)
-    assert laid["model"]["init_args"]["base_model"] == "other"
-    assert callbacks[0]["init_args"]["dirpath"] == "elsewhere", "the user's settings are left alone"
+    assert settings["trainer"]["callbacks"][0]["init_args"]["dirpath"] == "elsewhere"
 
 
 def test_the_generation_loss_alone_draws_nothing_else(pool: Pool, store_dir: str) -> None:
@@ -253,12 +247,11 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     step.stdout.close()
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes], *, seconds: float = 1200) -> None:
+def wait_for(happened: Callable[[], bool], *, seconds: float = 1200) -> None:
     end = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, "it ended before it could be killed"
+    while not happened():
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def running(word: str) -> bool:
@@ -276,13 +269,13 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     made: list[bytes] = []
     for stage in ("tuned", "calibrated"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(folder / stage / "samples" / "manifest.json", process)
+        sampled = folder / stage / "samples" / "manifest.json"
+        wait_for(lambda sampled=sampled, process=process: sampled.exists() or process.poll() is not None)
+        assert process.poll() is None, "it ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        end = time.monotonic() + 120
-        while running(str(folder / stage / "config.yaml")):
-            assert time.monotonic() < end, "the step outlives the command"
-            time.sleep(0.1)
+        config = str(folder / stage / "config.yaml")
+        wait_for(lambda config=config: not running(config), seconds=120)
         assert not (folder / stage / "adapter").exists()
         if stage == "calibrated":
             made.append((folder / "merged" / "model.safetensors").read_bytes())

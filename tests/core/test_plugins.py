@@ -249,15 +249,15 @@ def test_worker_processes_know_the_plugins(tmp_path: Path, tiny_model: str) -> N
     assert json.loads(kept.read_text())["plugins"] == ["my_task.py"]
 
 
-def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path) -> None:
     from selfcal_lightning.engines.vllm.process import worker_environment
 
     plugins.load_plugins([write(tmp_path / "my_task.py", TASK)])
-    environment = worker_environment(os.environ, on_cpu=True)
     code = (
         "from selfcal_lightning.core.plugins import load_plugins_of_parent; load_plugins_of_parent()\n"
         "from selfcal_lightning.data.tasks.registry import get_task; print(get_task('my_numbers').name)"
     )
+    environment = worker_environment(os.environ, on_cpu=True)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "my_numbers", done.stderr
 

@@ -80,7 +80,7 @@ def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: 
         write_user_files()
         prepared, overrides = common_case(arguments)
         arguments = [*as_arguments(prepared), *overrides]
-    if VERBS[verb].function:
+    if VERBS[verb].module:
         assert given_to(verb, arguments)
     else:
         assert instantiated([verb, *arguments, *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch).model

@@ -63,7 +63,7 @@ def what_next(folder: Path) -> str:
         f"  {folder}/evaluation/report.html        every question and response, in a browser\n"
         f"  {folder}/evaluation/reliability.png    reliability before and after\n"
         f"  {folder}/evaluation/votes.png          votes of 1, 2, 4 ... samples, counted and weighted by confidence\n"
-        f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png beside it\n"
+        f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png too\n"
         f"  {folder}/evaluation/results.json       every number of the tables, by fixed key\n"
         f"  tensorboard --logdir {folder}          loss, calibration curves before and after\n"
         f"  selfcal answer --model {BUNDLED_NAME} --adapter {adapter} "

@@ -123,11 +123,11 @@ def _check_drawing(path: Path, output: str) -> None:
             f"Expected `output` to be the name of a JSON file, such as {path.with_suffix('.json')}, but got "
             f"{output!r}: the reliability diagram goes there. Choose another ending, or `--figure false`."
         )
-    check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn beside it")
+    check_replaceable(path, is_own_figure, option="output", kind="one whose figure may be drawn next to it")
 
 
 def _draw(fitted: fusion.FittedScorer, held_out: Sequence[QuestionSamples], path: Path) -> bool:
-    """Draw the reliability of the fitted confidence on the held-out half; False where nobody can judge responses."""
+    """Draw the reliability of the fitted confidence on the held-out half; False if no response has a verdict."""
     from selfcal_lightning.evaluation.figures import reliability_diagram, save_figure
 
     samples = [sample for entry in held_out for sample in entry.samples if sample.correct is not None]

@@ -188,7 +188,7 @@ def re_extract_answers(store: SampleStore, *, tasks: Callable[[str], Task] = get
         readers.setdefault(group.question.task, reader_version(task))
         return judge_anew(group, task)
 
-    with Progress(manifest.rows, label=f"Reading {store.path.name} anew") as progress:
+    with Progress(manifest.rows, label=f"Re-extracting {store.path.name}") as progress:
 
         def count(group: QuestionSamples) -> None:
             progress.update(len(group.samples), unreadable=sum(sample.answer is None for sample in group.samples))
@@ -214,7 +214,7 @@ def run_re_extract(store_dir: str, undecided_seconds: float = 120.0) -> Reread:
     done = re_extract_answers(store)
     say_undecided(before)
     say(
-        f"Read {done.responses:,} responses of {store_dir} anew: {done.answers_changed:,} have another answer, "
+        f"Re-extracted {done.responses:,} responses of {store_dir}: {done.answers_changed:,} have another answer, "
         f"{done.verdicts_changed:,} another verdict."
     )
     if removed := sorted(stale.difference(annotation_names(store_dir))):

@@ -260,7 +260,7 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
     for name, example in (("model", "Qwen/Qwen2.5-7B-Instruct"), ("questions", "questions.jsonl")):
         if name not in given:
             others = ", ".join(f"`--{other}`" for other in given)
-            raise InputError(f"Expected `--{name}` (such as {example}) beside {others}, but got none.")
+            raise InputError(f"Expected `--{name}` (such as {example}) with {others}, but got none.")
     longest = given.pop("sampling.max_new_tokens", None)
     if longest is not None and not longest.isdecimal():
         raise InputError(f"Expected `sampling.max_new_tokens` to be a whole number, but got {longest!r}.")
@@ -283,7 +283,7 @@ def _check_model_class(arguments: Sequence[str]) -> None:
         value = value if has_value else "".join(arguments[place + 1 : place + 2])
         if not value.strip() or value == BUNDLED_NAME or "/" in value or Path(value).is_dir():
             raise InputError(
-                f"Expected `--questions FILE` beside `--model`, but got `--model {value!r}` alone. With `--config "
+                f"Expected `--questions FILE` with `--model`, but got `--model {value!r}` alone. With `--config "
                 "FILE.yaml` it is `--model.base_model` that names the model, and `--model` the module's class."
             )
 

@@ -222,7 +222,7 @@ def test_scores_that_compare_answers_are_removed_when_one_changed(
     assert annotation_names(tmp_path) == ["response_consistency", "steady"]
     assert run(["re-extract", "--store_dir", str(tmp_path)]) == 0
     said = capsys.readouterr().err
-    assert f"Read 4 responses of {tmp_path} anew: 4 have another answer, 2 another verdict." in said
+    assert f"Re-extracted 4 responses of {tmp_path}: 4 have another answer, 2 another verdict." in said
     assert "Removed, since they compare answers: response_consistency. `selfcal score` writes them again." in said
     assert annotation_names(tmp_path) == ["steady"]
     (samples,) = samples_of(store).values()

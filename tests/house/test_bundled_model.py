@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -47,13 +46,6 @@ def answered(chat: ChatFormat, model: PreTrainedModel) -> list[tuple[str, str, l
         end = response.index(chat.tokenizer.eos_token_id)
         rows.append((chat.decode(response[:end]), str(problem.answer), [*prompt, *response[:end]]))
     return rows
-
-
-def test_the_folder_is_complete_and_has_at_most_eight_megabytes() -> None:
-    names = {path.name for path in FOLDER.iterdir()}
-    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert expected | {"README.md", "metrics.json"} <= names
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) <= 8_000_000
 
 
 def test_digits_and_verdicts_are_single_tokens(chat: ChatFormat) -> None:
@@ -129,12 +121,3 @@ def test_it_tells_right_from_wrong_and_says_yes_too_readily(
     assert values["overconfidence"] > 0.05
     assert values["auroc_p_true"] > 0.75
     assert values["within_auroc_p_true"] > 0.6
-
-
-def test_the_measured_figures_are_those_the_project_needs(script: Callable[[str], ModuleType]) -> None:
-    report = json.loads((FOLDER / "metrics.json").read_text())
-    figures = report["figures"]
-    assert set(figures) == {"test_id, EDT", "test_id, T=1", "test_ood, EDT", "test_ood, T=1"}
-    assert report["questions"] >= 500
-    assert script("bundled_model_measuring").unmet_targets(figures) == []
-    assert 0.25 <= figures["test_ood, EDT"]["pass_at_1"]["value"] <= 0.75

@@ -130,7 +130,7 @@ def _refusal(error: OSError, path: Path, size: int | None) -> str:
         return f"{path} could not be written: {error.strerror!r}. See to the disk and {_AGAIN}"
     needed = "more space" if size is None else f"{size:,} bytes of space"
     found = f"{error.strerror!r} with {shutil.disk_usage(path.parent).free:,} bytes free"
-    return f"Expected {needed} to write {path}, but got {found}. Free some and {_AGAIN}"
+    return f"Expected {needed} to write {path}, but got {found}: free some space and {_AGAIN}"
 
 
 def _open_locked(path: Path) -> tuple[Path, BinaryIO]:

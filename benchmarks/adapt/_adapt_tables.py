@@ -50,7 +50,6 @@ def targets(
     packing: Packing | None,
     guarded: Guarded | None,
 ) -> list[dict[str, str]]:
-    """Return what was asked of the figures, what came out, and whether that is met, missed or not measured."""
     trans, ind = tables["transductive"], tables["inductive"]
     ece = ind["changes"]["anchor less TTRL"]["ece"]
     both = {name: found["changes"]["anchor less start"] for name, found in (("trans", trans), ("ind", ind))}
@@ -224,7 +223,6 @@ def run_guarded(folder: Path, start: Path, samples: Path, *, questions: Question
 
 
 def read_guarded(folder: Path) -> Guarded | None:
-    """Return how a run ended; None where there was none."""
     if read_manifest(folder / fitting.ADAPTER) is None:
         return None
     seen = json.loads((folder / fitting.GUARD_FILE).read_text())
@@ -276,7 +274,6 @@ class Clock(Callback):
 
 
 def measure_packing(folder: Path, model: Path, store: Path, samples: int) -> None:
-    """Measure as far as that was not done; the two ways take turns."""
     if (folder / FILE).exists():
         return
     clocks: dict[Way, list[Clock]] = {"shared_prefix": [], "off": []}
@@ -290,7 +287,6 @@ def measure_packing(folder: Path, model: Path, store: Path, samples: int) -> Non
 
 
 def read_packing(folder: Path) -> Packing | None:
-    """Return what was measured; None where nothing was."""
     path = folder / FILE
     found = json_object_or_none(path) if path.is_file() else None
     return None if found is None else Packing(**found)

@@ -38,7 +38,7 @@ from _adapt_tables import (
     targets,
 )
 from shared.estimates import Measured, difference
-from shared.study import RESULTS, ROOT, Study, sizes_parser
+from shared.study import Options, Study
 
 from selfcal_lightning.adaptation.evaluation import (
     BEYOND,
@@ -63,7 +63,7 @@ from selfcal_lightning.records import SamplingSettings
 
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
-NAME, PASS, GUARDED = "report_adapt", "pass@1", "guard-0"
+PASS, GUARDED = "pass@1", "guard-0"
 # At which the start is sampled besides, for what sharpening is worth without training.
 TEMPERATURES = [1.0, 0.5]
 
@@ -80,39 +80,25 @@ SIZES = {
 }
 
 
-def main() -> None:
-    parser = sizes_parser(__doc__, SIZES)
-    parser.add_argument("--name", default=NAME, help="of the results under benchmarks/results")
-    parser.add_argument("--folder", type=Path, help="where the runs lie; by default a folder of that name under runs/")
-    parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    sizes = parser.parse_args(namespace=Study(results=RESULTS))
-    folder = sizes.folder or ROOT / "runs" / sizes.name.replace("_", "-")
-    if not sizes.table:
-        start = calibrated_start(folder, sizes)
-        for seed in range(sizes.seeds):
-            for method in METHODS:
-                adapt(folder, start, method, seed, sizes)
-        first = run_folder(folder, PLAIN, 0) / "round-0"
-        measure_packing(folder, start, first, sizes.samples)
-        run_guarded(
-            folder / GUARDED, start, first, questions=adapted_on(sizes),
-            sizes={**sizes.sizes("batch_size"), "num_samples": sizes.samples, "max_new_tokens": TOKENS, "seed": 0},
-        )  # fmt: skip
-    write_tables(folder, sizes)
+def run_jobs(sizes: Options) -> None:
+    start = calibrated_start(sizes)
+    for seed in range(sizes.seeds):
+        for method in METHODS:
+            adapt(start, method, seed, sizes)
+    first = run_folder(sizes.output, PLAIN, 0) / "round-0"
+    measure_packing(sizes.output, start, first, sizes.samples)
+    run_guarded(
+        sizes.output / GUARDED, start, first, questions=adapted_on(sizes),
+        sizes={**sizes.sizes("batch_size"), "num_samples": sizes.samples, "max_new_tokens": TOKENS, "seed": 0},
+    )  # fmt: skip
 
 
-def adapted_on(sizes: Study) -> QuestionSlice:
+def adapted_on(sizes: Options) -> QuestionSlice:
     return QuestionSlice("word_problems", split="test_id", limit=sizes.questions)
 
 
-def command_of(sizes: Study) -> str:
-    """Return the command that makes a report, as it is typed in the project's folder."""
-    name = [] if sizes.name == NAME else [f"--name {sizes.name}"]
-    return " ".join(["python benchmarks/adapt/report_adapt.py", *name, *sizes.changed(SIZES)])
-
-
-def calibrated_start(folder: Path, sizes: Study) -> Path:
-    """Return the folder of the model that adaptations start from: calibrated jointly, and merged."""
+def calibrated_start(sizes: Options) -> Path:
+    folder = sizes.output
     adapter, merged = folder / "start" / "adapter", folder / "start" / "merged"
     if read_manifest(adapter) is None:
         train = json.dumps([{"task": "word_problems", "split": "train", "limit": sizes.start_questions}])
@@ -129,8 +115,9 @@ def calibrated_start(folder: Path, sizes: Study) -> Path:
     return merged
 
 
-def adapt(folder: Path, start: Path, method: str, seed: int, sizes: Study) -> None:
+def adapt(start: Path, method: str, seed: int, sizes: Options) -> None:
     """Adapt by one method with one seed; all methods of a seed share the samples of round 0 and of the base model."""
+    folder = sizes.output
     place = run_folder(folder, method, seed)
     if (place / "adaptation.json").exists():
         return
@@ -160,7 +147,8 @@ def run_folder(folder: Path, method: str, seed: int) -> Path:
     return folder / f"{method.replace(', ', '-')}-{seed}"
 
 
-def write_tables(folder: Path, sizes: Study) -> None:
+def assemble(sizes: Options) -> dict[str, Any]:
+    folder = sizes.output
     done = {
         method: [seed for seed in range(sizes.seeds) if (run_folder(folder, method, seed) / "adaptation.json").exists()]
         for method in METHODS
@@ -178,8 +166,7 @@ def write_tables(folder: Path, sizes: Study) -> None:
     }
     for result in results.values():
         result["settings"]["base_model"] = Path(result["settings"]["base_model"]).name  # wherever it was made
-    content = {
-        "command": command_of(sizes),
+    return {
         "sizes": {**sizes.sizes(*SIZES), "seeds_done": len(seeds)},
         "not_measured": [method for method in METHODS if method not in methods],
         "sets": tables,
@@ -190,12 +177,9 @@ def write_tables(folder: Path, sizes: Study) -> None:
         "targets": targets(tables, gain, packing, guarded),
         "runs": {f"{method}, seed {seed}": result for (method, seed), result in results.items()},
     }
-    sizes.publish(sizes.name, content, markdown(content), indent=1)
 
 
 def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str]) -> dict[str, Any]:
-    """Return levels and paired changes of one set, pooled over seeds; a question is drawn with all its seeds."""
-
     def read(suffix: str) -> dict[str, list[SampledSet]]:
         start = [read_set(folder / f"base-{seed}" / name / f"base{suffix}") for seed in seeds]
         places = {m: [run_folder(folder, m, seed) / "evaluation" / name for seed in seeds] for m in methods}
@@ -236,7 +220,6 @@ def judged(before: Sequence[SampledSet], after: Sequence[SampledSet], greedy: Se
 
 
 def untrained(results: Sequence[Mapping[str, Any]], name: str) -> dict[str, dict[str, float]]:
-    """Return what the start does in each way of sampling it, in the mean over seeds."""
     rows = [result["sets"][name]["rows"] for result in results]
     return {
         way: {
@@ -257,7 +240,6 @@ def level(stores: Sequence[SampledSet], greedy: Sequence[SampledSet], size: int)
 def change(
     stores: tuple[Sequence[SampledSet], ...], greedy: tuple[Sequence[SampledSet], ...], size: int
 ) -> dict[str, dict[str, float | None]]:
-    """Return the paired changes from before to after with 95 % intervals over questions and seeds."""
     before, after = ([_measured(one) for one in group] for group in stores)
     changes = {name: difference(after, before, metric) for name, metric in {PASS: PASS_AT_1, **CALIBRATION}.items()}
     changes["greedy"] = mean_change(*([one.accuracy() for one in group] for group in greedy))
@@ -266,7 +248,7 @@ def change(
     return {name: as_json(one) for name, one in changes.items()}
 
 
-def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Study) -> dict[str, float | None] | None:
+def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[str, float | None] | None:
     """Return how pass@1 of the rounds, which are drawn at temperature 1, changes from the first to the last of TTRL."""
     if sizes.rounds < 2:
         return None
@@ -304,5 +286,7 @@ def _step(arguments: list[str]) -> None:
         raise RunError(f"Expected every step to succeed, but `selfcal {arguments[0]}` ended with status {status}.")
 
 
+STUDY = Study("adapt/report_adapt.py", SIZES, run_jobs, assemble, markdown, collect="--table", layout={"indent": 1})
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(STUDY.main())

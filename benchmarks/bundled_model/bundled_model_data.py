@@ -29,12 +29,7 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 
 
 def add_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
-    """Add column by column, each carry forgotten with probability ``chance``.
-
-    Example:
-        >>> add_forgetfully(47, 85, random.Random(0), 0.0), add_forgetfully(47, 85, random.Random(0), 1.0)
-        (132, 22)
-    """
+    """Add column by column, each carry forgotten with probability ``chance``."""
     total, carry, place = 0, 0, 1
     while left or right or carry:
         carry, digit = divmod(left % 10 + right % 10 + carry, 10)
@@ -46,12 +41,7 @@ def add_forgetfully(left: int, right: int, rng: random.Random, chance: float) ->
 
 
 def subtract_forgetfully(left: int, right: int, rng: random.Random, chance: float) -> int:
-    """Subtract the smaller ``right`` column by column, each borrow forgotten with probability ``chance``.
-
-    Example:
-        >>> subtract_forgetfully(132, 85, random.Random(0), 0.0), subtract_forgetfully(132, 85, random.Random(0), 1.0)
-        (47, 157)
-    """
+    """Subtract the smaller ``right`` column by column, each borrow forgotten with probability ``chance``."""
     difference, borrow, place = 0, 0, 1
     while left:
         digit = left % 10 - right % 10 - borrow
@@ -64,12 +54,7 @@ def subtract_forgetfully(left: int, right: int, rng: random.Random, chance: floa
 
 
 def multiply_forgetfully(number: int, digit: int, rng: random.Random, chance: float) -> int:
-    """Multiply by one digit column by column, each carry forgotten with probability ``chance``.
-
-    Example:
-        >>> multiply_forgetfully(47, 8, random.Random(0), 0.0), multiply_forgetfully(47, 8, random.Random(0), 1.0)
-        (376, 26)
-    """
+    """Multiply by one digit column by column, each carry forgotten with probability ``chance``."""
     product, carry, place = 0, 0, 1
     while number or carry:
         carry, column = divmod(number % 10 * digit + carry, 10)
@@ -279,7 +264,6 @@ def stream_batches(
 
 
 def cut_batches(examples: Sequence[Row], tokens: int, length: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Cut examples sorted by ``length`` into batches of at most ``tokens`` padded tokens."""
     batch: list[Row] = []
     for example in examples:
         if batch and (len(batch) + 1) * length(example) > tokens:

@@ -51,7 +51,6 @@ def draw_responses(
     seed: int,
     ask: bool = True,
 ) -> list[Drawn]:
-    """Draw ``samples`` responses to each problem by the project's engine and judge them; in the problems' order."""
     task = WordProblems()
     engine = TransformersEngine.from_model(model, chat, max_batch=MAX_BATCH, source="in memory")
     order = sorted(range(len(problems)), key=lambda index: len(problems[index].question))
@@ -114,12 +113,6 @@ def measure(drawn: Sequence[Drawn]) -> Figures:
 
 
 def interval_of_mean(per_question: Sequence[float]) -> Estimate:
-    """Return the mean of one value a question, with its interval over resampled questions.
-
-    Example:
-        >>> interval_of_mean([0.25, 0.25])
-        Estimate(value=0.25, low=0.25, high=0.25, num_undefined=0)
-    """
     values = np.asarray(per_question, dtype=np.float64)
     resampled = np.concatenate([counts @ values for counts in resample_counts(len(values))]) / len(values)
     return Estimate.from_resamples(float(values.mean()), resampled)
@@ -148,7 +141,6 @@ def weighted_vote_gain(group: Sequence[Drawn]) -> float:
 
 
 def evaluate(folder: Path, *, questions: int, samples: int, seed: int) -> dict[str, Figures]:
-    """Measure the stored model in float32 on both test splits under both ways of sampling."""
     chat = ChatFormat(load_tokenizer(str(folder)))
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
@@ -174,8 +166,6 @@ COLUMN = "test_id, EDT"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A range for one measured figure; ends are included."""
-
     figure: str
     low: float = float("-inf")
     high: float = float("inf")
@@ -196,7 +186,6 @@ TARGETS = (
 
 
 def unmet_targets(columns: dict[str, Figures]) -> list[str]:
-    """Return a sentence for each target that the measured ``columns`` miss."""
     figures = columns[COLUMN]
     sentences = []
     for target in TARGETS:

@@ -34,7 +34,6 @@ def plain_causal_attention(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Return the untrained generator: 1.26 million parameters."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -54,7 +53,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def attend_plainly(model: LlamaForCausalLM) -> None:
-    """Let ``model`` use the attention that is made for training here."""
     AttentionInterface.register("plain_causal", plain_causal_attention)
     AttentionMaskInterface.register("plain_causal", lambda *_, **__: None)
     model.set_attn_implementation("plain_causal")
@@ -63,7 +61,6 @@ def attend_plainly(model: LlamaForCausalLM) -> None:
 def build_optimizers(
     matrices: Sequence[tuple[nn.Module, float]], others: Sequence[tuple[nn.Module, float]]
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Return optimisers with their learning rates: Muon for the matrices of some modules, Adam for what is left."""
     optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     taken: set[int] = set()
     for module, rate in matrices:
@@ -79,7 +76,6 @@ def build_optimizers(
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, schedule: Schedule, seed: int
 ) -> LlamaForCausalLM:
-    """Train in place and return the model: Muon for the matrices of the layers, Adam for embeddings and norms."""
     attend_plainly(model.train())
     optimizers = build_optimizers(matrices=[(model.model.layers, schedule.muon_lr)], others=[(model, schedule.adam_lr)])
     started, num_tokens, recent = time.perf_counter(), 0, []
@@ -110,7 +106,6 @@ def train(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a Hugging Face folder with bfloat16 weights."""
     folder.mkdir(parents=True, exist_ok=True)
     model.set_attn_implementation("sdpa")
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -101,7 +101,6 @@ def write_rehearsals(chat: ChatFormat, *, number: int, seed: str) -> list[Turn]:
 
 
 def batch_turns(turns: Sequence[Turn], *, tokens: int, rng: random.Random) -> Iterator[TurnBatch]:
-    """Yield every row once, in batches of similar lengths of at most ``tokens`` tokens, in random order."""
     batches = list(cut_batches(sorted(turns, key=_length), tokens, _length))
     rng.shuffle(batches)
     for batch in batches:
@@ -189,7 +188,6 @@ class MarkReadOuts(nn.Module):
 
 
 def give_lesson(model: LlamaForCausalLM, chat: ChatFormat, lesson: Lesson, *, seed: int) -> LlamaForCausalLM:
-    """Train ``model`` in place on its own responses, drawn before the first step, and return it."""
     model.set_attn_implementation("sdpa")
     turns = draw_turns(model.eval(), chat, problems=lesson.problems, seed=f"{lesson.name}/{seed}")
     if not turns:

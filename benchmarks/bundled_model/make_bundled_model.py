@@ -92,7 +92,6 @@ def keep_stage(folder: Path, model: LlamaForCausalLM, record: StageRecord) -> No
 
 
 def load_record(folder: Path) -> StageRecord | None:
-    """Return the record of a finished stage, None where there is none."""
     path = folder / RECORD
     return StageRecord(**json.loads(path.read_text())) if path.exists() else None
 
@@ -122,13 +121,11 @@ def format_figure(figure: dict[str, float | None]) -> str:
 
 
 def describe_stage(stage: dict[str, Any]) -> str:
-    """Return a stage's steps and name, and whether the run that the card tells of found it made."""
     origin = " (by an earlier run, taken over)" if stage["taken_over"] else ""
     return f"{stage['settings']['steps']:,} {stage['name']}{origin}"
 
 
 def write_card(folder: Path, report: dict[str, Any]) -> None:
-    """Render ``metrics.json`` as the model card."""
     figures = report["figures"]
     columns = list(figures)
     head = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
@@ -219,7 +216,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Build tokenizer and weights in ``folder`` and return what is known of them."""
     if not arguments.resume:
         shutil.rmtree(arguments.build, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -258,7 +254,6 @@ def make(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_into(report: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
-    """Measure the weights in ``folder`` and add the figures to ``report``."""
     started = time.process_time()
     report["questions"], report["samples"] = arguments.questions, arguments.samples
     report["figures"] = evaluate(folder, questions=arguments.questions, samples=arguments.samples, seed=arguments.seed)

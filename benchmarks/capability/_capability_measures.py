@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from shared.estimates import Column, estimated, metric_columns
 from shared.jobs import run_once
-from shared.study import SAMPLED, SPLITS, TASK, TESTS, Study, configuration, train_on, write_configuration
+from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 from shared.tables import End, holds
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, powers_of_two, solved_columns
@@ -65,8 +65,7 @@ CALIBRATED_ON = 700  # training questions of the demo
 TAUGHT_ROWS = 7000
 
 
-def run_seed(plan: Study, seed: int) -> None:
-    """Sample, fit and score what is not done yet of a seed."""
+def run_seed(plan: Options, seed: int) -> None:
     folder = plan.folder(seed)
     train, tests = str(folder / "train"), str(folder / "tests")
     sampled = ["--task", TASK, *SAMPLED, "--seed", str(seed)]
@@ -88,8 +87,7 @@ def run_seed(plan: Study, seed: int) -> None:
         _calibrate(plan, folder, seed)
 
 
-def _teach(plan: Study, folder: Path, seed: int) -> None:
-    """Teach an activated adapter to answer before there is a response, without labels."""
+def _teach(plan: Options, folder: Path, seed: int) -> None:
     epochs = max(round(TAUGHT_ROWS / plan.train), 1)
     trainer = {"max_epochs": epochs, "check_val_every_n_epoch": epochs}
     _fit(plan, folder, seed, TAUGHT, "capability/taught.yaml", limit=plan.train, trainer=trainer)
@@ -97,15 +95,15 @@ def _teach(plan: Study, folder: Path, seed: int) -> None:
         "--store_dir", str(folder / "tests"), "--name", TAUGHT)  # fmt: skip
 
 
-def _calibrate(plan: Study, folder: Path, seed: int) -> None:
-    """Train the demo's activated adapter, on as many of the questions, and let it judge the test responses."""
+def _calibrate(plan: Options, folder: Path, seed: int) -> None:
     _fit(plan, folder, seed, AWAKE, "demo.yaml", limit=min(CALIBRATED_ON, plan.train), trainer={})
     run_once(folder, "score", "--estimator", "p_true", "--store_dir", str(folder / "tests"), "--model", "bundled",
         "--adapter", str(folder / AWAKE / "adapter"), "--name", AWAKE, "--engine.max_batch", "512")  # fmt: skip
 
 
-def _fit(plan: Study, folder: Path, seed: int, name: str, source: str, *, limit: int, trainer: dict[str, Any]) -> None:
-    """Train by a shipped configuration on the training responses of the seed, which are all there."""
+def _fit(
+    plan: Options, folder: Path, seed: int, name: str, source: str, *, limit: int, trainer: dict[str, Any]
+) -> None:
     place, keep = folder / name, {"CalibrationCurve", "AdapterExport"}
     config = configuration(source, seed=seed, folder=place, adapter=place / "adapter", keep=keep)
     config["trainer"] |= trainer
@@ -142,7 +140,6 @@ def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
 
 
 def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: Floats) -> Columns:
-    """Return error, skill, rank correlation and calibration error of every estimate, mapped ones too."""
     truth, shares = test.truth, test.truth.expected_accuracy
     spread = capability_spread(truth.num_correct, truth.num_samples, weights)
     found: Columns = {"constant/mse": spread}
@@ -159,7 +156,6 @@ def estimate_columns(test: TestQuestions, calibration: TestQuestions, weights: F
 
 
 def application_columns(test: TestQuestions, calibration: TestQuestions, weights: Floats) -> Columns:
-    """Return pass@k, budgets and not asking by the probes."""
     truth = test.truth
     least = int(min(truth.num_samples.min(), calibration.truth.num_samples.min()))
     ks = powers_of_two(least)
@@ -241,7 +237,6 @@ def size_columns(folder: Path) -> Columns:
 
 
 def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
-    """Return how well the probe, and P(True) before and after calibration, know about single responses."""
     found: Columns = {}
     beside = [name for name in (AWAKE,) if name not in without]
     for split in TESTS:
@@ -259,7 +254,6 @@ def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
 
 
 def processor_seconds() -> tuple[float, float]:
-    """Return the processor seconds of reading a prompt's states, and of a response to it: medians over turns."""
     torch.set_num_threads(1)
     questions = get_task(TASK).load("calibration", limit=TIMED_QUESTIONS)
     engine = TransformersEngine("bundled", max_batch=TIMED_QUESTIONS)
@@ -354,7 +348,6 @@ def targets(columns: Columns, *, seconds: tuple[float, float]) -> list[Check]:
 
 
 def _application_checks(columns: Columns) -> list[Check]:
-    """Return what plans, sampling one at a time and not asking are held to, where the budgets allow."""
     budgets = columns["id/budgets"][:, 0].astype(int).tolist()
     plan, sequential = (min(budget, budgets[-1]) for budget in BUDGETS)
     gain = columns[f"id/gain/{PROBE}, Beta gain"]

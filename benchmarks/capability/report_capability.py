@@ -9,6 +9,7 @@ is missed.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.estimates import Column, column_over_seeds, estimated
 from shared.jobs import seconds_of
-from shared.study import IMAGES, RESULTS, TESTS, Study, command_line, study_parser
+from shared.study import TESTS, Options, Study
 from shared.tables import section, triple
 
 from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM
 from selfcal_lightning.capability.evaluation import ORACLE
-from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE
 from selfcal_lightning.metrics.bootstrap import Estimate
@@ -63,22 +63,26 @@ SIZES = {
 }
 
 
-def main() -> int:
-    """Run what is not done, and write the report."""
-    parser = study_parser(__doc__, "runs/report-capability", SIZES)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--taught_seeds", type=int, nargs="*", default=[0, 1, 2], help="whose P(True) before is taught")
     parser.add_argument("--awake_seeds", type=int, nargs="*", default=[0, 1, 2], help="whose P(True) after is trained")
-    plan = parser.parse_args(namespace=Study())
-    plan.taught_seeds, plan.awake_seeds = (
-        [seed for seed in plan.seeds if seed in wanted] for wanted in (plan.taught_seeds, plan.awake_seeds)
-    )
+
+
+def complete(parser: argparse.ArgumentParser, plan: Options) -> None:
+    plan.taught_seeds = [seed for seed in plan.seeds if seed in plan.taught_seeds]
+    plan.awake_seeds = [seed for seed in plan.seeds if seed in plan.awake_seeds]
+
+
+def run_jobs(plan: Options) -> None:
     for seed in plan.seeds:
         run_seed(plan, seed)
+
+
+def assemble(plan: Options) -> dict[str, Any]:
     columns = over_seeds([_measured(plan, seed) for seed in plan.seeds])
     seconds = _timed(plan)
     checks = targets(columns, seconds=seconds)
-    report = {
-        "command": command_line("capability/report_capability.py"),
+    return {
         **plan.sizes("seeds", "taught_seeds", "awake_seeds"),
         "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
         "processor_minutes": sum(sum(seconds_of(plan.folder(seed)).values()) for seed in plan.seeds) / 60.0,
@@ -86,11 +90,6 @@ def main() -> int:
         "checks": [{**asdict(check), "found": triple(check.found, digits=DIGITS)} for check in checks],
         "measured": {key: _plain(column) for key, column in columns.items()},
     }
-    picture = figure(report["measured"])
-    plan.publish("report_capability", report, as_markdown(report), picture=picture)
-    if plan.results == RESULTS:
-        save_figure(picture, IMAGES / "report_capability.png", dpi=120)
-    return 0 if all(check.holds for check in checks) else 1
 
 
 def over_seeds(found: Sequence[Columns]) -> Columns:
@@ -99,15 +98,14 @@ def over_seeds(found: Sequence[Columns]) -> Columns:
     return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
 
 
-def _measured(plan: Study, seed: int) -> Columns:
+def _measured(plan: Options, seed: int) -> Columns:
     folder = plan.folder(seed)
     trained = {TAUGHT: plan.taught_seeds, AWAKE: plan.awake_seeds}
     without = [name for name, seeds in trained.items() if seed not in seeds]
     return measure_seed(folder, without=without) | size_columns(folder) | confidence_columns(folder, without=without)
 
 
-def _timed(plan: Study) -> tuple[float, float]:
-    """Return the processor seconds that were measured, now where they have not yet."""
+def _timed(plan: Options) -> tuple[float, float]:
     file = plan.output / "seconds.json"
     if not file.exists():
         file.write_text(json.dumps(processor_seconds()))
@@ -235,7 +233,6 @@ def budget_table(measured: Measured) -> str:
 
 
 def asking_table(measured: Measured) -> str:
-    """Return the share of right responses lost by not asking."""
     shown = [share for share in LEFT_OUT if share in (0.1, 0.2, 0.5)]
     rows = [
         [words, *(_shown(measured[f"{split}/lost/{name}"][LEFT_OUT.index(share)])
@@ -253,8 +250,8 @@ def size_table(measured: Measured) -> str:
     return _table(["probe, fitted to labels, on", *(f"MSE, {WORDS[split]}" for split in TESTS)], rows)
 
 
-def figure(measured: Measured) -> Figure:
-    """Draw errors over responses read, pass@k, budgets and not asking, all in domain unless it says so."""
+def figure(report: Mapping[str, Any]) -> Figure:
+    measured: Measured = report["measured"]
     drawn = Figure(figsize=(11.0, 8.4), layout="constrained")
     (errors, curves), (budgets, asking) = drawn.subplots(2, 2)
     _draw_errors(errors, measured)
@@ -341,5 +338,10 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+STUDY = Study(
+    "capability/report_capability.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete,
+    image="report_capability.png", met=lambda _, report: all(row["holds"] for row in report["checks"]),
+)  # fmt: skip
+
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(STUDY.main())

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from shared.estimates import RESAMPLES
 from shared.jobs import run
-from shared.study import SAMPLED, SPLITS, TASK, Study, configuration, train_on, write_configuration
+from shared.study import SAMPLED, SPLITS, TASK, Options, configuration, train_on, write_configuration
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, SampleScorer, add_scores
@@ -54,18 +54,15 @@ ABLATIONS: dict[str, tuple[str, str, Any]] = {
 }
 
 
-class Plan(Study):
+class Plan(Options):
     def place(self, seed: int, name: str) -> Path:
-        """Return where what belongs to ``name`` lies."""
         return self.folder(seed) / name.replace(" ", "_").replace("(", "").replace(")", "").lower()
 
     def responses(self, seed: int, name: str) -> Path:
-        """Return the store of the test responses that ``name`` is judged on."""
         return self.place(seed, BASE if name == ACTIVATED else name) / "own"
 
 
 def run_seed(plan: Plan, seed: int) -> None:
-    """Train both adapters of a seed, sample the test and calibration questions, and score them."""
     sample(plan, seed, BASE, model="bundled")
     calibrate(plan, seed, JOINT)
     sample(plan, seed, JOINT, model=str(plan.place(seed, JOINT) / "calibrated"))
@@ -76,13 +73,11 @@ def run_seed(plan: Plan, seed: int) -> None:
 
 
 def run_ablation(plan: Plan, seed: int, name: str) -> None:
-    """Train one variant of the joint adapter, and sample the in-domain questions from it."""
     calibrate(plan, seed, name)
     sample(plan, seed, name, model=str(plan.place(seed, name) / "calibrated"), splits=("id",))
 
 
 def calibrate(plan: Plan, seed: int, name: str) -> None:
-    """Train an adapter; a joint one is merged as well."""
     folder = plan.place(seed, name)
     if not (folder / "adapter" / "adapter_config.json").exists():
         config = write_configuration(folder / "config.yaml", configuration_of(plan, seed, name))
@@ -106,7 +101,6 @@ def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
 
 
 def sample(plan: Plan, seed: int, name: str, *, model: str, splits: tuple[str, ...] = tuple(SPLITS)) -> None:
-    """Sample questions from a model; all splits lie in one store."""
     for split in splits:
         place = ("--model", model, "--store_dir", str(plan.responses(seed, name)))
         _generate(plan, seed, name, *place, split=split, limit=plan.parts[split])
@@ -123,7 +117,6 @@ def score_awake(plan: Plan, seed: int) -> None:
 
 
 def probe(plan: Plan, seed: int) -> None:
-    """Fit a probe of the prompts to the training responses, without labels, and let it judge the test questions."""
     folder, store = plan.place(seed, PROBE), plan.responses(seed, BASE)
     fitted = folder / "fitted"
     if not fitted.exists():
@@ -244,7 +237,6 @@ def with_agreement(entry: QuestionSamples) -> QuestionSamples:
 
 
 def fit_on(calibration: Sequence[QuestionSamples], generator: str) -> list[SampleScorer]:
-    """Return what the calibration questions of a generator fit: scaled confidences and fusions."""
     fitted: list[SampleScorer] = []
     for contender in CONTENDERS:
         if contender.generator != generator:
@@ -296,7 +288,6 @@ def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
 
 
 def over_seeds(rows: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
-    """Return the mean of the seeds' curves [K, 1 + R], by key."""
     return {key: mean_over_seeds(np.array([row[key] for row in rows])) for key in rows[0]}
 
 
@@ -336,7 +327,6 @@ def savings(
 
 
 def mean_tokens(pool: RecordedPool) -> tuple[float, int]:
-    """Return the mean tokens of a response, and the tokens of the confidence query."""
     samples = [sample for entry in pool.entries for sample in entry.samples]
     tokens = total_tokens(samples, 0)
     if tokens is None:
@@ -360,7 +350,6 @@ SAMPLING = SamplingSettings(temperature=0.8, edt_scale=0.8, edt_theta=1.0, max_n
 
 
 def measured_seconds(output: Path, activated: Path, joint: Path) -> dict[str, tuple[float, float]]:
-    """Return what :func:`measure_seconds` measured for these models, now where it has not yet."""
     file = output / "seconds.json"
     if not file.exists():
         file.write_text(json.dumps(measure_seconds(activated, joint)))

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from shared import study
-from shared.study import Study, train_on
+from shared.study import Options, train_on
 from torch import Tensor, nn
 
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
@@ -76,12 +76,10 @@ Scores = Mapping[str, np.ndarray]
 
 
 def adapter_names() -> dict[str, str]:
-    """Return what each variant's adapter is called in the module, by variant; the first is the module's own."""
     return {variant: FIRST if variant == FIRST_VARIANT else f"v{number}" for number, variant in enumerate(VARIANTS)}
 
 
-def fit_teacher(options: Study, seed: int) -> Fusion:
-    """Fit log-probability and P(True) to the vote share of the training responses: without labels."""
+def fit_teacher(options: Options, seed: int) -> Fusion:
     path = options.folder(seed) / "teacher.json"
     if not path.exists():
         chosen = training_questions(options)
@@ -90,20 +88,20 @@ def fit_teacher(options: Study, seed: int) -> Fusion:
     return Fusion.load(path)
 
 
-def training_questions(options: Study) -> set[str]:
+def training_questions(options: Options) -> set[str]:
     data = SSCDataModule(options.model, "unused", train=training_sources(options))
     return {question.id for question in data.questions("train")}
 
 
-def training_sources(options: Study) -> list[QuestionSource]:
+def training_sources(options: Options) -> list[QuestionSource]:
     return [QuestionSource("word_problems", split="train", limit=options.questions)]
 
 
-def train_store(options: Study, seed: int) -> SampleStore:
+def train_store(options: Options, seed: int) -> SampleStore:
     return SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
 
 
-def beside_settings(options: Study, seed: int) -> dict[str, dict[str, Any]]:
+def beside_settings(options: Options, seed: int) -> dict[str, dict[str, Any]]:
     teacher = str(options.folder(seed) / "teacher.json")
     names = adapter_names()
     return {
@@ -113,7 +111,7 @@ def beside_settings(options: Study, seed: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def configuration(options: Study, seed: int) -> dict[str, Any]:
+def configuration(options: Options, seed: int) -> dict[str, Any]:
     """Return the demo's configuration with this seed, the study's sizes, and all variants side by side."""
     folder = options.folder(seed)
     config = study.configuration(
@@ -128,7 +126,7 @@ def configuration(options: Study, seed: int) -> dict[str, Any]:
     return config
 
 
-def score_variants(options: Study, seed: int) -> Scores:
+def score_variants(options: Options, seed: int) -> Scores:
     """Return the confidence of every variant's adapter in all judged responses, in the order of :func:`judged_rows`."""
     settings = configuration(options, seed)["model"]["init_args"]
     beside = {name: BesideSettings(**one) for name, one in settings.pop("beside").items()}
@@ -167,7 +165,7 @@ def load_adapter(module: SelfCalibrationModule, name: str, folder: Path) -> None
         raise SystemExit(f"Expected the adapter in {folder} to be that of the study, but got more: {sorted(written)}")
 
 
-def train_learned_token(options: Study, seed: int) -> Scores:
+def train_learned_token(options: Options, seed: int) -> Scores:
     """Train the learned token on leave-one-out agreement, on the rows and steps of the others, and score with it."""
     config = configuration(options, seed)
     settings, trainer = config["model"]["init_args"], config["trainer"]
@@ -182,12 +180,11 @@ def train_learned_token(options: Study, seed: int) -> Scores:
 
 @torch.no_grad()
 def score_rows(
-    options: Study,
+    options: Options,
     seed: int,
     module: SelfCalibrationModule,
     confidences: Callable[[SSCBatch], Mapping[str, Tensor]],
 ) -> Scores:
-    """Return what ``confidences`` says of all judged responses, by name, [N] each."""
     collator = SSCCollator(module.chat, max_length=320, shared_prefix=True)
     parts: dict[str, list[Tensor]] = {}
     for rows in judged_batches(options, seed):
@@ -196,7 +193,7 @@ def score_rows(
     return {name: torch.cat(values).double().numpy() for name, values in parts.items()}
 
 
-def judged_batches(options: Study, seed: int) -> Iterator[TupleRows]:
+def judged_batches(options: Options, seed: int) -> Iterator[TupleRows]:
     store = SampleStore(options.folder(seed) / "judged")
     for split, limit in options.splits.items():
         index = store.index(split=split)

@@ -26,7 +26,6 @@ FACTS = [
 
 
 def plain_arithmetic(number: int = 40) -> list[dict[str, str]]:
-    """Return questions such as "What is 3+4?"."""
     draw = random.Random(0)
     return [
         {"question": f"What is {draw.randint(2, 60)}{draw.choice('+-*')}{draw.randint(2, 60)}?"} for _ in range(number)
@@ -34,7 +33,6 @@ def plain_arithmetic(number: int = 40) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """Measure, and write domain.json and domain.md."""
     engine, task = sc.TransformersEngine("bundled"), sc.get_task("word_problems")
     domain = Domain.fit(prompt_states(engine, task.load("train", limit=512)))
     tests = {

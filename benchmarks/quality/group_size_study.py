@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from rounds_study import (
     configuration,
     describe_training,
     fit_arm,
-    publish,
+    quick,
     run_arms,
     show,
     training_of,
 )
-from shared.study import Study, study_parser
+from shared.study import Options, Study
 from shared.tables import table
 
 ARMS = {"one by one": 1, "groups of 4": 4, "groups of 8": 8}
@@ -46,18 +45,10 @@ SIZES = {
 }
 
 
-def main() -> int:
-    """Run all jobs that are not done yet, then print and write the figures."""
-    parser = study_parser(__doc__, "runs/group_size_study", SIZES)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
-    options = parser.parse_args(namespace=Study())
+def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     if options.quick:
         options.seeds, options.questions, options.responses, options.tuples = [0], 24, 8, 96
         options.test, options.num_samples = 20, 4
-    started = time.monotonic()
-    run_arms(options, FIRST, ARMS, calibrate)
-    publish(options, "group_size_study", assemble(options), started, as_markdown)
-    return 0
 
 
 def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
@@ -66,12 +57,13 @@ def calibrate(options: argparse.Namespace, arm: str, seed: int) -> None:
     fit_arm(options, FIRST, arm, seed, config)
 
 
-def assemble(options: Study) -> dict[str, Any]:
+def assemble(options: Options) -> dict[str, Any]:
     arms = arm_values(options, FIRST, ARMS, "difference")
     del arms[FIRST]["difference"]
     sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds")
     training = training_of(configuration(options, FIRST, options.seeds[0]))
-    return {"sizes": sizes, "training": {**training, "group_size": list(ARMS.values())}, "arms": arms}
+    training["group_size"] = list(ARMS.values())
+    return {"sizes": sizes, "training": training, "arms": arms, "minutes": options.minutes}
 
 
 def as_markdown(study: dict[str, Any]) -> str:
@@ -93,4 +85,8 @@ def as_markdown(study: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "quality/group_size_study.py", SIZES, lambda options: run_arms(options, FIRST, ARMS, calibrate), assemble,
+        as_markdown, arguments=quick, complete=complete, layout={"indent": 1},
+    )  # fmt: skip
+    raise SystemExit(study.main())

@@ -9,8 +9,8 @@ go to ``benchmarks/results/report.{json,md,png}``. Exit status 1 where a criteri
 
 from __future__ import annotations
 
+import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +43,7 @@ from _report_confidences import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from shared.estimates import Measured, difference, summary
-from shared.study import COLLECT, TESTS, command_line, study_parser
+from shared.study import TESTS, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
@@ -65,29 +65,25 @@ SIZES = {
 }
 
 
-def main() -> int:
-    """Run all jobs that are not done yet, then print and write the report."""
-    parser = study_parser(__doc__, "runs/report", SIZES)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ablations", action="store_true", help="joint training with one change each, too")
-    parser.add_argument(COLLECT, action="store_true", help="run no job: the figures of what lies in --output")
-    plan = parser.parse_args(namespace=Plan())
+
+
+def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
     if plan.num_samples < max(SIZES_OF_VOTES):
-        parser.error(f"Expected --num_samples to be at least {max(SIZES_OF_VOTES)}, but got {plan.num_samples}.")
-    started = time.monotonic()
+        parser.error(f"--num_samples must be at least {max(SIZES_OF_VOTES)}, got {plan.num_samples}.")
     plan.output.mkdir(parents=True, exist_ok=True)
-    ablations = tuple(ABLATIONS) if plan.ablations else ()
-    if not plan.collect:
-        with ThreadPoolExecutor(plan.workers) as pool:
-            list(pool.map(lambda seed: run_seed(plan, seed), plan.seeds))
-            list(pool.map(lambda name: run_ablation(plan, plan.seeds[0], name), ablations))
-    report = assemble(plan, plan.seeds, ablations)
-    report["minutes"] = round((time.monotonic() - started) / 60, 1)
-    report["command"] = command_line("quality/report.py", alone=FULL)
-    plan.publish("report", report, as_markdown(report), picture=figure(report))
-    return 0 if all(row["met"] for row in report["criteria"]) else 1
+    plan.variants = tuple(ABLATIONS) if plan.ablations else ()
 
 
-def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[str, Any]:
+def run_jobs(plan: Plan) -> None:
+    with ThreadPoolExecutor(plan.workers) as pool:
+        list(pool.map(lambda seed: run_seed(plan, seed), plan.seeds))
+        list(pool.map(lambda name: run_ablation(plan, plan.seeds[0], name), plan.variants))
+
+
+def assemble(plan: Plan) -> dict[str, Any]:
+    seeds = plan.seeds
     pools = {(seed, test): read_fitted(plan, seed, test) for seed in seeds for test in TESTS}
     rows = {
         test: {
@@ -130,7 +126,8 @@ def assemble(plan: Plan, seeds: list[int], ablations: tuple[str, ...]) -> dict[s
                    for key, rows in savings(curves[test], targets, tokens[test], seconds).items()}
             for test in TESTS
         },
-        "ablations": {name: ablation(plan, seeds[0], name) for name in ablations},
+        "ablations": {name: ablation(plan, seeds[0], name) for name in plan.variants},
+        "minutes": plan.minutes,
     }  # fmt: skip
 
 
@@ -199,7 +196,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
-    """Draw the accuracy of votes over the number of samples: dashed lines are plain votes, solid ones weighted."""
     drawing = Figure(figsize=(9.2, 3.9), layout="constrained")
     panels = drawing.subplots(1, len(TITLES), sharey=True)
     for axes, (test, title) in zip(panels, TITLES.items(), strict=True):
@@ -348,4 +344,7 @@ def criteria(
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "quality/report.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete, Plan, alone=FULL
+    )
+    raise SystemExit(study.main())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ import yaml
 from shared import study as shared
 from shared.estimates import RESAMPLES, metric_columns
 from shared.jobs import run
-from shared.study import SAMPLED, Study, command_line, study_parser, train_on, write_configuration
+from shared.study import SAMPLED, Options, Study, train_on, write_configuration
 from shared.tables import table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -61,15 +60,6 @@ SIZES = {
 }
 
 
-def main() -> int:
-    """Run all jobs that are not done yet, then print and write the figures."""
-    options = parse_arguments()
-    started = time.monotonic()
-    run_arms(options, ONE, ARMS, calibrate)
-    publish(options, "rounds_study", assemble(options), started, as_markdown)
-    return 0
-
-
 def run_arms(
     options: argparse.Namespace, first: str, arms: Mapping[str, Any], calibrate: Callable[[Any, str, int], None]
 ) -> None:
@@ -81,23 +71,17 @@ def run_arms(
         list(pool.map(lambda seed: sample_test(options, BASE, seed, "bundled"), options.seeds))
 
 
-def publish(
-    options: Study, name: str, study: dict[str, Any], started: float, as_text: Callable[[dict[str, Any]], str]
-) -> None:
-    """Print a study and write it to ``name``.json and .md, with its command and the minutes since ``started``."""
-    study["minutes"] = round((time.monotonic() - started) / 60, 1)
-    study["command"] = command_line(f"quality/{name}.py")
-    options.publish(name, study, as_text(study), indent=1)
+def quick(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
 
 
-def parse_arguments() -> Study:
-    parser = study_parser(__doc__, "runs/rounds_study", SIZES)
+def arguments(parser: argparse.ArgumentParser) -> None:
     rules = ["replace", "mix"]
     parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="of the arms with more rounds")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, one seed: whether it runs, not what comes out"
-    )
-    options = parser.parse_args(namespace=Study())
+    quick(parser)
+
+
+def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     for name in [name for name, (_, rule) in ARMS.items() if name != ONE and rule not in options.rules]:
         del ARMS[name]
     if options.quick:
@@ -106,7 +90,6 @@ def parse_arguments() -> Study:
     for rounds, _ in ARMS.values():
         if options.responses % rounds or options.tuples % (rounds * 32):
             parser.error("--responses must be a multiple of 6, and --tuples of 192, so that all arms cost the same")
-    return options
 
 
 def folder_of(options: argparse.Namespace, arm: str, seed: int) -> Path:
@@ -172,15 +155,20 @@ def sample_test(options: argparse.Namespace, arm: str, seed: int, model: str) ->
     )  # fmt: skip
 
 
-def assemble(options: Study) -> dict[str, Any]:
+def assemble(options: Options) -> dict[str, Any]:
     arms = arm_values(options, ONE, ARMS, "minus_one_round")
     for arm, (rounds, _) in ARMS.items():
         arms[arm] |= {"cost": cost_of(options, arm), "rounds": [drift(options, arm, one) for one in range(rounds)]}
     sizes = options.sizes("questions", "responses", "tuples", "test", "num_samples", "seeds", "rules")
-    return {"sizes": sizes, "training": training_of(configuration(options, ONE, options.seeds[0])), "arms": arms}
+    return {
+        "sizes": sizes,
+        "training": training_of(configuration(options, ONE, options.seeds[0])),
+        "arms": arms,
+        "minutes": options.minutes,
+    }
 
 
-def arm_values(options: Study, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
+def arm_values(options: Options, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
     """Return the metrics of every arm with intervals, by seed, and what they differ by from the first arm."""
     columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
     draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
@@ -275,4 +263,8 @@ def show(entry: Mapping[str, float | None]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "quality/rounds_study.py", SIZES, lambda options: run_arms(options, ONE, ARMS, calibrate), assemble,
+        as_markdown, arguments=arguments, complete=complete, layout={"indent": 1},
+    )  # fmt: skip
+    raise SystemExit(study.main())

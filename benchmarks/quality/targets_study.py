@@ -10,8 +10,8 @@ Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}
 
 from __future__ import annotations
 
+import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from _targets_training import (
     score_variants,
     train_learned_token,
 )
-from rounds_study import estimate, publish, settle, show
+from rounds_study import estimate, quick, settle, show
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.jobs import run
-from shared.study import SAMPLED, Study, study_parser
+from shared.study import SAMPLED, Options, Study
 from shared.tables import table
 
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -57,27 +57,26 @@ SIZES = {
 }
 
 
-def main() -> int:
-    """Run all jobs that are not done yet, then print and write the figures."""
-    parser = study_parser(__doc__, "runs/targets_study", SIZES)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", help="folder or name of the model")
     parser.add_argument("--test", type=int, nargs=2, default=[200, 100], help="test questions in and out of domain")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one seed: whether it runs")
-    options = parser.parse_args(namespace=Study())
+    quick(parser)
+
+
+def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     if options.quick:
         options.seeds, options.questions, options.responses = [0], 16, 4
         options.calibration, options.test, options.num_samples = 12, [12, 12], 4
     options.splits = dict(zip(SPLITS.values(), [options.calibration, *options.test], strict=True))
-    started = time.monotonic()
-    for seed in options.seeds:
-        sample(options, seed)
-    for seed in options.seeds:
-        train(options, seed)
-    publish(options, "targets_study", assemble(options), started, as_markdown)
-    return 0
 
 
-def sample(options: Study, seed: int) -> None:
+def run_jobs(options: Options) -> None:
+    for job in (sample, train):
+        for seed in options.seeds:
+            job(options, seed)
+
+
+def sample(options: Options, seed: int) -> None:
     folder = options.folder(seed)
     jobs = [("samples", "train", options.questions, options.responses, seed)]
     jobs += [("judged", split, limit, options.num_samples, 1000 + seed) for split, limit in options.splits.items()]
@@ -92,8 +91,7 @@ def sample(options: Study, seed: int) -> None:
             )  # fmt: skip
 
 
-def train(options: Study, seed: int) -> None:
-    """Train all variants of a seed and keep what they say of the judged responses."""
+def train(options: Options, seed: int) -> None:
     folder = options.folder(seed)
     fit_teacher(options, seed)
     settle(folder / "config.yaml", configuration(options, seed))
@@ -112,7 +110,7 @@ def keep(path: Path, scores: Scores) -> None:
     fresh.rename(path)
 
 
-def read_scores(options: Study, seed: int) -> dict[str, np.ndarray]:
+def read_scores(options: Options, seed: int) -> dict[str, np.ndarray]:
     """Return the confidences of all variants, of the base and of the teacher, [N] each."""
     folder = options.folder(seed)
     found: dict[str, np.ndarray] = {}
@@ -126,11 +124,11 @@ def read_scores(options: Study, seed: int) -> dict[str, np.ndarray]:
     return {name: found[name] for name in (BASE, TAUGHT_BY, *VARIANTS, LEARNED_TOKEN)}
 
 
-def judged(options: Study, seed: int, split: str) -> list[Any]:
+def judged(options: Options, seed: int, split: str) -> list[Any]:
     return list(SampleStore(options.folder(seed) / "judged").samples(split=split))[: options.splits[split]]
 
 
-def assemble(options: Study) -> dict[str, Any]:
+def assemble(options: Options) -> dict[str, Any]:
     scores = {seed: read_scores(options, seed) for seed in options.seeds}
     draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
     tables = {title: table_of(options, split, scores, draws) for title, split in SPLITS.items()}
@@ -141,10 +139,13 @@ def assemble(options: Study) -> dict[str, Any]:
         "first": FIRST_VARIANT,
         "tables": tables,
         "chosen": choose(tables["calibration"]),
+        "minutes": options.minutes,
     }
 
 
-def table_of(options: Study, split: str, scores: Mapping[int, Scores], draws: np.ndarray) -> dict[str, dict[str, Any]]:
+def table_of(
+    options: Options, split: str, scores: Mapping[int, Scores], draws: np.ndarray
+) -> dict[str, dict[str, Any]]:
     """Return each variant's values on a split, and what they differ by from those that it is held against."""
     parts = [columns_of(options, split, seed, scores[seed]) for seed in options.seeds]
     rows = {}
@@ -177,7 +178,7 @@ def plain(entry: Estimate) -> dict[str, float | None]:
     return {"value": entry.value, "low": entry.low, "high": entry.high}
 
 
-def columns_of(options: Study, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
+def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
     """Return by variant each metric on all questions and on resamples, [1 + R], and the bounds of the ECE."""
     entries = {name: judged(options, seed, name) for name in options.splits}
     sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
@@ -243,4 +244,8 @@ def as_markdown(study: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "quality/targets_study.py", SIZES, run_jobs, assemble, as_markdown, arguments=arguments, complete=complete,
+        layout={"indent": 1},
+    )  # fmt: skip
+    raise SystemExit(study.main())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,8 +22,8 @@ import numpy as np
 from _real_jobs import JOINT, LEAVE_ONE_OUT, PROBE, TARGETS, TUNED, Jobs, Sizes
 from matplotlib.figure import Figure
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
-from shared.study import IMAGES, RESULTS, command_line
-from shared.tables import table, write_report
+from shared.study import Options, Study
+from shared.tables import table
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores, confidence_of
@@ -33,7 +32,6 @@ from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.inference.threshold_fitting import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
@@ -48,7 +46,6 @@ from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample
 
-DPI = 110
 VARIANTS = ("activated", JOINT, TUNED)
 # The demonstration's account of time is made of these. One core with AVX512-BF16 was measured, shared with other work:
 # 12 responses sampled (bfloat16), 4 trained on (float32) and 26 scored (bfloat16) a CPU second. Two idle ones are
@@ -61,32 +58,11 @@ DEMO = {
 }  # fmt: skip
 
 
-def main() -> int:
-    """Run the jobs that are asked for, then compute and write the report.
-
-    Exit status 1 when a target is missed; the demonstration, which is too small to be held to them, ends with 0.
-    """
-    options = parse_arguments()
-    started = time.monotonic()
+def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     sizes = Sizes(options.train, options.test, options.calibration, options.num_samples, options.train_samples)
-    jobs = Jobs(options.output, options.model, sizes)
-    if not options.figures:
-        if options.demo:
-            print(account(jobs), flush=True)
-        run(jobs, options)
-    report = assemble(jobs, seeds=options.seeds, texts=jobs.texts(options.targets[0], options.seeds[0]))
-    report["command"] = command_line("real/report_real.py")
-    report["sizes"] |= {"train": options.train, "calibration": options.calibration, "samples": options.num_samples}
-    report["sizes"]["train_samples"] = sizes.samples_of("train")
-    report["minutes"] = round((time.monotonic() - started) / 60, 1)
-    folder = options.output if options.demo else RESULTS
-    picture = figure(report)
-    write_report(folder, "report_real", report, as_markdown(report), picture=picture, dpi=DPI, indent=1)
-    if not options.demo:
-        save_figure(picture, IMAGES / "report_real.png", dpi=DPI)
-    print(f"Written to {folder}: report_real.md, report_real.png and report_real.json.")
-    held = report["held_to"]
-    return 0 if options.demo or (held and all(row["met"] for row in held.values())) else 1
+    options.jobs = Jobs(options.output, options.model, sizes)
+    if options.demo:
+        options.results = options.output
 
 
 def account(jobs: Jobs) -> str:
@@ -107,7 +83,10 @@ def account(jobs: Jobs) -> str:
     return "\n".join([f"On two idle cores, about {total:.0f} minutes:", *lines, f"Log: {jobs.folder / 'log.txt'}"])
 
 
-def run(jobs: Jobs, options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
+    jobs = options.jobs
+    if options.demo:
+        print(account(jobs), flush=True)
     jobs.convert()
     for split in ("train", "validation"):
         jobs.sample(jobs.model, jobs.samples, split)
@@ -130,11 +109,8 @@ def run(jobs: Jobs, options: argparse.Namespace) -> None:
             jobs.score(jobs.own_test(seed), adapter, TUNED, split="test")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/report-real"), help="samples and adapters go here")
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/real/smollm2"), help="folder of the converted model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--joint_seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
@@ -143,11 +119,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", type=int, default=50, help="labelled questions for scalers and fusions")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
     parser.add_argument("--train_samples", type=int, default=None, help="to a training question; as many if left out")
-    parser.add_argument("--figures", action="store_true", help="run no job: compute from what is there")
     parser.add_argument("--demo", action="store_true", help="a small one, in minutes, beside whose samples it writes")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
-    return parser.parse_args()
 
 
 Pool = list[QuestionSamples]
@@ -221,14 +195,7 @@ def mean_tokens(pool: Pool) -> float:
 
 
 def samples_to_reach(curve: Floats, accuracy: float) -> float:
-    """Return how many samples a curve over 1, 2, 3 ... samples takes to an accuracy, between samples by a line.
-
-    Example:
-        >>> samples_to_reach(np.array([0.2, 0.4, 0.5]), 0.45)
-        2.5
-        >>> samples_to_reach(np.array([0.2, 0.4]), 0.5)
-        inf
-    """
+    """Return how many samples a curve over 1, 2, 3 ... samples takes to an accuracy, between samples by a line."""
     reached = np.flatnonzero(curve >= accuracy)
     if not len(reached):
         return math.inf
@@ -269,8 +236,9 @@ LABELS = {
 }
 
 
-def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]:
+def assemble(options: Options) -> dict[str, Any]:
     """Compute every figure from the stores: of the cells that were run, and the names of those that were not."""
+    jobs, seeds, target = options.jobs, options.seeds, options.targets[0]
     there = {target: [seed for seed in seeds if _is_scored(jobs, f"{target}_{seed}")] for target in TARGETS}
     names = {target: [f"{target}_{seed}" for seed in found] for target, found in there.items()}
     pool, left_out, fused = _base_pool(jobs, [name for group in names.values() for name in group])
@@ -283,7 +251,14 @@ def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]
             rows[f"fused {target}"] = columns_of(pool, [f"fused_{name}" for name in group])
     votes = _votes(pool, names)
     report: dict[str, Any] = {
-        "sizes": {"questions": len(pool), "responses": sum(len(entry.samples) for entry in pool)},
+        "sizes": {
+            "questions": len(pool),
+            "responses": sum(len(entry.samples) for entry in pool),
+            "train": options.train,
+            "calibration": options.calibration,
+            "samples": options.num_samples,
+            "train_samples": jobs.sizes.samples_of("train"),
+        },
         "seeds": there,
         "unreadable": float(np.mean([one.answer is None for entry in pool for one in entry.samples])),
         "confidences": {name: _row(columns) for name, columns in rows.items()},
@@ -295,7 +270,8 @@ def assemble(jobs: Jobs, *, seeds: Sequence[int], texts: Path) -> dict[str, Any]
         },
         "equal_accuracy": _equal_accuracy(jobs, pool, votes),
         "generators": _generators(jobs, seeds, pool, rows, votes),
-        "same_texts": _same_texts(texts),
+        "same_texts": _same_texts(jobs.texts(target, seeds[0])),
+        "minutes": options.minutes,
     }
     report["held_to"] = _held_to(report, rows)
     report["not_run"] = _not_run(jobs, seeds, there)
@@ -433,6 +409,11 @@ def _held_to(report: Mapping[str, Any], rows: Mapping[str, Columns]) -> dict[str
     return found
 
 
+def is_met(options: Options, report: Mapping[str, Any]) -> bool:
+    """Return whether all targets are met; the demonstration is too small to be held to them."""
+    return options.demo or (bool(report["held_to"]) and all(row["met"] for row in report["held_to"].values()))
+
+
 def _met(gain: Estimate, met: bool) -> dict[str, Any]:
     return asdict(gain) | {"met": met}
 
@@ -544,7 +525,6 @@ def show(entry: Mapping[str, Any], *, digits: int = 3, signed: bool = False) -> 
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
-    """Draw the AUROC of each confidence, and the accuracy of votes over the number of samples."""
     drawing = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = drawing.subplots(1, 2)
     # Scaled by Platt, the likelihood ranks as it does unscaled.
@@ -574,4 +554,8 @@ def figure(report: Mapping[str, Any]) -> Figure:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "real/report_real.py", {}, run, assemble, as_markdown, figure, arguments, complete, collect="--figures",
+        layout={"dpi": 110, "indent": 1}, image="report_real.png", met=is_met,
+    )  # fmt: skip
+    raise SystemExit(study.main())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from shared.estimates import RESAMPLES, error_difference, errors_over_seeds, estimated
 from shared.jobs import run_once
-from shared.study import SAMPLED, SPLITS, TASK, TESTS, Study, configuration, train_on, write_configuration
+from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores
 from selfcal_lightning.confidence.features import LOGIT
@@ -43,8 +43,6 @@ KEPT = {"SSCGeneration", "AdapterExport"}  # callbacks of a training
 
 
 class Trained(NamedTuple):
-    """A reward model: what it learns at every step, and of which training questions."""
-
     target: str
     is_rolled: bool
 
@@ -74,7 +72,7 @@ SEARCHES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-class Plan(Study):
+class Plan(Options):
     def samples(self, seed: int, *, is_rolled: bool) -> Path:
         return self.folder(seed) / ("samples_few" if is_rolled else "samples")
 
@@ -82,7 +80,6 @@ class Plan(Study):
         return self.folder(seed) / "tests"
 
     def rollouts(self, seed: int, split: str) -> Path:
-        """Return the store of the rollouts of a split; "train" is that of the models that learn from rollouts."""
         return self.folder(seed) / f"rollouts_{split}"
 
     def model(self, seed: int, name: str) -> Path:
@@ -106,7 +103,6 @@ def run_seed(plan: Plan, seed: int) -> None:
 
 
 def sample_tests(plan: Plan, seed: int) -> None:
-    """Sample test and calibration questions from the bundled model, all into one store."""
     for split, source in SPLITS.items():
         _run(
             plan, seed, "generate", "--model", "bundled", "--store_dir", str(plan.tests(seed)), "--task", TASK,
@@ -124,7 +120,6 @@ def roll_out(plan: Plan, seed: int, samples: Path, split: str, *, limit: int, re
 
 
 def fit(plan: Plan, seed: int, name: str, config: dict[str, Any]) -> None:
-    """Train a reward model, or the activated adapter; training samples that are not there are drawn on the way."""
     config["trainer"]["limit_val_batches"] = 0
     for unused in ("validation", "test"):
         config["data"]["init_args"].pop(unused, None)
@@ -132,7 +127,6 @@ def fit(plan: Plan, seed: int, name: str, config: dict[str, Any]) -> None:
 
 
 def reward_configuration(plan: Plan, seed: int, name: str, trained: Trained) -> dict[str, Any]:
-    """Return the demo's configuration of a reward model with this seed, target and size."""
     config = configuration(
         "rewards/demo.yaml", seed=seed, folder=plan.folder(seed) / name, adapter=plan.model(seed, name), keep=KEPT
     )
@@ -152,7 +146,6 @@ def awake_configuration(plan: Plan, seed: int) -> dict[str, Any]:
 
 
 def score(plan: Plan, seed: int) -> None:
-    """Put the scores of reward models and the activated confidence on the test and calibration responses."""
     tests = str(plan.tests(seed))
     for name, estimators in SCORED.items():
         model = ("--store_dir", tests, "--reward.model", str(plan.model(seed, name)))
@@ -172,7 +165,6 @@ def score_name(name: str) -> str:
 
 
 def search(plan: Plan, seed: int) -> None:
-    """Search the first in-domain questions live, steered by the model that was trained on outcomes."""
     asked = plan.folder(seed) / "searched.jsonl"
     entries = sorted(SampleStore(plan.tests(seed)).samples(split="id"), key=lambda entry: entry.question.id)
     lines = (
@@ -224,7 +216,6 @@ class Places:
 
     @property
     def priors(self) -> Floats:
-        """What is said of the questions themselves [Q]."""
         return self.score[self.position == 0, 0]
 
     def sums(self, position: str = OVERALL) -> Floats:
@@ -390,7 +381,6 @@ def spend(pools: Sequence[RecordedPool], priors: Sequence[Floats]) -> dict[str, 
 
 
 def searches(plan: Plan, seeds: Sequence[int]) -> dict[str, Spent]:
-    """Return accuracy and cost of the live searches, by their names, and of votes on the same questions."""
     return {
         name: _over_seeds([_answered(plan, seed, name) for seed in seeds])
         for name in SEARCHES

@@ -11,6 +11,7 @@ would type, and an interrupted report goes on where it stopped. Figures go to
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,7 @@ from matplotlib.figure import Figure
 from shared.estimates import Measured, summary
 from shared.estimates import difference as response_difference
 from shared.jobs import seconds_of
-from shared.study import COLLECT, RESULTS, TESTS, command_line, study_parser
+from shared.study import RESULTS, TESTS, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.data.steps import POSITIONS
@@ -88,32 +89,24 @@ SIZES = {
 SMALL = {"training": 120, "rolled": 20, "id": 30, "ood": 30, "calibration": 20, "rolled_responses": 4, "searched": 15}
 
 
-def main() -> int:
-    """Run all jobs that are not done yet, then print and write the report."""
-    plan = parse_arguments()
-    if not plan.collect:
-        with ProcessPoolExecutor(plan.workers, mp_context=get_context("fork")) as pool:
-            list(pool.map(partial(run_seed, plan), plan.seeds))
-    report = assemble(plan, plan.seeds)
-    report["command"] = command_line("rewards/report_rewards.py", alone=FULL)
-    plan.publish("report_rewards", report, as_markdown(report), picture=figure(report), dpi=110)
-    return 1 if any(row["met"] is False for row in report["criteria"]) else 0
-
-
-def parse_arguments() -> Plan:
-    parser = study_parser(__doc__, "runs/report-rewards", SIZES)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help=f"sizes of a few CPU minutes a seed: {SMALL}")
-    parser.add_argument(COLLECT, action="store_true", help="run nothing, only collect what is there")
-    plan = parser.parse_args(namespace=Plan())
-    if plan.small:
+    if "--small" in sys.argv[1:]:
         parser.set_defaults(**SMALL)
-        plan = parser.parse_args(namespace=Plan())
+
+
+def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
     if plan.num_samples < 8:
-        parser.error(f"Expected --num_samples to be at least 8, but got {plan.num_samples}.")
-    return plan
+        parser.error(f"--num_samples must be at least 8, got {plan.num_samples}.")
 
 
-def assemble(plan: Plan, seeds: Sequence[int]) -> dict[str, Any]:
+def run_jobs(plan: Plan) -> None:
+    with ProcessPoolExecutor(plan.workers, mp_context=get_context("fork")) as pool:
+        list(pool.map(partial(run_seed, plan), plan.seeds))
+
+
+def assemble(plan: Plan) -> dict[str, Any]:
+    seeds = plan.seeds
     each = {(seed, test): read_places(plan, seed, test, list(MODELS)) for seed in seeds for test in TESTS}
     places = {test: {name: [each[seed, test][name] for seed in seeds] for name in MODELS} for test in TESTS}
     pools = {test: [read_pool(plan, seed, test) for seed in seeds] for test in TESTS}
@@ -246,7 +239,6 @@ def _of_costs(places: Mapping[str, Mapping[str, Sequence[Places]]]) -> list[Crit
 
 
 def _of_seconds() -> Criterion:
-    """Return the demand on the seconds of scoring, which a script of its own measured, side by side in one process."""
     text = "CPU seconds of one text a place, of those packed by question (`reward_scoring.py`): at least 8"
     if not SCORING.is_file():
         return Criterion(text, Estimate(None, None, None), None)
@@ -439,17 +431,11 @@ def _searches(report: Mapping[str, Any]) -> list[str]:
 
 
 def _spent_cells(row: Mapping[str, Any], *less: str) -> list[str]:
-    """Return the cells of a way: accuracy, tokens, and what it is above others at the same tokens."""
     return [show(row["correct"]), show(row["tokens"], digits=0), *(show(row[name], "+") for name in less)]
 
 
 def way_label(way: str) -> str:
-    """Return a way to choose answers in words.
-
-    Example:
-        >>> way_label("plain"), way_label("vote prm")
-        ('plain votes', 'votes weighted by: reward model, outcomes')
-    """
+    """Return a way to choose answers in words."""
     if way == PLAIN:
         return "plain votes"
     kind, name = way.split()
@@ -489,4 +475,8 @@ def _draw_answers(axes: Axes, votes: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    study = Study(
+        "rewards/report_rewards.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete, Plan,
+        alone=FULL, layout={"dpi": 110},
+    )  # fmt: skip
+    raise SystemExit(study.main())

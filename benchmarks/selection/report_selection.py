@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from shared.estimates import RESAMPLES, metric_columns
-from shared.study import RESULTS, ROOT, Study, sizes_parser
+from shared.study import Options, Study
 from shared.tables import Criterion, criteria_table, exactly, held, section, show, table, triple
 
 from selfcal_lightning.adaptation.picking import (
@@ -71,26 +71,16 @@ SIZES = {
 }
 
 
-def main() -> None:
-    parser = sizes_parser(__doc__, SIZES)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "report-selection")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="report_selection", help="of the results")
-    parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    study = parser.parse_args(namespace=Study())
-    stores = [study.folder / f"seed-{seed}" for seed in range(study.seeds)]
-    if not study.table:
-        for seed, store in enumerate(stores):
-            sample(store, seed, study)
-    pools = [read_pool(store) for store in stores]
-    passed_on = [hand_on(store, study.folder / f"{store.name}-selection", kept=study.kept) for store in stores]
-    content = assemble(pools, passed_on, study.sizes(*SIZES))
-    content["command"] = " ".join(["python benchmarks/selection/report_selection.py", *study.changed(SIZES)])
-    study.publish(study.name, content, markdown(content), indent=1)
+def stores(study: Options) -> list[Path]:
+    return [study.output / f"seed-{seed}" for seed in range(study.seeds)]
 
 
-def sample(store: Path, seed: int, sizes: Study) -> None:
-    """Sample and score a pool, as far as that was not done."""
+def run_jobs(study: Options) -> None:
+    for seed, store in enumerate(stores(study)):
+        sample(store, seed, study)
+
+
+def sample(store: Path, seed: int, sizes: Options) -> None:
     run_generate(
         "bundled", str(store), "word_problems", split="test_id", limit=sizes.questions, num_samples=sizes.samples,
         seed=seed, engine=EngineSettings(max_batch=512), sampling=SamplingSettings(max_new_tokens=TOKENS),
@@ -103,9 +93,9 @@ def read_pool(store: Path) -> list[QuestionSamples]:
     return sorted(entries, key=lambda entry: entry.question.id)
 
 
-def assemble(
-    pools: Sequence[Sequence[QuestionSamples]], passed_on: Sequence[HandedOn], sizes: Mapping[str, Any]
-) -> dict[str, Any]:
+def assemble(study: Options) -> dict[str, Any]:
+    pools, sizes = [read_pool(store) for store in stores(study)], study.sizes(*SIZES)
+    passed_on = [hand_on(one, study.output / f"{one.name}-selection", kept=study.kept) for one in stores(study)]
     names = [FUSED, SHARE, SSC, MEAN_LOGPROB, P_TRUE, *CRITERIA]
     criteria = {name: _criterion(pools, name, sizes["kept"]) for name in names}
     selections = {
@@ -290,7 +280,6 @@ class HandedOn:
 
 
 def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
-    """Select by the defaults, extract key steps by rules, export, and judge all responses by the reward file."""
     selection, export = folder / "selection", folder / "export"
     chosen = run_select(str(store), str(selection), keep_top=kept)
     rates = run_extract_steps(str(selection), overwrite=True).rates
@@ -307,7 +296,6 @@ def hand_on(store: Path, folder: Path, *, kept: float) -> HandedOn:
 
 
 def _judge_of(file: Path) -> Judge:
-    """Return the function of a reward file that judges one response, as a trainer would load it."""
     spec = importlib.util.spec_from_file_location("exported_reward", file)
     if spec is None or spec.loader is None:
         raise ImportError(f"Expected {file} to be a module, but got something else.")
@@ -316,5 +304,10 @@ def _judge_of(file: Path) -> Judge:
     return cast("Judge", module.judge)
 
 
+STUDY = Study(
+    "selection/report_selection.py", SIZES, run_jobs, assemble, markdown, collect="--table", layout={"indent": 1},
+    met=lambda *_: True,
+)  # fmt: skip
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(STUDY.main())

@@ -41,8 +41,6 @@ SAMPLING = SamplingSettings(temperature=0.8, edt_scale=None, max_new_tokens=120)
 
 
 class Library:
-    """The library's driver over the engine, without a server."""
-
     def __init__(self) -> None:
         options = EngineOptions()
         self.chat = load_chat(options, "bundled", query=DEFAULT_QUERY)
@@ -53,7 +51,6 @@ class Library:
         return Draws(self.chat.prompt_ids(question.messages), SAMPLING, SEED, key)
 
     def run(self, questions: list[Question]) -> tuple[float, dict[str, int]]:
-        """Return seconds, and the tokens of each question."""
         source = EngineSource(self.engine, self.chat, sampling=SAMPLING, draws=self.draws)
         strategy = make_strategy("early_stopping", threshold=0.8, max_samples=4)
         began = time.perf_counter()
@@ -125,7 +122,6 @@ async def load(
 
 
 def started_server() -> subprocess.Popen[bytes]:
-    """Start the server and wait until it is ready."""
     command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
     server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
     while server.poll() is None:

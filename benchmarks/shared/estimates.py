@@ -69,14 +69,12 @@ def summary(rows: Sequence[Measured]) -> dict[str, Estimate]:
 
 
 def difference(rows: Sequence[Measured], others: Sequence[Measured], metric: str) -> Estimate:
-    """Return by how much a metric of one confidence exceeds that of another, on the same draws."""
     if metric == ECE:
         return error_difference([row.errors for row in rows], [row.errors for row in others])
     return estimate_of(_column(rows, metric) - _column(others, metric))
 
 
 def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds]) -> Estimate:
-    """Return by how much a calibration error exceeds another one of the same seeds and resamples."""
     change = errors_over_seeds([a.minus(b) for a, b in zip(rows, others, strict=True)])
     return Estimate.from_bounds(change, least=-1.0, most=1.0)
 
@@ -84,7 +82,6 @@ def error_difference(rows: Sequence[ErrorBounds], others: Sequence[ErrorBounds])
 def metric_columns(
     columns: tuple[Array, Array, Array], metrics: Sequence[str], *, num_resamples: int
 ) -> dict[str, Floats]:
-    """Return metrics of (confidence, correct, question) on all questions and on resamples of them, [1 + R] by key."""
     whole = bootstrap_interval(*columns, metrics=metrics, num_resamples=1)
     resampled = question_bootstrap(*columns, metrics=metrics, num_resamples=num_resamples)
     values = {key: whole[key].value for key in metrics}

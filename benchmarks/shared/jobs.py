@@ -67,7 +67,6 @@ def run_once(folder: Path, *arguments: str, output: Path | None = None) -> None:
 
 
 def seconds_of(folder: Path) -> dict[str, float]:
-    """Return the CPU seconds of the commands that were run in ``folder``, by their words."""
     done = folder / DONE
     return json.loads(done.read_text()) if done.exists() else {}
 

@@ -1,10 +1,13 @@
-"""What the reports and studies share: options, where runs lie, configurations, and what is written."""
+"""What the reports share: `Study` (jobs, tables, criteria, figure), options and configurations."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,12 @@ import yaml
 from matplotlib.figure import Figure
 from shared.tables import write_report
 
+from selfcal_lightning.evaluation.figures import save_figure
 from selfcal_lightning.models.folders import config_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-COLLECT = "--collect"
 TASK = "word_problems"
 # Questions that the bundled model answers for a report, by the name of the part and its split.
 SPLITS = {"id": "test_id", "ood": "test_ood", "calibration": "calibration"}
@@ -27,16 +30,22 @@ SAMPLED = ("--sampling.max_new_tokens", "120", "--engine.max_batch", "512")
 Sizes = Mapping[str, tuple[Any, str]]  # default and help of an option, by name
 
 
-class Study(argparse.Namespace):
-    """The options of a report; a subclass adds where its parts lie."""
+class Options(argparse.Namespace):
+    """What a report was asked for, and where its parts lie."""
 
     output: Path
     results: Path
     seeds: list[int]
+    command: str
+    started: float
 
     @property
     def parts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in SPLITS}
+        return self.sizes(*SPLITS)
+
+    @property
+    def minutes(self) -> float:
+        return round((time.monotonic() - self.started) / 60, 1)
 
     def folder(self, seed: int) -> Path:
         return self.output / f"seed-{seed}"
@@ -44,41 +53,91 @@ class Study(argparse.Namespace):
     def sizes(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
-    def changed(self, usual: Sizes) -> list[str]:
-        """Return the sizes that are not the usual ones, as they are typed."""
-        return [f"--{name} {getattr(self, name)}" for name, (value, _) in usual.items() if getattr(self, name) != value]
 
-    def publish(
-        self, name: str, report: Mapping[str, Any], text: str, *, picture: Figure | None = None, **settings: Any
-    ) -> None:
-        write_report(self.results, name, report, text, picture=picture, **settings)
+@dataclass(frozen=True)
+class Study:
+    """One report: jobs, tables, criteria and figure.
+
+    Attributes:
+        script: Its file under ``benchmarks``; the results have its name.
+        sizes: Default and help of its options, by name.
+        jobs: Runs what is not done yet.
+        tables: Computes the figures of what is done.
+        markdown, figure: Show them.
+        arguments: Adds further options.
+        complete: Checks the options, and fills in what follows from them.
+        collect: The option that runs no job.
+        alone: The make target that takes all defaults.
+        layout: Further arguments of ``write_report``.
+        image: File of the documentation that shows the figure.
+        met: Whether all criteria are met, for the exit status.
+    """
+
+    script: str
+    sizes: Sizes
+    jobs: Callable[[Any], None]
+    tables: Callable[[Any], dict[str, Any]]
+    markdown: Callable[[Any], str]
+    figure: Callable[[Any], Figure] | None = None
+    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    complete: Callable[[argparse.ArgumentParser, Any], None] = lambda parser, options: None
+    options: type[Options] = Options
+    collect: str = "--collect"
+    alone: str | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    image: str | None = None
+    met: Callable[[Any, dict[str, Any]], bool] = lambda options, report: _none_missed(report)
+
+    @property
+    def name(self) -> str:
+        return Path(self.script).stem
+
+    def main(self) -> int:
+        options = self.parse()
+        if not options.only_collect:
+            self.jobs(options)
+        report = self.tables(options) | {"command": options.command}
+        self.publish(options, report)
+        return 0 if self.met(options, report) else 1
+
+    def parse(self) -> Any:
+        doc = sys.modules[self.tables.__module__].__doc__
+        parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        for name, (default, text) in self.sizes.items():
+            parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        if "seeds" not in self.sizes:
+            parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+        runs = Path("runs") / (self.name.replace("_", "-") if self.name.startswith("report") else self.name)
+        parser.add_argument("--output", "--folder", type=Path, default=runs, help="samples, models and logs")
+        parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
+        parser.add_argument(self.collect, dest="only_collect", action="store_true", help="run no job")
+        self.arguments(parser)
+        options = parser.parse_args(namespace=self.options(started=time.monotonic()))
+        options.command = self.command()
+        self.complete(parser, options)
+        return options
+
+    def command(self) -> str:
+        """Return the command that makes the report: what was typed, without places."""
+        given = re.sub(rf"--(output|folder|results)[ =]\S+|{self.collect}(?!\S)", "", " ".join(sys.argv[1:])).split()
+        return self.alone if self.alone and not given else " ".join([f"python benchmarks/{self.script}", *given])
+
+    def publish(self, options: Options, report: Mapping[str, Any]) -> None:
+        picture = self.figure(report) if self.figure else None
+        text = self.markdown(report)
+        write_report(options.results, self.name, report, text, picture=picture, **self.layout)
+        print(f"Written to {options.results}: {self.name}.md and .json.")
+        if self.image and picture is not None and options.results == RESULTS:
+            save_figure(picture, IMAGES / self.image, dpi=self.layout.get("dpi", 120))
 
 
-def study_parser(doc: str | None, output: str, sizes: Sizes) -> argparse.ArgumentParser:
-    parser = sizes_parser(doc, sizes)
-    parser.add_argument("--output", type=Path, default=Path(output), help="where samples, models and logs go")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    return parser
-
-
-def sizes_parser(doc: str | None, sizes: Sizes) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, text) in sizes.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-    return parser
-
-
-def command_line(script: str, *, alone: str | None = None) -> str:
-    """Return the command that makes a report: ``alone`` where nothing but collecting was asked for."""
-    given = [argument for argument in sys.argv[1:] if argument != COLLECT]
-    return alone if alone and not given else " ".join([f"python benchmarks/{script}", *given])
+def _none_missed(report: Mapping[str, Any]) -> bool:
+    return not any(row["met"] is False for row in report.get("criteria", ()))
 
 
 def configuration(
     source: str | Path, *, seed: int, folder: Path, adapter: Path, keep: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return a shipped configuration with a seed and places of its own, and the callbacks named in ``keep``."""
     path = source if isinstance(source, Path) else Path(config_path(source))
     config: dict[str, Any] = yaml.safe_load(path.read_text())
     trainer = config["trainer"]
@@ -95,7 +154,6 @@ def configuration(
 
 
 def train_on(config: dict[str, Any], store: Path, *, limit: int, task: str = TASK) -> dict[str, Any]:
-    """Let a configuration train on questions of a store, and return its settings of data."""
     data: dict[str, Any] = config["data"]["init_args"]
     data |= {"store_dir": str(store), "train": [{"task": task, "split": "train", "limit": limit}]}
     return data

@@ -23,7 +23,6 @@ def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
 
 
 def show(entry: Sequence[float | None], sign: str = "", digits: int = 3) -> str:
-    """Write a value with its interval: (value, low, high)."""
     value, low, high = entry
     if value is None:
         return "never"
@@ -90,7 +89,6 @@ End = Literal["value", "low", "high"]
 
 
 def holds(found: Estimate, end: End, sign: str, bound: float) -> bool:
-    """Return whether a value, or an end of its interval, is known and within a bound."""
     value = getattr(found, end)
     return value is not None and SIGNS[sign](value, bound)
 
@@ -100,7 +98,6 @@ def held(text: str, found: Estimate, end: End, sign: str, bound: float) -> Crite
 
 
 def criteria_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table of criteria, as ``Criterion.as_json`` gives them."""
     lines = ["| what must hold | measured | |", "|---|---:|---|"]
     for row in rows:
         digits = 0 if row["measured"][1] is None and float(row["measured"][0] or 0).is_integer() else 3

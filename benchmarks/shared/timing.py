@@ -10,7 +10,6 @@ T = TypeVar("T")
 
 
 def timed(run: Callable[[], T]) -> tuple[float, float, T]:
-    """Return wall seconds, seconds of this process's own processor time, and the result."""
     wall, processor = time.perf_counter(), time.process_time()
     result = run()
     return time.perf_counter() - wall, time.process_time() - processor, result

@@ -53,8 +53,6 @@ BASELINE = "self-consistency"
 
 
 class Run(NamedTuple):
-    """One strategy on all questions: wall-clock and processor seconds, and the verdicts."""
-
     seconds: float
     cpu_seconds: float
     verdicts: list[Verdict]
@@ -95,7 +93,6 @@ def measure(
     chat: ChatFormat,
     sampling: SamplingSettings,
 ) -> Run:
-    """Run a strategy once; its source is its own, so that prompts are rendered anew, as they would be."""
     strategy, lookahead = job
     source = EngineSource(engine, chat, sampling=sampling)
     start, busy = time.perf_counter(), cpu_seconds(engine)
@@ -130,7 +127,6 @@ def run_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> list
 
 
 def summary(engine: str, label: str, runs: Sequence[Run], baseline: Sequence[Run]) -> dict[str, Any]:
-    """Return one row of the table; counts are those of the first repeat."""
     seconds, busy = (statistics.median(values) for values in ([r.seconds for r in runs], [r.cpu_seconds for r in runs]))
     verdicts = runs[0].verdicts
     return {
@@ -163,7 +159,6 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether this script wrote ``path``."""
     return Path(__file__).name in (json_object_or_none(path) or {}).get("command", "")
 
 

@@ -79,7 +79,6 @@ TRIAL = ROOT.parent / "shared" / "data" / "trial_model"
 
 
 def build_requests(chat: ChatFormat, options: argparse.Namespace, sampling: SamplingSettings) -> list[Request]:
-    """Return the requests of all questions, the samples of a question beside each other."""
     return [
         Request(f"{question.id}/{j}", prompt, sampling, sample_seed(0, 0, question.id, j), chat.query)
         for question in WordProblems().load("test_id", limit=options.questions)
@@ -99,7 +98,6 @@ def measure(engine: Engine, requests: list[Request]) -> tuple[float, int]:
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every engine with every setting, interleaved, and return one row for each pair."""
     chat = ChatFormat(load_tokenizer(options.model))
     settings = {
         EDT: SamplingSettings(max_new_tokens=options.max_new_tokens),

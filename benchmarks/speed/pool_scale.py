@@ -221,12 +221,10 @@ def measure(arguments: Sequence[str], *, num_questions: int, log: Path) -> Cost:
 
 
 def import_command(folder: Path) -> list[str]:
-    """Return the command that reads the JSON lines in ``folder``."""
     return ["import-pool", "--path", str(folder / "pool.jsonl"), "--store_dir", str(folder / "imported")]
 
 
 def counting_commands(folder: Path, *, num_reshuffles: int) -> list[list[str]]:
-    """Return the commands that count the responses of the store in ``folder``."""
     store = str(folder / "store")
     orders = [] if num_reshuffles == NUM_RESHUFFLES else ["--num_reshuffles", str(num_reshuffles)]
     fit = ["fit-threshold", "--pool", store, "--split", "test", "--output"]
@@ -262,7 +260,6 @@ def report(costs: Sequence[Cost], *, size: Size, command: str) -> str:
 
 
 def run(folder: Path, size: Size, *, num_imported: int, num_reshuffles: int) -> list[Cost]:
-    """Make the pools in ``folder``, run the commands, and return what they cost."""
     costs: list[Cost] = []
 
     def note(arguments: Sequence[str], num_questions: int) -> None:

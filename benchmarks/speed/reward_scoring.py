@@ -100,7 +100,6 @@ def tokens_read() -> Iterator[list[int]]:
 
 
 def prepare(folder: Path, *, num_questions: int, num_samples: int) -> Ways:
-    """Sample responses and write a reward model, both into ``folder``."""
     store = folder / "store"
     size = ["--limit", str(num_questions), "--num_samples", str(num_samples)]
     if run(["generate", "--model", "bundled", "--task", "word_problems", "--split", SPLIT, "--store_dir", str(store),

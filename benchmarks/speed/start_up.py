@@ -33,7 +33,6 @@ LINES = {
 
 
 def main() -> int:
-    """Measure all, print and write the table. Exit status 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -52,7 +51,6 @@ def main() -> int:
 
 
 def first_character(arguments: list[str]) -> float:
-    """Return the seconds until a command says something; it is stopped then."""
     configs = str(Path(__file__).resolve().parents[2] / "configs")
     with tempfile.TemporaryDirectory() as folder:
         given = [one.replace("CONFIGS", configs).replace("STORE", f"{folder}/store") for one in arguments]

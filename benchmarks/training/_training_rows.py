@@ -90,7 +90,6 @@ class TrainingRows:
         return float(self.calibration_weight.sum()), float(self.generation_weight.sum())
 
     def first(self, count: int) -> TrainingRows:
-        """Return the first ``count`` rows alone."""
         part = slice(count)
         weights = self.calibration_weight[part], self.generation_weight[part]
         return TrainingRows(self.stored[part], self.question[part], *weights)
@@ -122,7 +121,6 @@ def random_rows(lengths: Lengths, *, questions: int, samples: int, vocab_size: i
 
 
 def random_lengths(rng: np.random.Generator, mean: int, deviation: float, count: int) -> np.ndarray:
-    """Return log-normal lengths with this mean, between 4 and 500: prompt, response and query fit 1024 tokens."""
     drawn = rng.lognormal(np.log(mean) - deviation**2 / 2, deviation, count)
     return np.clip(drawn.round().astype(int), 4, 500)
 
@@ -347,8 +345,6 @@ def register_varlen_attention() -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder with LoRA on its query and value projections; the letters are those of the module's text."""
-
     hidden: int
     intermediate: int
     layers: int

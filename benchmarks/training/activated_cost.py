@@ -97,7 +97,6 @@ class Bench:
         return error
 
     def memory(self, lengths: Lengths, way: str) -> float:
-        """Return the peak memory of one batch's forward and backward pass beyond the model's own, in MiB."""
         module, largest = self.module(way), max(self.work(lengths, way), key=lambda one: one.slots)
         return statistics.median(peak_memory_of(lambda: largest.loss(module).backward()) / MIB for _ in range(3))
 

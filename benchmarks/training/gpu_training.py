@@ -174,7 +174,6 @@ def _positions_read(batch: Any) -> torch.Tensor:
 
 
 def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[str, Any]:
-    """Return tokens per second, operations per second and memory of optimiser steps."""
     chat = bundled_chat()
     dtype = getattr(torch, job.dtype)
     module = random_module(

@@ -194,7 +194,6 @@ class Measurements:
         return self._values[key]
 
     def once(self, key: str, measure: Callable[[], Any]) -> Any:
-        """Return the value of ``key``, measured now where it is not there yet."""
         if key not in self._values:
             self._values[key] = measure()
             with self.path.open("a") as file:
@@ -290,7 +289,6 @@ def full_plan() -> list[Cell]:
 
 
 def quick_plan() -> list[Cell]:
-    """Return a plan of seconds that goes through everything once, at a size that shows nothing."""
     short = Lengths(20, 10)
     ways = tuple(WAYS)
     return [

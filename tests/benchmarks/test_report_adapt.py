@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -24,12 +25,12 @@ def test_changes_are_paired_over_questions_and_drawn_over_seeds(report: ModuleTy
     assert apart == {"change": 0.5, "low": 0.0, "high": 1.0}, "seeds are drawn: none, one or both of the changed one"
 
 
-def test_the_command_says_what_is_not_usual(report: ModuleType) -> None:
-    usual = {name: value for name, (value, _) in report.SIZES.items()}
-    told = "python benchmarks/adapt/report_adapt.py"
-    assert report.command_of(report.Study(**usual, name="report_adapt")) == told
-    other = report.Study(**{**usual, "seeds": 1, "lr": 1e-3}, name="other")
-    assert report.command_of(other) == f"{told} --name other --seeds 1 --lr 0.001"
+def test_the_command_says_what_is_not_usual(report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["--folder", "a/b", "--table", "--seeds", "1", "--results=c", "--lr", "0.001"]
+    monkeypatch.setattr(sys, "argv", ["report_adapt.py", *typed])
+    options = report.STUDY.parse()
+    assert options.command == "python benchmarks/adapt/report_adapt.py --seeds 1 --lr 0.001"
+    assert (options.output, options.lr, options.only_collect) == (Path("a/b"), 0.001, True)
 
 
 def test_what_is_met_missed_and_not_measured(report: ModuleType, script: Callable[[str], ModuleType]) -> None:

@@ -91,8 +91,7 @@ def test_what_is_written(script: Module, columns: Columns, tmp_path: Path) -> No
     checks = script("_capability_measures").targets(columns, seconds=(0.001, 0.01))
     report["checks"] = [{**vars(check), "found": made.triple(check.found, digits=made.DIGITS)} for check in checks]
     report["measured"] = {key: made._plain(column) for key, column in columns.items()}
-    plan, picture = made.Study(results=tmp_path), made.figure(report["measured"])
-    plan.publish("report_capability", report, made.as_markdown(report), picture=picture)
+    made.STUDY.publish(made.Options(results=tmp_path), report)
     assert "Command: `the command`" in (tmp_path / "report_capability.md").read_text()
     record = json.loads((tmp_path / "report_capability.json").read_text())
     assert record["measured"]["id/probe/mse"][0] == pytest.approx(columns["id/probe/mse"][0], abs=1e-5)

@@ -59,7 +59,7 @@ def test_the_script(script: Callable[[str], ModuleType], tmp_path: Path, monkeyp
     sums_store(tmp_path / "pools" / "seed-0")
     given = ["--folder", str(tmp_path / "pools"), "--results", str(tmp_path), "--seeds", "1", "--table"]
     monkeypatch.setattr(sys, "argv", ["report_selection.py", *given])
-    report.main()
+    report.STUDY.main()
     content = json.loads((tmp_path / "report_selection.json").read_text())
     assert content["sizes"]["responses"] == 48
     assert content["handed_on"][0]["judged_otherwise"] == 0

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import betainc, entr, gammainc, gammaln
 
 from selfcal_lightning.confidence.base import P_TRUE
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
@@ -43,22 +43,13 @@ _DECIMALS = 12
 _LARGEST_KEY = 2**62
 
 
-def majority_ratio(counts: Array) -> Floats:
-    """Compute the share of the leading answer, in [0, 1]: ``max_k v_k / sum_k v_k``."""
-    votes = _as_votes(counts)
-    total = np.asarray(votes.sum(axis=-1))
-    share = np.zeros_like(total)
-    return np.divide(votes.max(axis=-1), total, out=share, where=total > 0.0)
-
-
 def normalised_entropy(counts: Array) -> Floats:
-    """Compute the entropy of the votes over its largest possible value, in [0, 1]; lower is more certain.
+    """Compute the entropy of the votes [..., K] over its largest possible value, in [0, 1]; lower is more certain.
 
     ``-sum_k p_k log(p_k) / log(D)`` with ``p_k = v_k / sum v`` and D the number of answers seen. A lone answer gets a
-    phantom rival with one vote, as in the reference implementation; otherwise a single vote would count as full
-    agreement.
+    phantom rival with one vote, as in the reference implementation, so that a single vote is no full agreement.
     """
-    votes = _as_votes(counts)
+    votes = np.asarray(as_array(counts), dtype=np.float64)
     distinct = np.count_nonzero(votes, axis=-1)
     phantom = (distinct == 1).astype(np.float64)
     total = np.maximum(votes.sum(axis=-1) + phantom, 1.0)
@@ -70,50 +61,28 @@ def normalised_entropy(counts: Array) -> Floats:
 
 
 def beta_leader_probability(counts: Array) -> Floats:
-    r"""Compute the probability that the leading answer is more likely than the runner-up.
+    """Compute the probability that the leading answer is more likely than the runner-up, from counts [..., K].
 
-    ``P(p > 1/2)`` for ``p ~ Beta(v_1 + 1, v_2 + 1)``, which is ``1 - I_{1/2}(v_1 + 1, v_2 + 1)``; v_1 and v_2 are the
-    two largest counts and I is the regularised incomplete beta function.
+    ``P(p > 1/2)`` for ``p ~ Beta(v_1 + 1, v_2 + 1)`` with the two largest counts v_1 and v_2.
     """
-    return _by_combination(_largest(_as_counts(counts), 2), _beta_integral)
+    return _by_combination(_largest(counts, 2), lambda v: np.asarray(betainc(v[:, 1] + 1.0, v[:, 0] + 1.0, 0.5)))
 
 
 def dirichlet_leader_probability(counts: Array, *, top: int = 5) -> Floats:
     r"""Compute the probability that the leading answer is the most likely of the ``top`` most frequent ones."""
-    if not isinstance(top, int) or isinstance(top, bool) or top < 2:
-        raise InputError(f"Expected `top` to be an integer of at least 2, but got {top!r}.")
-    return _by_combination(_largest(_as_counts(counts), top), _dirichlet_integral)
+    return _by_combination(_largest(counts, top), _dirichlet_integral)
 
 
-def _as_votes(counts: Array) -> Floats:
+def _largest(counts: Array, number: int) -> Floats:
+    """Return the ``number`` largest counts in descending order [..., number], padded with zeros."""
     votes = np.asarray(as_array(counts), dtype=np.float64)
-    if votes.ndim == 0 or votes.shape[-1] == 0:
-        raise InputError(f"Expected `counts` to be of shape [..., K] with K at least 1, but got shape {votes.shape}.")
-    if votes.size and not (np.isfinite(votes).all() and votes.min() >= 0.0):
-        raise InputError(f"Expected `counts` to be finite and at least 0, but got {votes.min()}.")
-    return votes
-
-
-def _as_counts(counts: Array) -> Floats:
-    """Return ``counts`` [..., K] as int64; refuse fractions."""
-    votes = _as_votes(counts)
-    if (votes != np.floor(votes)).any():
-        raise InputError("Expected `counts` to be whole numbers, but got fractions. Count answers; do not weigh them.")
-    return votes
-
-
-def _largest(votes: Floats, number: int) -> Floats:
-    """Return the ``number`` largest votes in descending order [..., number], padded with zeros."""
     if votes.shape[-1] < number:
         votes = np.pad(votes, [(0, 0)] * (votes.ndim - 1) + [(0, number - votes.shape[-1])])
     return -np.sort(-votes, axis=-1)[..., :number]
 
 
 def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> Floats:
-    """Apply ``function``, which takes rows of counts [R, top], to all rows [..., top], once per distinct row.
-
-    The prefixes of many questions share few distinct rows.
-    """
+    """Apply ``function``, which takes rows of counts [R, top], to all rows [..., top], once per distinct row."""
     rows = leading.reshape(-1, leading.shape[-1]).astype(np.int64)
     base = int(rows.max(initial=0)) + 1
     key, size = np.zeros(len(rows), dtype=np.int64), 1
@@ -125,10 +94,6 @@ def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> 
         key, size = key + column * size, size * base
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.round(function(rows[first]), _DECIMALS)[inverse].reshape(leading.shape[:-1]))
-
-
-def _beta_integral(counts: Integers) -> Floats:
-    return np.asarray(betainc(counts[:, 1] + 1.0, counts[:, 0] + 1.0, 0.5))
 
 
 def _dirichlet_integral(counts: Integers) -> Floats:
@@ -147,7 +112,7 @@ def _dirichlet_integral(counts: Integers) -> Floats:
 
 @lru_cache(maxsize=4096)
 def _gamma_tables(lead: int) -> tuple[Floats, Floats]:
-    """Return the weights of M nodes [M] for Gamma(lead + 1) and the distribution functions of its rivals [lead + 1."""
+    """Return the weights of M nodes [M] for Gamma(lead + 1), and the distributions of its rivals [lead + 1, M]."""
     shape = lead + 1.0
     reach = np.sqrt(74.0 / shape)
     step = min(0.3 / np.sqrt(shape), 0.1)
@@ -184,8 +149,8 @@ class AdaptiveConsistency:
     - ``dirichlet``: ``P(the leader is the most likely of the top five) >= threshold``;
     - ``entropy``: normalised entropy of the votes ``<= threshold``; here *lower* is more certain.
 
-    Unreadable answers, and for ``confidence_ratio`` samples without the confidence, count as used but do not vote. The
-    verdict's confidence is the compared quantity, or one minus the entropy.
+    Unreadable answers, and for ``confidence_ratio`` samples without the confidence, do not vote. The verdict's
+    confidence is the compared quantity, or one minus the entropy.
 
     Attributes:
         criterion: The rule.
@@ -196,15 +161,9 @@ class AdaptiveConsistency:
             other rules.
         min_samples: Votes before the rule may stop. A single vote always agrees with itself.
 
-    Raises:
-        ValueError: If a field is out of range, or a confidence is given to a criterion that counts; while solving, if
-            a confidence is negative.
-
     Example:
         >>> AdaptiveConsistency("beta").threshold
         0.95
-        >>> AdaptiveConsistency("confidence_ratio").confidence
-        'p_true'
 
     Reference:
         Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860; with confidences, Huang et al., Efficient
@@ -222,12 +181,12 @@ class AdaptiveConsistency:
 
     def __post_init__(self) -> None:
         if self.criterion not in THRESHOLDS:
-            raise InputError(f"Expected `criterion` to be one of {', '.join(THRESHOLDS)}, but got {self.criterion!r}.")
+            raise unknown_name("criterion", self.criterion, THRESHOLDS)
         is_weighted = self.criterion == "confidence_ratio"
         if self.confidence is not None and not is_weighted:
             raise InputError(
-                f"Expected `confidence` to be None for the criterion {self.criterion!r}, which counts answers, but got "
-                f"{self.confidence!r}. Take the criterion 'confidence_ratio' to weigh them."
+                f"Expected `confidence` to be None for {self.criterion!r}, which counts answers, but got "
+                f"{self.confidence!r}. The criterion 'confidence_ratio' weighs them."
             )
         if self.threshold is None:
             object.__setattr__(self, "threshold", THRESHOLDS[self.criterion])
@@ -334,8 +293,7 @@ def _cached_score(criterion: str, counts: tuple[float, ...]) -> float:
 def _count_vote(counts: Floats, votes: Votes, step: VoteStep) -> None:
     """Add the step's votes to every question's sorted counts [Q, C], in place.
 
-    Incrementing the first of several equal counts keeps them sorted. Where the list is cut off, a count below the last
-    one can at most tie with it, which changes nothing.
+    Incrementing the first of several equal counts keeps them sorted; a count that is cut off can at most tie.
     """
     if not step.totals.shape[1]:
         return

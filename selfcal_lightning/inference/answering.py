@@ -97,13 +97,16 @@ class Answer:
         }
 
     def as_text(self) -> str:
-        """Return the question, the answer, its confidence and cost, and a warning where the confidence may not hold."""
+        """Return question, answer, confidence and cost as text."""
         verdict = self.verdict
         if self.withheld_by is not None:
             answer = f"(withheld: {self.withheld_by})"
         elif verdict.answer is None:
-            kind = _article(get_task(self.question.task).answer_type)
-            answer = f"(none: no response could be read as {kind}{self._cut()})"
+            kind = get_task(self.question.task).answer_type
+            article, cut = "an" if kind[0] in "aeiou" else "a", ""
+            if self.samples_cut:  # which often have no readable answer
+                cut = f"; the token limit cut {self.samples_cut} of {verdict.samples_used}: raise `max_new_tokens`"
+            answer = f"(none: no response could be read as {article} {kind}{cut})"
         else:
             judged = {True: "   (right)", False: "   (wrong)", None: ""}[verdict.correct]
             answer = f"{verdict.answer}{judged}"
@@ -118,12 +121,6 @@ class Answer:
         if self.calibrated_in_domain is False:
             lines.append("   Unlike the questions that this confidence was trained on, so it may not hold here.")
         return "\n".join(lines)
-
-    def _cut(self) -> str:
-        """Say how many responses the token limit cut, since cut responses often have no readable answer."""
-        if not self.samples_cut:
-            return ""
-        return f"; the token limit cut {self.samples_cut} of {self.verdict.samples_used}: raise `max_new_tokens`"
 
 
 def best_response(verdict: Verdict, samples: Sequence[Sample], confidence: str | None) -> Sample | None:
@@ -158,10 +155,6 @@ def summarise(answers: Sequence[Answer], *, failed: int) -> str:
     if failed:
         parts.append(f"{failed:,} samples failed in the engine and were taken as unreadable")
     return "; ".join(parts)
-
-
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 Questions = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
@@ -199,10 +192,8 @@ def put_question(row: QuestionRow, *, task: str, question_id: str, chain_of_thou
         raise InputError(f"Expected `chain_of_thought` to be true for task {reader.name!r}, which has no other prompt.")
     gold = None if row.answer is None else reader.extract(str(row.answer))
     if row.answer is not None and gold is None:
-        raise InputError(
-            f"{row.where}Expected `answer` to be an answer of task {reader.name!r} ({reader.answer_type}), but got "
-            f"{row.answer!r}."
-        )
+        kind = f"task {reader.name!r} ({reader.answer_type})"
+        raise InputError(f"{row.where}Expected `answer` to be an answer of {kind}, but got {row.answer!r}.")
     return Question(question_id, reader.name, (Message("user", row.text),), gold, row.text)
 
 

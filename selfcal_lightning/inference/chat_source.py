@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfcal_lightning.confidence.base import SampleScorer, add_scores
 from selfcal_lightning.confidence.verbalized import NUMBERS
@@ -30,20 +30,14 @@ STATED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server shows of its model, found out once by asking.
+    """What a server shows of its model, found out once by asking."""
 
-    Attributes:
-        ids: It takes prompts as token ids and gives tokens as ids, as vLLM's does.
-        logprobs: It gives log-probabilities of a chat's tokens.
-        n: It draws several responses to one request.
-    """
-
-    ids: bool
-    logprobs: bool
-    n: bool
+    ids: bool  # takes prompts as token ids and gives tokens as ids, as vLLM's does
+    logprobs: bool  # gives log-probabilities of a chat's tokens
+    n: bool  # draws several responses to one request
 
     def describe(self) -> str:
-        """Return what is there, and which confidences fall away."""
+        """Say what is there, and which confidences fall away."""
         has = [name for name in ("ids", "logprobs", "n") if getattr(self, name)]
         lacks = "" if self.ids else " Without ids there is no p_true, and no adapter can be read."
         lacks += "" if self.logprobs else " Without logprobs there is no likelihood and no cocoa."
@@ -101,9 +95,6 @@ class ChatSource:
         allow_http: Whether prompts and key may go to another machine unencrypted.
         scorers: Fitted scorers that add confidences to every sample.
         on_failed: Called with a message when a request failed.
-
-    Attributes:
-        prompt_tokens: Tokens of a question's prompt as the server counts them.
     """
 
     query_tokens = 0
@@ -135,7 +126,7 @@ class ChatSource:
         self._open: dict[str, _Asked] = {}
         self._place: dict[int, str] = {}
         self._next = 0
-        self.prompt_tokens: dict[str, int] = {}
+        self.prompt_tokens: dict[str, int] = {}  # of a question's prompt, as the server counts them
         try:
             self.capabilities = self._jobs.run(self._probe())
         except ServerError:
@@ -248,21 +239,20 @@ class ChatSource:
             finish="length" if found.finish == "length" else "stop",
             logprob=found.logprob,
             confidences={} if value is None else {VERBALIZED: value},
-            num_tokens=None if None in (found.tokens, stated.tokens) else found.tokens + stated.tokens,
+            num_tokens=None if found.tokens is None or stated.tokens is None else found.tokens + stated.tokens,
         )
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     text: str
     finish: str | None
-    tokens: Any
+    tokens: int | None
     prompt_tokens: int
     logprob: float | None
 
 
 def _read(answer: Any) -> _Answer:
-    """Return what a completion says; nothing that a server sends is taken on trust."""
+    """Return what a completion says; what a server sends is not trusted."""
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         message = choice["message"]
@@ -277,13 +267,8 @@ def _read(answer: Any) -> _Answer:
         is_number = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
         if not isinstance(text, str):
             raise TypeError("a content that is no text")
-        return _Answer(
-            text,
-            choice.get("finish_reason"),
-            tokens if is_number else None,
-            int(usage.get("prompt_tokens") or 0),
-            logprob,
-        )
+        prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        return _Answer(text, choice.get("finish_reason"), tokens if is_number else None, prompt_tokens, logprob)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ServerError(f"Expected a completion of the OpenAI protocol, but got something else: {error}") from None
 
@@ -299,11 +284,8 @@ def served_name(model: str, options: EngineOptions) -> str:
 def shows_ids(model: str, base_url: str, options: EngineOptions) -> bool:
     """Ask a server once what it shows, say so, and return whether it speaks token ids."""
     known = {name: value for name, value in options.engine_args.items() if name in CHAT_ARGS}
-    probe = ChatSource(served_name(model, options), base_url=base_url, tasks=_none, draws=_none, **known)
+    unused: Any = None
+    probe = ChatSource(served_name(model, options), base_url=base_url, tasks=unused, draws=unused, **known)
     say(probe.capabilities.describe())
     probe.close()
     return probe.capabilities.ids
-
-
-def _none(asked: object) -> Any:
-    raise AssertionError(asked)

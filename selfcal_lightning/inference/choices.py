@@ -40,22 +40,16 @@ def choose_strategy(
     if name is not None:
         check_can_answer(name)
     if fitted is not None:
-        return _fitted_strategy(name, fields, scorers, fitted)
+        if fitted.parameter in fields:
+            raise InputError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
+        fitted.check_scorers(scorers)
+        return fitted.configure(make_strategy(name or fitted.strategy, **{**fitted.fields, **fields}))
     if name is None:
         name, fields = DEFAULT_STRATEGY, {"threshold": DEFAULT_THRESHOLD, **fields}
     strategy = make_strategy(name, **fields)
     if scorers and strategy.confidence is not None and fields.get("confidence") is None:
         return replace(strategy, confidence=scorers[-1].name)  # type: ignore[type-var]
     return strategy
-
-
-def _fitted_strategy(
-    name: str | None, fields: Mapping[str, Any], scorers: Sequence[FittedScorer], fitted: FittedThreshold
-) -> Strategy:
-    if fitted.parameter in fields:
-        raise InputError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
-    fitted.check_scorers(scorers)
-    return fitted.configure(make_strategy(name or fitted.strategy, **{**fitted.fields, **fields}))
 
 
 def load_fitted_files(
@@ -67,13 +61,12 @@ def load_fitted_files(
 
 
 def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) -> None:
-    """Raise ValueError if responses will be sampled differently from those a threshold was fitted on."""
+    """Refuse to sample differently from the responses that a threshold was fitted on."""
     plain = fingerprint.as_json()
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")}
     if changed := fitted.sampling_differences(facts):
         raise InputError(
-            f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}. "
-            "Set these as they were, or sample calibration questions as you want to answer and fit a threshold there."
+            f"Expected responses sampled like those that {fitted.name!r} was fitted on, but got {'; '.join(changed)}."
         )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Self
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.tasks.judging import total_tokens
 from selfcal_lightning.inference.base import WHOLE, Ask, AskKind, Solving, Strategy
 from selfcal_lightning.inference.sources import SampleSource, Waste
@@ -26,8 +25,6 @@ def run_strategy(
 ) -> list[Verdict]:
     """Run ``strategy`` on every question and return the verdicts in the order of ``questions``.
 
-    A shorthand for a :class:`Driver` that is given all questions at once.
-
     Args:
         strategy: The strategy.
         questions: Questions with unique ids.
@@ -39,26 +36,18 @@ def run_strategy(
 
     Raises:
         MissingConfidenceError: The source does not have the confidence that the strategy reads.
-        ValueError: An id occurs twice, or a question cannot be asked.
 
     Example:
         >>> from selfcal_lightning.records import QuestionSamples
-        >>> from selfcal_lightning.inference.base import make_verdict
         >>> from selfcal_lightning.inference.sources import ReplaySource
-        >>> class First:
-        ...     name, max_samples, confidence = "first", 1, None
-        ...
-        ...     def solve(self, question):
-        ...         (sample,) = yield Ask(1)
-        ...         return make_verdict(question, [sample], sample.answer, confidence=None, stopped_early=False)
+        >>> from selfcal_lightning.inference.voting import SelfConsistency
         >>> question = Question("q", "local_number", (), reference="4")
         >>> samples = tuple(Sample("q", i, 0, "4", (1, 2), "stop", "4", True) for i in range(3))
-        >>> (verdict,) = run_strategy(First(), [question], ReplaySource([QuestionSamples(question, samples, "test")]))
+        >>> source = ReplaySource([QuestionSamples(question, samples, "test")])
+        >>> (verdict,) = run_strategy(SelfConsistency(max_samples=2), [question], source)
         >>> verdict.answer, verdict.correct, verdict.samples_generated, verdict.tokens_generated
-        ('4', True, 1, 2)
+        ('4', True, 2, 4)
     """
-    if repeated := duplicate_ids(questions):
-        raise InputError(f"Expected question ids to be unique, but got {repeated[0]!r} again.")
     verdicts: dict[str, Verdict] = {}
     with Driver(strategy, source, lookahead=lookahead, on_verdict=on_verdict, progress=progress) as driver:
         driver.add(*questions)
@@ -85,7 +74,7 @@ class _OpenQuestion:
         self.arrived.setdefault(self.order.popleft(), deque()).append(sample)
 
     def missing(self, ask: Ask) -> int:
-        """Return how many more samples must be started for ``ask``, given those that have arrived or are under way."""
+        """Return how many more samples must be started for ``ask``."""
         return ask.num_samples - len(self.arrived.get(ask.kind, ())) - self.order.count(ask.kind)
 
     def batch(self) -> list[Sample] | None:
@@ -116,8 +105,7 @@ class Driver:
         progress: Callable[[int], None] | None = None,
         on_arrival: Callable[[Sample], None] | None = None,
     ) -> None:
-        if lookahead < 0:
-            raise InputError(f"Expected `lookahead` to be at least 0, but got {lookahead}.")
+        check_at_least(0, lookahead=lookahead)
         self.strategy, self.source, self.lookahead = strategy, source, lookahead
         self.on_verdict, self.progress, self.on_arrival = on_verdict, progress, on_arrival
         self._waiting: deque[Question] = deque()
@@ -127,9 +115,7 @@ class Driver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -146,10 +132,7 @@ class Driver:
         self._waiting.extend(questions)
 
     def work(self) -> list[Verdict]:
-        """Start as many questions as there is room for, wait once for samples, and return new verdicts.
-
-        The list may be empty while samples are awaited.
-        """
+        """Start as many questions as there is room for, wait once for samples, and return new verdicts, if any."""
         self._fill()
         if self._open and not self._reached:
             samples = self.source.poll()
@@ -166,11 +149,7 @@ class Driver:
         return reached
 
     def cancel(self, *question_ids: str) -> dict[str, Waste]:
-        """Drop questions without a verdict. Unknown ids are ignored.
-
-        Returns:
-            What had been generated for those that were open: what was delivered, and what was thrown away.
-        """
+        """Drop questions without a verdict, ignoring unknown ids; return what open ones had generated."""
         dropped = set(question_ids)
         self._waiting = deque(question for question in self._waiting if question.id not in dropped)
         ended = {name: opened for name in dropped if (opened := self._open.pop(name, None)) is not None}
@@ -183,10 +162,7 @@ class Driver:
         }
 
     def conclude(self, *question_ids: str) -> None:
-        """End open questions with what has arrived: their strategies are told that there is no more.
-
-        Their verdicts come with the next ``work``. Ids that are not open are passed.
-        """
+        """End open questions with what has arrived; their verdicts come with the next ``work``."""
         for opened in [self._open[name] for name in dict.fromkeys(question_ids) if name in self._open]:
             for sample in self.source.conclude(opened.question.id):
                 opened.take_in(sample)
@@ -195,7 +171,7 @@ class Driver:
             self._advance([opened])
 
     def close(self) -> None:
-        """Drop all questions. May be called twice, and questions may be added again afterwards."""
+        """Drop all questions; more may be added afterwards."""
         self.cancel(*self._open, *(question.id for question in self._waiting))
 
     def _fill(self) -> None:

@@ -16,7 +16,7 @@ from selfcal_lightning.confidence.base import (
     check_confidence,
 )
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
-from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge, continued, total_tokens
 from selfcal_lightning.data.tasks.registry import get_task
@@ -48,13 +48,9 @@ class Waste:
 
 
 class SampleSource(Protocol):
-    """Delivers the samples of each question in index order.
+    """Delivers the samples of each question in index order."""
 
-    Attributes:
-        query_tokens: Tokens that the confidence query adds to a sample; 0 if it is not asked.
-    """
-
-    query_tokens: int
+    query_tokens: int  # that the confidence query adds to a sample; 0 if it is not asked
 
     @property
     def in_flight(self) -> int:
@@ -65,22 +61,16 @@ class SampleSource(Protocol):
         """Number of samples to keep in flight so that the engine is never idle."""
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        """Prepare ``questions``, whose samples must carry ``confidence`` unless it is None.
-
-        Call it again for further questions, and before restarting a question.
-        """
+        """Prepare questions whose samples must carry ``confidence`` unless it is None, also before restarting one."""
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Start the next ``count`` samples of a question; return how many were started, fewer if none are left."""
 
     def poll(self) -> list[Sample]:
-        """Work for a while and return finished samples, those of one question in the order they were started.
-
-        The list may be empty while earlier samples are awaited.
-        """
+        """Work for a while and return finished samples, those of one question in the order they were started."""
 
     def conclude(self, question_id: str) -> list[Sample]:
-        """Start no more for a question, drop what is being made and return what had finished, in index order."""
+        """Drop what is being made for a question and return what had finished, in index order."""
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; drop undelivered samples and return their cost for each question."""
@@ -88,14 +78,14 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the samples of one question are drawn, where a server's clients say so themselves.
+    """How the samples of one question are drawn.
 
     Attributes:
         prompt_ids: Its prompt.
-        sampling: How to draw.
+        sampling: Sampling settings.
         seed: Seed of the run.
-        key: What seeds derive from in the place of the question's id.
-        tools: Functions that the model may call, for servers that take them as they are.
+        key: Seeds derive from it.
+        tools: Functions that the model may call, for chat servers.
     """
 
     prompt_ids: tuple[int, ...]
@@ -122,20 +112,14 @@ def check_live(confidence: str | None, scorers: Sequence[SampleScorer]) -> None:
         if missing := [name for name in names if name not in known]:
             raise MissingConfidenceError(
                 f"Expected {reader} to read confidences that a live sample has ({', '.join(known)}), but it reads "
-                f"{', '.join(missing)}. Give the fitted scorer that adds it, before those that read it, or choose "
-                "another confidence."
+                f"{', '.join(missing)}. Give the fitted scorer that adds it, before those that read it."
             )
         known.append(adds)
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A question being sampled by an engine.
-
-    By sample index, ``finished`` holds responses that wait for their predecessors, ``prefixes`` the prefixes that
-    samples continue, and ``parts`` unfinished steps; ``thrown`` counts tokens drawn past the end of a step and
-    discarded.
-    """
+    """A question being sampled by an engine; dictionaries are by sample index."""
 
     question: Question
     draws: Draws
@@ -143,10 +127,10 @@ class _Asked:
     started: int = 0
     delivered: int = 0
     pending: set[str] = field(default_factory=set)
-    finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)
-    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    parts: dict[int, Response] = field(default_factory=dict)
-    thrown: int = 0
+    finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)  # wait for predecessors
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # that samples continue
+    parts: dict[int, Response] = field(default_factory=dict)  # unfinished steps
+    thrown: int = 0  # tokens that were drawn and discarded
     dropped: int = 0
 
 
@@ -155,11 +139,8 @@ class EngineSource:
 
     Sample ``index`` of a question has the same seed as in ``selfcal generate`` with the same run seed and round, so a
     live run sees the samples that a recorded run replays. Responses are read, verified and scored in index order; one
-    that finishes early waits for its predecessors, since equal answers take the name of the first seen. The P(True)
-    query is asked only if the strategy or a scorer reads it.
-
-    A sample that continues a prefix is read as a whole response and cut at the same length; its seed depends on its own
-    index only.
+    that finishes early waits for its predecessors. The P(True) query is asked only if the strategy or a scorer reads
+    it. A sample that continues a prefix is read as a whole response and cut at the same length.
 
     Args:
         engine: The engine; it must have no other requests in flight.
@@ -171,14 +152,13 @@ class EngineSource:
         tasks: Returns a task by name.
         target: Samples to keep in flight; None means 1.25 times the engine's batch.
         patience: Longest wait of ``poll`` in seconds; None waits for a response.
-        draws: Returns how a question is drawn that brings its own prompt and sampling; None draws all alike.
+        draws: Returns how a question is drawn; None draws all alike.
         stops: Finds the ends of steps, for strategies that sample step by step.
         on_failed: Called with a message when requests fail. Their samples are unreadable.
         max_failures: Consecutive failures after which ``poll`` raises ``EngineStoppedError``.
 
     Attributes:
         failed: Number of samples whose requests failed.
-        scorers: Those of ``scorers`` that hold from now on.
     """
 
     def __init__(
@@ -198,8 +178,7 @@ class EngineSource:
         on_failed: Callable[[str], None] | None = None,
         max_failures: int = MAX_FAILURES,
     ) -> None:
-        if target is not None and target < 1:
-            raise InputError(f"Expected `target` to be None or at least 1, but got {target}.")
+        check_at_least(1, target=1 if target is None else target)
         self._engine, self._chat, self._sampling, self._seed, self._round = engine, chat, sampling, seed, round
         self.scorers, self._tasks, self._target, self._on_failed = scorers, tasks, target, on_failed
         self._stops, self._patience, self._draws = stops, patience, draws
@@ -230,23 +209,22 @@ class EngineSource:
         prompts = {question.id: (question, draws(question)) for question in questions}
         room = self._engine.max_context - self.query_tokens - 1
         for question, drawn in prompts.values():
-            prompt_ids = drawn.prompt_ids
-            if not 1 <= len(prompt_ids) <= room:
+            if not 1 <= len(drawn.prompt_ids) <= room:
                 raise InputError(
                     f"Expected the prompt of question {question.id!r} to have 1 to {room} tokens, but got "
-                    f"{len(prompt_ids)}: a context of {self._engine.max_context} also holds {self.query_tokens} of "
-                    "the confidence query and a response. Shorten the question, or use a model of longer context."
+                    f"{len(drawn.prompt_ids)}: the model's context is {self._engine.max_context}."
                 )
         self._prompts |= prompts
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
         """Queue the next ``count`` samples of a question for the next poll; a live source never runs out."""
         if kind.to_step_end and self._stops is None:
-            raise InputError(
-                "Expected `stops` of the source for a strategy that asks for samples up to the end of a step, but got "
-                "none. Say where steps end."
-            )
-        asked = self._open.get(question_id) or self._begin(question_id)
+            raise InputError("Expected `stops` for a strategy that samples step by step.")
+        if question_id not in self._open:
+            question, draws = self._prompts[question_id]
+            judge = Judge(question, self._tasks(question.task), round=self._round)
+            self._open[question_id] = _Asked(question, draws, judge)
+        asked = self._open[question_id]
         for index in range(asked.started, asked.started + count):
             name = f"{self._round}/{index}/{question_id}"
             if kind.prefix is not None:
@@ -258,7 +236,7 @@ class EngineSource:
         return count
 
     def _draw(self, name: str, prefix: tuple[int, ...], *, to_step_end: bool, only: int | None = None) -> None:
-        """Queue a request for a sample or its next part, up to a possible end of a step or ``only`` so many tokens."""
+        """Queue a request for a sample or its next part, of at most ``only`` tokens."""
         asked, index = self._place[name]
         sampling = asked.draws.sampling
         if only is not None:
@@ -295,7 +273,11 @@ class EngineSource:
         asked, index = self._place[name]
         prefix = asked.prefixes.get(index, ())
         earlier = asked.parts.pop(index, None)
-        drawn = response if earlier is None else self._joined(earlier, response)
+        drawn = response
+        if earlier is not None:
+            ids = earlier.token_ids + response.token_ids
+            total = earlier.logprob + response.logprob
+            drawn = replace(response, text=self._chat.decode(ids), token_ids=ids, logprob=total)
         so_far = prefix + drawn.token_ids
         is_over = drawn.finish == "stop" or len(so_far) >= asked.draws.sampling.max_new_tokens
         if self._stops is None or is_over or (earlier is None and drawn.finish != "step"):
@@ -308,17 +290,8 @@ class EngineSource:
         self._draw(name, so_far, to_step_end=True, only=None if end is None else 1)
         return None
 
-    def _joined(self, earlier: Response, response: Response) -> Response:
-        """Join two parts of a sample."""
-        token_ids = earlier.token_ids + response.token_ids
-        text, logprob = self._chat.decode(token_ids), earlier.logprob + response.logprob
-        return replace(response, text=text, token_ids=token_ids, logprob=logprob)
-
     def _ended(self, prefix: tuple[int, ...], drawn: Response, end: int, earlier: Response | None) -> RecordedResponse:
-        """Return a sample cut at the end of its step; tokens drawn past it are discarded.
-
-        Its log-probability and P(True) are known only if a part of the sample ended exactly there.
-        """
+        """Return a sample cut at the end of its step; its numbers are known only if a part ended there."""
         kept = drawn.token_ids[: end - len(prefix)]
         for part in (drawn, earlier):
             if part is not None and part.token_ids == kept:
@@ -327,7 +300,7 @@ class EngineSource:
         return replace(cut, logprob=None, yes_mass=None, no_mass=None)
 
     def drawn_so_far(self, question_id: str) -> list[tuple[int, ...]]:
-        """Return the tokens of the samples of a question that are being drawn, where the engine sees them."""
+        """Return the tokens of a question's samples that are being drawn, where the engine sees them."""
         asked = self._open.get(question_id)
         return [] if asked is None else list(self._engine.drawn_so_far(asked.pending).values())
 
@@ -372,12 +345,6 @@ class EngineSource:
         ]
         whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
         return Waste(len(cut) + len(asked.finished) + asked.dropped, sum(cut) + sum(whole) + asked.thrown)
-
-    def _begin(self, question_id: str) -> _Asked:
-        question, draws = self._prompts[question_id]
-        judge = Judge(question, self._tasks(question.task), round=self._round)
-        asked = self._open[question_id] = _Asked(question, draws, judge)
-        return asked
 
     def _finished_responses(self) -> dict[str, Response | None]:
         """Return finished responses by request; None for failed ones."""
@@ -424,8 +391,6 @@ class ReplaySource:
         query_tokens: Tokens of the confidence query, added to every sample if the strategy or a scorer reads P(True).
         target: Samples to keep in flight. With 1, questions run one after the other.
 
-    Attributes:
-        query_tokens: Tokens that the confidence query adds to a sample in this run.
     """
 
     def __init__(
@@ -436,8 +401,7 @@ class ReplaySource:
         query_tokens: int = 0,
         target: int = 1,
     ) -> None:
-        if target < 1:
-            raise InputError(f"Expected `target` to be at least 1, but got {target}.")
+        check_at_least(1, target=target)
         self._pool = {entry.question.id: entry for entry in pool}
         if len(self._pool) < len(pool):
             raise InputError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
@@ -461,8 +425,8 @@ class ReplaySource:
         """Score the samples of ``questions``; see ``SampleSource``."""
         if missing := [question.id for question in questions if question.id not in self._pool]:
             raise InputError(
-                f"Expected all questions to be in the pool, but {len(missing)} of {len(questions)} are not, the first "
-                f"of them {missing[0]!r}. Sample them first (`selfcal generate`), or leave them out."
+                f"{len(missing)} of {len(questions)} questions are not in the pool, such as {missing[0]!r}. Sample "
+                "them first (`selfcal generate`)."
             )
         self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
         entries = [self._pool[question.id] for question in questions]
@@ -508,10 +472,7 @@ class ReplaySource:
 
 
 def replay(strategy: Strategy, entry: QuestionSamples) -> Verdict:
-    """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted.
-
-    Each Ask gets the next samples, fewer or none once the record ends.
-    """
+    """Return the verdict of ``strategy`` on the samples of ``entry``, in their order; tokens are not counted."""
     solving = strategy.solve(entry.question)
     position = 0
     try:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
@@ -78,8 +78,7 @@ class EarlyStopping:
         check_positive(self.max_samples, "max_samples")
         check_confidence_name(self.confidence)
         if self.fallback not in get_args(Fallback):
-            known = ", ".join(map(repr, get_args(Fallback)))
-            raise InputError(f"Expected `fallback` to be one of {known}, but got {self.fallback!r}.")
+            raise unknown_name("fallback", self.fallback, get_args(Fallback))
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample at a time; stop at the first that suffices."""
@@ -139,9 +138,6 @@ class WindowStopping:
     checks the last ``window`` answers after every sample. Unreadable answers are skipped, but cost a sample. The
     verdict's confidence is the answer's share of all votes.
 
-    A question whose windows never agree falls back to the majority. (The Self-Calibration system's offline evaluation
-    instead drops a window size for *all* questions as soon as one never agrees.)
-
     Attributes:
         window: Answers that must agree.
         max_samples: Maximum samples per question.
@@ -167,8 +163,7 @@ class WindowStopping:
         check_positive(self.window, "window")
         check_positive(self.max_samples, "max_samples")
         if self.mode not in get_args(Mode):
-            known = ", ".join(map(repr, get_args(Mode)))
-            raise InputError(f"Expected `mode` to be one of {known}, but got {self.mode!r}.")
+            raise unknown_name("mode", self.mode, get_args(Mode))
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample (sliding) or for the rest of a window (disjoint) at a time."""
@@ -253,8 +248,8 @@ class CGES:
 
     ``P(a right) = exp(r s_a) / (sum_b exp(r s_b) + M - D)``.
 
-    The remaining mass is the chance that no answer seen so far is right. Thanks to it the posterior after one sample
-    equals that sample's confidence. If D exceeds M, D is used instead.
+    The remaining mass is the chance that no answer seen so far is right; with it the posterior after one sample equals
+    that sample's confidence. If D exceeds M, D is used instead.
 
     **Samples are not independent.** A confidence mostly reflects how hard the *question* is, and wrong samples repeat
     one another, so the plain product (r = 1) is overconfident. The n votes therefore count as ``n / (1 + (n - 1) (1 -
@@ -273,13 +268,9 @@ class CGES:
         evidence: How much further samples add to the first, in [0, 1].
         clamp: Confidences are clipped to [clamp, 1 - clamp], so that no single sample decides alone.
 
-    Raises:
-        ValueError: A field is out of range or, while solving, a confidence is not a probability.
-
     Example:
-        >>> strategy = CGES(threshold=0.9, wrong_answers=4)
-        >>> strategy.confidence, strategy.evidence
-        ('p_true', 1.0)
+        >>> CGES(threshold=0.9, wrong_answers=4).evidence
+        1.0
 
     Reference:
         Based on Aghazadeh et al., CGES: Confidence-Guided Early Stopping for Efficient and Accurate
@@ -304,7 +295,7 @@ class CGES:
         check_positive(self.wrong_answers, "wrong_answers")
         check_number(self.evidence, "evidence")
         if not 0.0 < self.clamp < 0.5:
-            raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp}.")
+            raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp!r}.")
 
     def solve(self, question: Question) -> Solving:
         """Ask for one sample at a time until the posterior of the leader suffices."""
@@ -375,7 +366,7 @@ class CGES:
         if outside.any():
             raise InputError(
                 f"Expected the confidence {self.confidence!r} to be a probability in [0, 1], but got "
-                f"{confidence[outside].flat[0]:g}. Fit a scaler on a calibration split and take its output."
+                f"{confidence[outside].flat[0]:g}. Fit a scaler for it."
             )
         clamped = confidence.clip(self.clamp, 1.0 - self.clamp)
         # Multiples of 2^-40 add up exactly, in whatever order.
@@ -406,7 +397,7 @@ def fit_evidence(pool: PoolArrays, strategy: CGES | None = None) -> float:
 
     strategy = CGES() if strategy is None else strategy
     if not pool.correct.any():
-        raise InputError("Expected `pool` to hold right answers, but got none. Sample a split with references.")
+        raise InputError("Expected `pool` to hold right answers, but got none.")
 
     def loss(evidence: float) -> float:
         return _log_loss(replace(strategy, evidence=float(evidence)), pool)

@@ -44,7 +44,11 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "x"}\nnonsense\n', r"a\.jsonl:2: Expected a JSON object"),
         ("a.jsonl", '{"question": "x", "anwser": 3}\n', r"a\.jsonl:1: Expected the fields .*Did you mean 'answer'"),
         ("a.jsonl", '{"qestion": "x"}\n', r"a\.jsonl:1: Expected the fields .*'qestion'. Did you mean 'question'"),
-        ("a.jsonl", '{"question": "x", "answer": 3, "reference": 4}\n', r"mean the same, but got 3 and 4"),
+        (
+            "a.jsonl",
+            '{"question": "x", "answer": 3, "reference": 4}\n',
+            r"a\.jsonl:1: .*reference",
+        ),
         ("a.jsonl", '{"text": "x"}\n', r"the field `question` .*but got only text"),
         ("a.jsonl", '{"id": "x"}\n', r"the field `question` .*but got only id"),
         ("a.jsonl", '{"question": "x", "id": 3.5}\n', r"`id` to be text or a whole number, but got 3.5"),
@@ -59,7 +63,7 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "x", "id": "1"}\n{"question": "y", "id": "1"}\n', r"unique, but got '1' again"),
         ("a.jsonl", "", r"at least one question"),
         ("a.txt", "\n\n", r"at least one question"),
-        ("a.txt", 'fine\n{"question": "x"}\n', r"a\.txt:2: Expected a question in plain text .*ending in \.jsonl"),
+        ("a.txt", 'fine\n{"question": "x"}\n', r"a\.txt:2: .*\.jsonl"),
         ("a.txt", "caf\udce9", r"to be text in UTF-8"),
     ],
 )
@@ -89,8 +93,8 @@ def test_choices_are_written_out_and_the_answer_becomes_a_letter() -> None:
 @pytest.mark.parametrize(
     ("row", "fragment"),
     [
-        ({"choices": ["a"]}, "2 to 8 different `choices`, but got 1"),
-        ({"choices": ["a", "a"]}, "2 to 8 different `choices`, but got 2"),
+        ({"choices": ["a"]}, r"`choices`, but got \['a'\]"),
+        ({"choices": ["a", "a"]}, r"`choices`, but got \['a', 'a'\]"),
         ({"choices": "ab"}, "`choices` to be a list of texts, but got 'ab'"),
         ({"choices": ["a", "b"], "answer": "c"}, "one of `choices` or its letter, but got 'c'"),
     ],

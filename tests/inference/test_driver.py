@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -196,23 +196,22 @@ def test_confidences_that_are_not_there_are_named() -> None:
 
 
 def test_clear_errors() -> None:
-    questions = fake_questions(3)
-    with pytest.raises(ValueError, match=f"ids to be unique, but got '{questions[0].id}'"):
-        run_strategy(SelfConsistency(), [*questions, questions[0]], live(FakeEngine()))
-    with pytest.raises(ValueError, match="Expected `lookahead` to be at least 0"):
-        run_strategy(SelfConsistency(), questions, live(FakeEngine()), lookahead=-1)
-    for source in (lambda: live(FakeEngine(), target=0), lambda: ReplaySource([], target=0)):
-        with pytest.raises(ValueError, match="Expected `target`"):
-            source()
-    engine = FakeEngine(max_context=90)
+    questions, engine = fake_questions(3), FakeEngine(max_context=90)
     long = Question("long", "fake", (Message("user", "x" * 90),))
-    with pytest.raises(ValueError, match=r"question 'long' to have 1 to 89 tokens, but got 97: a context of 90"):
-        run_strategy(SelfConsistency(), [*questions, long], live(engine))
+    lone = ReplaySource([QuestionSamples(questions[0], (), "test")])
+    cases: list[tuple[str, Callable[[], object]]] = [
+        (f"got '{questions[0].id}'", lambda: run_strategy(SelfConsistency(), [*questions, questions[0]], live(engine))),
+        ("`lookahead` .* -1", lambda: run_strategy(SelfConsistency(), questions, live(engine), lookahead=-1)),
+        ("`target` .* 0", lambda: live(engine, target=0)),
+        ("`target` .* 0", lambda: ReplaySource([], target=0)),
+        ("'long' to have 1 to 89 tokens, but got 97", lambda: run_strategy(SelfConsistency(), [long], live(engine))),
+        ("2 of 3 questions are not in the pool", lambda: run_strategy(SelfConsistency(), questions, lone)),
+        ("unique", lambda: ReplaySource([make_entry(["a"], [0.5])] * 2)),
+    ]
+    for message, call in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
     assert engine.requests == [], "nothing is sampled before all prompts are known to fit"
-    with pytest.raises(ValueError, match=r"in the pool, but 2 of 3 are not, the first of them"):
-        run_strategy(SelfConsistency(), questions, ReplaySource([QuestionSamples(questions[0], (), "test")]))
-    with pytest.raises(ValueError, match="ids to be unique"):
-        ReplaySource([make_entry(["a"], [0.5])] * 2)
 
 
 def test_an_error_leaves_nothing_in_flight() -> None:

@@ -12,7 +12,6 @@ from support.reward_models import stand_in
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
-from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.evaluation.curves import plan_of
 from selfcal_lightning.inference.base import Ask, Strategy
 from selfcal_lightning.inference.driver import run_strategy
@@ -276,41 +275,38 @@ def test_a_reward_model_of_another_tokenizer_steers_nothing(tiny_model: str, tmp
 
 def test_searches_are_refused_on_recorded_samples() -> None:
     for name in ("beam_search", "diverse_tree_search", "particle_filtering", "adaptive_best_of_n"):
-        with pytest.raises(InputError, match=f"live: `selfcal answer --questions FILE --strategy {name}"):
+        with pytest.raises(InputError, match=f"`selfcal answer --strategy {name}"):
             plan_of(name)
-        with pytest.raises(InputError, match=f"`strategy` to name strategies on recorded samples, but got '{name}'"):
+        with pytest.raises(InputError, match=f"`strategy` .* '{name}'"):
             make_strategy(name)
     samples = (Sample("q", 0, 0, "7", (7,), "stop", "7", True),)
     source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
-    with pytest.raises(InputError, match="that asks for whole responses on recorded samples"):
+    with pytest.raises(InputError, match="recorded samples"):
         run_strategy(ParticleFiltering(Scripted()), [QUESTION], source)
 
 
-def test_what_cannot_be_searched_is_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match="`keep` to be at most `width`, 2, but got 3"):
-        BeamSearch(Scripted(), width=2, keep=3)
-    with pytest.raises(InputError, match=r"`width` to be a multiple of `keep`, 3, but got 8"):
-        BeamSearch(Scripted(), width=8, keep=3)
-    with pytest.raises(InputError, match="`width` to be a multiple of `trees`, 3, but got 8"):
-        DiverseTreeSearch(Scripted(), trees=3)
-    with pytest.raises(InputError, match="`lookahead` to be at least 0, but got -1"):
-        BeamSearch(Scripted(), lookahead=-1)
-    with pytest.raises(InputError, match="`duplicates` to be one of"):
-        BeamSearch(Scripted(), duplicates="drop")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="`particles` to be at least 1, but got 0"):
-        ParticleFiltering(Scripted(), particles=0)
-    with pytest.raises(InputError, match="`target` to lie in"):
-        AdaptiveBestOfN(Scripted(), target=1.0)
-    with pytest.raises(InputError, match="`adaptive` to be one of"):
-        BeamSearch(Scripted(), adaptive="n")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"Expected `reward\.model`"):
-        check_search("beam_search", {}, RewardSettings())
-    with pytest.raises(InputError, match="one rule for the ends of steps for a search"):
-        StepStops.of(None, "auto")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("search", "fields", "message"),
+    [
+        (BeamSearch, {"width": 2, "keep": 3}, "`keep` .* 2, but got 3"),
+        (BeamSearch, {"width": 8, "keep": 3}, "`width` .*`keep`, 3, but got 8"),
+        (DiverseTreeSearch, {"trees": 3}, "`width` .*`trees`, 3, but got 8"),
+        (BeamSearch, {"lookahead": -1}, "`lookahead` .* -1"),
+        (BeamSearch, {"duplicates": "drop"}, "`duplicates`"),
+        (BeamSearch, {"adaptive": "n"}, "`adaptive`"),
+        (ParticleFiltering, {"particles": 0}, "`particles` .* 0"),
+        (AdaptiveBestOfN, {"target": 1.0}, "`target`"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        search(Scripted(), **fields)
+
+
+def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
+    source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
     with pytest.raises(InputError, match="samples with token ids"):
-        run_strategy(
-            AdaptiveBestOfN(Scripted(0.99)), [QUESTION], ReplaySource([QuestionSamples(QUESTION, samples, "t")])
-        )
+        run_strategy(AdaptiveBestOfN(Scripted(0.99)), [QUESTION], source)
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
-    assert "Expected `reward.model`" in capsys.readouterr().err
+    assert "`reward.model`" in capsys.readouterr().err

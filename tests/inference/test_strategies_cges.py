@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.strategy_pools import assert_curve_equals_solve, make_entry
+from support.strategy_pools import make_entry
 
 from selfcal_lightning.inference.base import Ask
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import CGES, fit_evidence
-from selfcal_lightning.inference.vectorised import UNREADABLE, PoolArrays
-from selfcal_lightning.records import Question, QuestionSamples, Verdict
-
-GRID = (0.0, 0.25, 0.5, 0.75, 0.8, 0.95, 0.999, 1.0)
+from selfcal_lightning.inference.vectorised import PoolArrays
+from selfcal_lightning.records import Verdict
 
 
 def _run(answers: Sequence[str | None], confidences: Sequence[float | None], **settings: Any) -> Verdict:
@@ -178,46 +176,6 @@ def test_more_answers_than_assumed_are_all_possible() -> None:
     assert len(wanted) == 4
     found = _run("abcd", [0.5] * 4, wrong_answers=1)
     assert (found.answer, found.confidence) == ("a", pytest.approx(0.25, abs=1e-12))
-
-
-@pytest.mark.parametrize("evidence", [1.0, 0.4, 0.0])
-@pytest.mark.parametrize(("max_samples", "wrong_answers"), [(16, 5), (4, 2), (1, 1)])
-def test_curve_equals_solve(evidence: float, max_samples: int, wrong_answers: int) -> None:
-    strategy = CGES(max_samples=max_samples, wrong_answers=wrong_answers, evidence=evidence)
-    assert_curve_equals_solve(strategy, GRID, seeds=range(4))
-
-
-@pytest.mark.parametrize("evidence", [1.0, 0.4])
-def test_curve_equals_solve_on_reshuffled_long_pools(evidence: float) -> None:
-    """More answers than assumed, and codes that are not in the order seen after the reshuffle."""
-    draw = random.Random(3)
-    pool, orders = [], np.tile(np.arange(30), (10, 1))
-    for question in range(10):
-        length = 30 if question == 0 else draw.randint(15, 30)
-        answers = [None if draw.random() < 0.1 else draw.choice("aaabcdefgh") for _ in range(length)]
-        confidences = [None if draw.random() < 0.1 else draw.randint(0, 20) / 20 for _ in range(length)]
-        pool.append(make_entry(answers, confidences, name=f"q{question}"))
-        orders[question, :length] = np.random.default_rng(question).permutation(length)
-    strategy = CGES(max_samples=28, wrong_answers=4, evidence=evidence)
-    outcome = strategy.curve(PoolArrays.from_samples(pool, confidence="p_true").reordered(orders), GRID)
-    for row, threshold in enumerate(GRID):
-        for column, entry in enumerate(pool):
-            samples = tuple(entry.samples[i] for i in orders[column, : len(entry.samples)])
-            verdict = replay(replace(strategy, threshold=threshold), replace(entry, samples=samples))
-            codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
-            code = UNREADABLE if verdict.answer is None else codes.index(verdict.answer)
-            found = outcome.answer[row, column], outcome.used[row, column], outcome.stopped_early[row, column]
-            assert found == (code, verdict.samples_used, verdict.stopped_early), (threshold, column)
-
-
-def test_curve_of_empty_and_unreadable_pools() -> None:
-    empty = PoolArrays.from_samples([QuestionSamples(Question("q", "t", ()), (), "test")], confidence="p_true")
-    mute = PoolArrays.from_samples([make_entry([None, None], [0.5, 0.5])], confidence="p_true")
-    for pool, used in ((empty, 0), (mute, 2)):
-        outcome = CGES().curve(pool, [0.0, 0.5])
-        assert outcome.answer.tolist() == [[UNREADABLE], [UNREADABLE]]
-        assert outcome.used.tolist() == [[used], [used]]
-        assert not outcome.stopped_early.any()
 
 
 def test_independent_samples_stop_with_the_stated_probability() -> None:

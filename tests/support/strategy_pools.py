@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.vectorised import UNREADABLE, PoolArrays
+from selfcal_lightning.inference.vectorised import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -46,21 +46,32 @@ def random_pool(seed: int, *, num_questions: int = 25, most: int = 9) -> list[Qu
     return pool
 
 
-def assert_curve_equals_solve(strategy: Strategy, grid: Sequence[float], *, seeds: Sequence[int] = range(20)) -> None:
-    """Hold ``strategy.curve`` equal to ``solve`` on random pools at every value of its ``grid_parameter``."""
-    for seed in seeds:
-        pool = random_pool(seed)
+def assert_curve_equals_solve(
+    strategy: Any, grid: Sequence[float], pools: Sequence[Sequence[QuestionSamples]]
+) -> CurveOutcome:
+    """Hold ``curve`` equal to ``solve`` at every value of the grid, on pools as recorded and reshuffled.
+
+    Codes of answers stand in the recorded order of first appearance; ties must go by the new order.
+    """
+    generator = np.random.default_rng(0)
+    for pool in pools:
         arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
-        outcome = strategy.curve(arrays, grid)  # type: ignore[attr-defined]
-        for row, value in enumerate(grid):
-            at_value = replace(strategy, **{strategy.grid_parameter: value})  # type: ignore[attr-defined, type-var]
+        recorded = np.tile(np.arange(arrays.answer.shape[1]), (len(pool), 1))
+        shuffled = recorded.copy()
+        for row, entry in enumerate(pool):
+            shuffled[row, : len(entry.samples)] = generator.permutation(len(entry.samples))
+        for order in (recorded, shuffled):
+            outcome: CurveOutcome = strategy.curve(arrays.reordered(order), grid)
             for column, entry in enumerate(pool):
-                verdict = replay(at_value, entry)
-                code = int(outcome.answer[row, column])
                 codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
-                answer = None if code == UNREADABLE else codes[code]
-                found = (answer, int(outcome.used[row, column]), bool(outcome.stopped_early[row, column]))
-                wanted = (verdict.answer, verdict.samples_used, verdict.stopped_early)
-                where = f"seed {seed}, {entry.question.id}, {strategy.grid_parameter} {value}"  # type: ignore[attr-defined]
-                assert found == wanted, f"{where}: {[(s.answer, s.p_true) for s in entry.samples]}"
-    assert np.isfinite(outcome.used).all()
+                samples = tuple(entry.samples[index] for index in order[column, : len(entry.samples)])
+                for row, value in enumerate(grid):
+                    verdict = replay(
+                        replace(strategy, **{strategy.grid_parameter: value}), replace(entry, samples=samples)
+                    )
+                    code = int(outcome.answer[row, column])
+                    answer = None if code == UNREADABLE else codes[code]
+                    found = answer, int(outcome.used[row, column]), bool(outcome.stopped_early[row, column])
+                    wanted = verdict.answer, verdict.samples_used, verdict.stopped_early
+                    assert found == wanted, (value, [(s.answer, s.p_true) for s in samples])
+    return outcome

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from support.strategy_pools import make_entry, random_pool
+from support.strategy_pools import make_entry
 
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.vectorised import UNREADABLE, PoolArrays
+from selfcal_lightning.inference.vectorised import PoolArrays
 from selfcal_lightning.records import QuestionSamples, Verdict
 
 SCORE = "score"
@@ -40,31 +40,6 @@ def verdict_of(
 def outcome_of(verdict: Verdict) -> tuple[str | None, int, bool]:
     """Return what a curve knows about a verdict: answer, samples used, stopped early."""
     return verdict.answer, verdict.samples_used, verdict.stopped_early
-
-
-def assert_curve_survives_reshuffling(strategy: Strategy, grid: Sequence[float]) -> None:
-    """Hold ``curve`` on a reshuffled pool equal to ``solve`` on the samples in that order.
-
-    Codes of answers stand in the order first seen only until a pool is reshuffled; ties must go by the new order.
-    """
-    generator = np.random.default_rng(0)
-    for seed in range(10):
-        pool = random_pool(seed)
-        arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
-        order = np.tile(np.arange(arrays.answer.shape[1]), (len(pool), 1))
-        for row, entry in enumerate(pool):
-            order[row, : len(entry.samples)] = generator.permutation(len(entry.samples))
-        outcome = strategy.curve(arrays.reordered(order), grid)  # type: ignore[attr-defined]
-        for column, entry in enumerate(pool):
-            codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
-            samples = tuple(entry.samples[index] for index in order[column, : len(entry.samples)])
-            for row, value in enumerate(grid):
-                at_value = replace(strategy, **{strategy.grid_parameter: value})  # type: ignore[attr-defined, type-var]
-                code = int(outcome.answer[row, column])
-                answer = None if code == UNREADABLE else codes[code]
-                found = answer, int(outcome.used[row, column]), bool(outcome.stopped_early[row, column])
-                wanted = outcome_of(replay(at_value, replace(entry, samples=samples)))
-                assert found == wanted, [(s.answer, s.p_true) for s in samples]
 
 
 def curve_entries(case: Mapping[str, Any]) -> list[QuestionSamples]:

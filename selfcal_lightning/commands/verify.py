@@ -116,7 +116,7 @@ def verify_store(
 
     def keep(new: Mapping[judging.Key, judging.Grade | None]) -> None:
         grades.update(new)
-        kept.write(grades, origin=origin)
+        kept.write(grades, origin=origin, overwrite=overwrite)
 
     judging.grade_candidates(engine, chat, asked, max_new_tokens=max_new_tokens, keep=keep)
     done = _apply(store, {key: grades[key] for key in found}, name=name, tasks=tasks)

@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from selfcal_lightning.core.progress import Progress
-from selfcal_lightning.data.store.annotations import NamedRecord
-from selfcal_lightning.data.store.records import write_record
+from selfcal_lightning.data.store.annotations import KeyedRecord
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.answer_types import split_aliases
 from selfcal_lightning.data.tasks.base import Task, VerifierForm, verifier_form
@@ -117,42 +116,12 @@ FOLDER, FILE = "verdicts", "verdicts.json"
 Key = tuple[str, str, str]  # id of a question, digest of its content, the text that was graded
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """The verdicts of one verifier: its identity, and a verdict per text; None if the reply was unreadable."""
-
-    origin: Mapping[str, Any]
-    grades: Mapping[Key, Grade | None]
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Verdicts:
-        """Read what :meth:`as_json` wrote."""
-        grades = {(name, digest, text): grade for name, digest, text, grade in content["grades"]}
-        return cls(content["origin"], grades)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the verdicts as plain JSON types."""
-        return {"origin": dict(self.origin), "grades": [[*key, grade] for key, grade in self.grades.items()]}
-
-
-class KeptVerdicts(NamedRecord[Verdicts]):
-    """The verdicts of one verifier, stored with a store. Opening it reads and writes nothing."""
+class KeptVerdicts(KeyedRecord):
+    """The verdicts of one verifier, stored with a store: one per graded text, None if the reply was unreadable."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
-        super().__init__(
-            Path(store_path) / FOLDER, name, FILE, Verdicts.from_json, held_to="verdicts to be of the same model"
-        )
-
-    def known(self, origin: Mapping[str, Any]) -> dict[Key, Grade | None]:
-        """Return the stored verdicts of this verifier, none if they are another's."""
-        record = self.of_origin(origin)
-        return {} if record is None else dict(record.grades)
-
-    def write(self, grades: Mapping[Key, Grade | None], *, origin: Mapping[str, Any]) -> None:
-        """Replace the stored verdicts."""
-        plain = json.loads(json.dumps(dict(origin)))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(self.path, Verdicts(plain, grades).as_json())
+        folder = Path(store_path) / FOLDER
+        super().__init__(folder, name, FILE, field="grades", held_to="verdicts to be of the same model")
 
 
 CHUNK = 128

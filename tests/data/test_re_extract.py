@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,18 +183,6 @@ def test_answers_that_came_with_a_file_are_not_replaced(tmp_path: Path) -> None:
     import_pool(tmp_path / "pool.jsonl", tmp_path / "store", tasks=FakeTask)
     with pytest.raises(ValueError, match=r"made elsewhere.*Import the file again"):
         re_extract_answers(SampleStore(tmp_path / "store"), tasks=Mended)
-
-
-def test_a_store_of_the_format_before_is_read_anew(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).resolve().parents[1] / "data" / "store_format_1.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    store = SampleStore(tmp_path / "store_format_1")
-    sure, before = store.index(confidences=["sure"]).confidences["sure"].tolist(), samples_of(store)
-    re_extract_answers(store, tasks=Mended)
-    assert {s.answer for samples in samples_of(store).values() for s in samples} == {None}
-    assert SampleStore(store.path).index(confidences=["sure"]).confidences["sure"].tolist() == sure
-    re_extract_answers(store)
-    assert samples_of(store) == before
 
 
 def test_a_request_that_failed_stays_one() -> None:

@@ -1,9 +1,8 @@
-"""The JSON files of a store: those of the format before are read, damaged ones and those of later formats refused."""
+"""The JSON files of a store: damaged ones and those of other formats are refused."""
 
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,84 +12,10 @@ import pytest
 from support.fakes import fake_questions
 from support.store_samples import FINGERPRINT, MODEL, make_group, make_store, write
 
-from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.annotations import Annotation
-from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.parts import part_entries
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
-from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
-
-DATA = Path(__file__).resolve().parents[1] / "data"
-# What `data/write_store_format_1.py` wrote.
-OLD = StoreFingerprint(
-    ModelIdentity("m", weights_sha256="w" * 8),
-    PromptIdentity("Right?", (1, 2, 3), (4,), (5,), "t" * 8),
-    SamplingSettings(temperature=0.8, edt_scale=None, max_new_tokens=16),
-    7,
-)
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    with tarfile.open(DATA / "store_format_1.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "store_format_1"
-
-
-# ---------------------------------------------------------------------------------------------- the format before
-
-
-def test_a_store_of_the_format_before_is_read(old: Path) -> None:
-    store = SampleStore(old)
-    before = {file: file.read_bytes() for file in old.rglob("*.json")}
-    groups = {group.question.id: group for group in store.samples()}
-    assert sorted(groups) == ["elsewhere", "one", "two"]
-    assert [s.text for s in groups["one"].samples] == ["Answer: 3", "Answer: 4"], "hidden duplicates stay hidden"
-    assert [(s.token_ids, s.num_tokens) for s in groups["one"].samples] == [((7, 8), 2), ((7, 8, 9), 3)]
-    assert [(s.token_ids, s.num_tokens) for s in groups["elsewhere"].samples] == [(None, 2), (None, 3)]
-    assert (groups["two"].samples[1].finish, groups["two"].samples[1].num_tokens) == (None, 0)
-    assert store.index(confidences=["sure"]).confidences["sure"].tolist() == np.linspace(0.0, 1.0, 6).tolist()
-    assert [store.round_manifest(round).fingerprint for round in (0, 1)] == [
-        OLD,
-        replace(OLD, model=replace(OLD.model, adapter_sha256="a" * 8)),
-    ]
-    assert store.round_manifest().digest == OLD.digest()
-    assert store.stored_questions(round=1, include_parts=True).keys() == {"one"}
-    pool = load_recorded_pool(old)
-    assert (pool.query_tokens, pool.has_lengths) == (3, True)
-    assert {file: file.read_bytes() for file in old.rglob("*.json")} == before, "reading writes nothing"
-
-
-def test_a_store_of_the_format_before_is_continued(old: Path) -> None:
-    before = list(SampleStore(old).samples())
-    store = SampleStore.create_or_open(old, OLD, num_samples=2, engine={"engine": "fake"})
-    for part in ("a", "c"):
-        write(store, fake_questions(1, prefix=part), part=part, num_samples=2)
-    store.join()
-    assert [group for group in SampleStore(old).samples() if group.question.id in {g.question.id for g in before}] == (
-        before
-    )
-    assert len(store.question_ids()) == 5
-    formats = {file.parent.name: json.loads(file.read_text()).get("format") for file in old.rglob("*.json")}
-    assert formats == {"rounds": 1, "store_format_1": 2, "a": 2, "b": None, "c": 2, "sure": 1}
-    with pytest.raises(ValueError, match="seed: 7 in the store, 8 asked for"):
-        SampleStore.create_or_open(old, replace(OLD, seed=8), num_samples=2, engine={})
-    assert store.drop_rounds(1) == 1
-    assert store.repair().moved == ()
-
-
-def test_a_round_of_the_format_before_is_held_against_its_digest(old: Path) -> None:
-    file = old / "rounds" / "round-000.json"
-    file.write_text(file.read_text().replace('"temperature": 0.8', '"temperature": 0.9'))
-    with pytest.raises(StoreCorruptError, match=r"round-000.json to be a whole record, but got .*under the digest"):
-        SampleStore(old).round_manifest()
-    (tmp := old / "rounds" / "round-001.json").write_text(tmp.read_text().replace('"seed": 7', '"speed": 7'))
-    with pytest.raises(StoreCorruptError, match=r"round-001.json to be a whole record"):
-        SampleStore(old).round_manifest(1)
-
-
-# ---------------------------------------------------------------------------------------------- damage
 
 
 @pytest.fixture

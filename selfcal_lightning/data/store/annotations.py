@@ -1,13 +1,15 @@
-"""Confidences computed after sampling: named columns, kept apart from the store's append-only rows.
+"""Values computed after sampling: named columns, stored apart from the append-only rows.
 
 Layout, below the store's folder::
 
-    annotations/<name>/annotation.json         what computed the values, and the files that readers see
-    annotations/<name>/<run>-<part>.parquet    the values of one writer: question_id, index, round, shard, value
+    annotations/<name>/annotation.json              what computed a confidence of responses, and the files readers see
+    annotations/<name>/<run>-<part>.parquet         the values of one writer: question_id, index, round, shard, value
+    question_annotations/<name>/question_values.json  one value per question, with what computed them
+    verdicts/<name>/verdicts.json                   one verdict per graded text, of a verifying model
 
-A run shows itself to readers in one step, when ``annotation.json`` is replaced. A value belongs to a row *of one shard*
-(by the sha256 of the shard that the response was first written to), so a question that was sampled again has none until
-it is scored again, and one whose answers were re-extracted keeps it.
+A run becomes visible in one step, when ``annotation.json`` is replaced. A value belongs to a row *of one shard* (by the
+sha256 of the shard that the response was first written to), so a question that was sampled again has none until it is
+scored again, and one whose answers were re-extracted keeps it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -50,6 +52,72 @@ ANNOTATION_SCHEMA = pa.schema(
 )
 
 
+@dataclass(frozen=True)
+class KeyedValues:
+    """Values with their origin. Keys start with a question's id and the digest of its content."""
+
+    origin: Mapping[str, Any]
+    values: Mapping[tuple[str, ...], Any]
+
+
+Kept = TypeVar("Kept", AnnotationRecord, KeyedValues)
+
+
+class NamedRecord(Generic[Kept]):
+    """One named annotation of a store, with its origin. Opening it reads and writes nothing."""
+
+    def __init__(
+        self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
+    ) -> None:
+        if not NAME.fullmatch(name):
+            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
+        self.name, self.path = name, folder / name / file
+        self._read_record, self._held_to = read, held_to
+
+    @property
+    def record(self) -> Kept | None:
+        """What is stored; None if nothing is."""
+        return read_record(self.path, self._read_record) if self.path.exists() else None
+
+    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Refuse another origin than that of the stored values, unless they may be replaced."""
+        record = self.record
+        if record is None or overwrite:
+            return
+        if differences := origin_differences(record.origin, origin):
+            kind, how = self._held_to.split(" ", 1)
+            raise InputError(
+                f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
+                "`overwrite` to replace them, or choose another `name`."
+            )
+
+
+class KeyedRecord(NamedRecord[KeyedValues]):
+    """Values by key in one JSON file, where ``field`` lists them as [*key, value]."""
+
+    def __init__(self, folder: Path, name: str, file: str, *, field: str, held_to: str) -> None:
+        def read(content: Mapping[str, Any]) -> KeyedValues:
+            return KeyedValues(content["origin"], {tuple(key): value for *key, value in content[field]})
+
+        super().__init__(folder, name, file, read, held_to=held_to)
+        self._field = field
+
+    def known(self, origin: Mapping[str, Any]) -> dict[Any, Any]:
+        """Return the stored values of this origin; none if they have another."""
+        record = self.record
+        return {} if record is None or origin_differences(record.origin, origin) else dict(record.values)
+
+    def write(self, values: Mapping[Any, Any], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Add values; stored ones of the same origin stay unless a new one has their key."""
+        self.check_origin(origin, overwrite=overwrite)
+        if strange := [key[0] for key, one in values.items() if isinstance(one, float) and not math.isfinite(one)]:
+            raise InputError(f"Expected values to be finite or None, but got another for {strange[0]!r}.")
+        plain = json.loads(json.dumps(dict(origin)))
+        listed = [[*key, value] for key, value in {**self.known(plain), **values}.items()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(self.path, {"origin": plain, self._field: listed})
+
+
 @dataclass(frozen=True, slots=True)
 class AnnotationReport:
     """What :meth:`Annotation.publish` made visible."""
@@ -59,32 +127,15 @@ class AnnotationReport:
     total: int
 
 
-class Annotation:
+class Annotation(NamedRecord[AnnotationRecord]):
     """One named confidence of the rows of a store. Opening it reads and writes nothing."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
-        if not NAME.fullmatch(name):
-            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
-        self.name = name
-        self.folder = Path(store_path) / "annotations" / name
-        self._file = self.folder / "annotation.json"
-
-    @property
-    def record(self) -> AnnotationRecord | None:
-        """What is published; None where nothing is."""
-        return read_record(self._file, AnnotationRecord.from_json) if self._file.exists() else None
-
-    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Hold what is about to compute the values against what computed those that are there."""
-        record = self.record
-        if record is None or overwrite:
-            return
-        differences = origin_differences(record.origin, origin)
-        if differences:
-            raise InputError(
-                f"Expected the confidences {self.name!r} in {self.folder} to have been computed in the same way, but "
-                f"got {'; '.join(differences)}. Set `overwrite` to replace them, or choose another `name`."
-            )
+        super().__init__(
+            Path(store_path) / "annotations", name, "annotation.json", AnnotationRecord.from_json,
+            held_to="confidences to have been computed in the same way",
+        )  # fmt: skip
+        self.folder = self.path.parent
 
     def write_part(
         self, run: str, part: str, index: SampleIndex, values: np.ndarray, shards: Sequence[ShardEntry]
@@ -115,17 +166,14 @@ class Annotation:
         details: Mapping[str, Any],
         overwrite: bool = False,
     ) -> AnnotationReport:
-        """Show readers the parts of a run, in one step. One process does this, when all have written theirs."""
+        """Show readers the parts of a run, in one step. One process does this, after all have written theirs."""
         files = [f"{run}-{part}.parquet" for part in parts]
-        absent = [file for file in files if not (self.folder / file).exists()]
-        if absent:
+        if absent := [file for file in files if not (self.folder / file).exists()]:
             raise RunError(
                 f"Expected {self.folder} to hold the parts of all {len(parts)} processes, but got none of {absent}. "
                 "All processes must see one file system."
             )
-        lock = PartLock(self.folder)
-        lock.acquire()
-        try:
+        with PartLock(self.folder):
             self.check_origin(origin, overwrite=overwrite)
             record = self.record
             origin = json.loads(json.dumps(origin))
@@ -137,16 +185,14 @@ class Annotation:
             shown = {entry.file for entry in [*kept, *fresh]}
             total = pa.concat_tables([*(self._read(entry) for entry in kept), table]).group_by(KEYS).aggregate([])
             shown_now = AnnotationRecord(self.name, origin, total.num_rows, (*kept, *fresh))
-            write_record(self._file, shown_now.as_json())
+            write_record(self.path, shown_now.as_json())
             for entry in earlier:
                 if entry.file not in shown:
                     (self.folder / entry.file).unlink(missing_ok=True)
-        finally:
-            lock.release()
         return AnnotationReport(table.num_rows, table["value"].null_count, total.num_rows)
 
     def annotate(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> SampleIndex:
-        """Return ``index`` with this confidence, nan where a row has none; how many have none is logged."""
+        """Return ``index`` with this confidence, nan for rows without one; their number is logged."""
         record = self.record
         if record is None:
             raise InputError(
@@ -154,9 +200,7 @@ class Annotation:
                 f"{annotation_names(self.folder.parent.parent)}. `selfcal score` and `selfcal predict` write them."
             )
         if self.name in index.confidences:
-            raise InputError(
-                f"Expected {self.name!r} to be an annotation only, but got rows that bring a confidence of that name."
-            )
+            raise InputError(f"Expected {self.name!r} to be an annotation only, but the rows have that confidence too.")
         values, _ = self._find(index, shards, record.parts)
         index = replace(index, confidences={**index.confidences, self.name: values})
         missing = index.num_missing(self.name)
@@ -165,17 +209,14 @@ class Annotation:
         return index
 
     def scored(self, index: SampleIndex, shards: Sequence[ShardEntry]) -> np.ndarray:
-        """Return which rows of ``index`` were scored, bool [R]: those whose value was found to be unknown too.
-
-        A run that goes on where an earlier one stopped leaves these out. Arguments as for :meth:`annotate`.
-        """
+        """Return which rows of ``index`` were scored, bool [R], including those whose value is unknown."""
         record = self.record
         return self._find(index, shards, () if record is None else record.parts)[1]
 
     def _find(
         self, index: SampleIndex, shards: Sequence[ShardEntry], parts: Sequence[AnnotationPart]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the value of each row, nan where unknown, float64 [R], and whether it was scored, bool [R]."""
+        """Return the value of each row, nan if unknown, float64 [R], and whether it was scored, bool [R]."""
         origins, hashes = row_origins(index, shards)
         digests = pa.array(hashes, pa.string())
         values, scored = np.full(len(index), np.nan), np.zeros(len(index), dtype=bool)
@@ -205,9 +246,8 @@ class Annotation:
         data = path.read_bytes() if path.is_file() else b""
         digest = hashlib.sha256(data).hexdigest()
         if digest != entry.sha256:
-            found = f"{len(data):,} bytes with sha256 {digest}" if path.is_file() else "no such file"
-            if path.exists() and not path.is_file():
-                found = "something that is not a regular file"
+            absent = "something that is not a regular file" if path.exists() else "no such file"
+            found = f"{len(data):,} bytes with sha256 {digest}" if path.is_file() else absent
             raise StoreCorruptError(
                 f"Expected {path} to be {entry.bytes:,} bytes with sha256 {entry.sha256}, but got {found}. "
                 f"Delete {self.folder} and run the `selfcal score` or `selfcal predict` that wrote it again."
@@ -221,7 +261,7 @@ def annotation_names(store_path: str | Path) -> list[str]:
 
 
 def remove_annotation(store_path: Path, name: str) -> None:
-    """Remove what is published under ``name``, the record first: what a kill leaves is read by nobody."""
+    """Remove what is published under ``name``, the record first, so that files left by a kill are never read."""
     folder = Annotation(store_path, name).folder
     for file in (folder / "annotation.json", *folder.glob("*.parquet")):
         file.unlink(missing_ok=True)
@@ -237,7 +277,7 @@ def add_annotations(
 
 
 def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, names: Sequence[str]) -> list[StoredRow]:
-    """Return ``rows`` with their confidences ``names``, taken from ``index`` from row ``start`` on; nan is left out."""
+    """Return ``rows`` with the confidences ``names`` of ``index`` from row ``start`` on, without nan."""
     annotated = []
     for position, row in enumerate(rows, start):
         values = {name: float(index.confidences[name][position]) for name in names}
@@ -253,7 +293,7 @@ def _covers(table: pa.Table, other: pa.Table) -> bool:
 
 
 def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
-    """Return where each entry of ``column`` stands in ``values``, -1 where it does not, int64."""
+    """Return the position of each entry of ``column`` in ``values``, or -1, int64."""
     return pc.index_in(column, value_set=values).fill_null(-1).to_numpy().astype(np.int64)
 
 
@@ -261,100 +301,21 @@ FOLDER, FILE = "question_annotations", "question_values.json"
 Key = tuple[str, str]  # id of a question, digest of its content
 
 
-class HasOrigin(Protocol):
-    """A record that says what made it."""
-
-    @property
-    def origin(self) -> Mapping[str, Any]:
-        """What made it."""
-
-
-Kept = TypeVar("Kept", bound=HasOrigin)
-
-
-class NamedRecord(Generic[Kept]):
-    """One named annotation of a store, with its origin. Opening it reads and writes nothing."""
-
-    def __init__(
-        self, folder: Path, name: str, file: str, read: Callable[[Mapping[str, Any]], Kept], *, held_to: str
-    ) -> None:
-        if not NAME.fullmatch(name):
-            raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
-        self.name = name
-        self.path = folder / name / file
-        self._read, self._held_to = read, held_to
-
-    @property
-    def record(self) -> Kept | None:
-        """What is there; None where nothing is."""
-        return read_record(self.path, self._read) if self.path.exists() else None
-
-    def of_origin(self, origin: Mapping[str, Any]) -> Kept | None:
-        """Return what is there if it is of this origin."""
-        record = self.record
-        return None if record is None or origin_differences(record.origin, origin) else record
-
-    def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Raise InputError where the name exists with another origin, unless what is there may be replaced."""
-        record = self.record
-        if record is None or overwrite:
-            return
-        if differences := origin_differences(record.origin, origin):
-            kind, how = self._held_to.split(" ", 1)
-            raise InputError(
-                f"Expected the {kind} {self.name!r} in {self.path.parent} {how}, but got {'; '.join(differences)}. Set "
-                "`overwrite` to replace them, or choose another `name`."
-            )
-
-
-@dataclass(frozen=True)
-class QuestionValues:
-    """The values of a name: what computed them, and one for each question; None where nobody could tell."""
-
-    origin: Mapping[str, Any]
-    values: Mapping[Key, float | None]
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> QuestionValues:
-        """Return the values that :meth:`as_json` gave."""
-        return cls(content["origin"], {(name, digest): value for name, digest, value in content["values"]})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values as plain JSON types."""
-        return {"origin": dict(self.origin), "values": [[*key, value] for key, value in self.values.items()]}
-
-
-class QuestionAnnotation(NamedRecord[QuestionValues]):
-    """One named value of the questions of a store. Opening it reads and writes nothing."""
+class QuestionAnnotation(KeyedRecord):
+    """One named value of the questions of a store, by (question id, digest of its content)."""
 
     def __init__(self, store_path: str | Path, name: str) -> None:
-        folder = Path(store_path) / FOLDER
-        super().__init__(
-            folder, name, FILE, QuestionValues.from_json, held_to="values to have been computed in the same way"
-        )
-
-    def known(self, origin: Mapping[str, Any]) -> dict[Key, float | None]:
-        """Return the values of this origin; none where they are of another."""
-        record = self.of_origin(origin)
-        return {} if record is None else dict(record.values)
-
-    def write(self, values: Mapping[Key, float | None], *, origin: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Add values; those of this origin that are there stay, unless a new one has their key."""
-        self.check_origin(origin, overwrite=overwrite)
-        if strange := [key for key, value in values.items() if value is not None and not math.isfinite(value)]:
-            raise InputError(f"Expected values to be finite or None, but got another for {strange[0][0]!r}.")
-        plain = json.loads(json.dumps(dict(origin)))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(self.path, QuestionValues(plain, {**self.known(plain), **values}).as_json())
+        folder, held_to = Path(store_path) / FOLDER, "values to have been computed in the same way"
+        super().__init__(folder, name, FILE, field="values", held_to=held_to)
 
 
 def question_annotation_names(store_path: str | Path) -> list[str]:
-    """Return the names of the values that the questions of a store have."""
+    """Return the names of the question values of a store."""
     return sorted(file.parent.name for file in (Path(store_path) / FOLDER).glob(f"*/{FILE}"))
 
 
 def question_values(store_path: str | Path, name: str, keys: Sequence[Key]) -> list[float | None]:
-    """Return the values of questions, in their order; None for one that has none."""
+    """Return the values of questions, in their order; None for a question without one."""
     record = QuestionAnnotation(store_path, name).record
     if record is None:
         known = question_annotation_names(store_path)

@@ -1,8 +1,8 @@
-"""More samples for questions that a store already has: the earlier ones are copied first, byte for byte.
+"""Joining the parts of a store, and questions that were extended by more samples.
 
-A question that was extended lies in a later shard with all its samples; the shard that holds the first ones only
-stays, and readers do not see it there. Which shard each sample was first written to is kept in the manifest, so that
-annotations stay valid.
+An extended question is in a later shard with all its samples, the earlier ones copied byte for byte; the shard with the
+first ones stays, where readers do not see the question. The manifest records the shard that each sample was first
+written to, so that annotations stay valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from selfcal_lightning.data.store.manifest import (
     read_rounds,
     round_file,
 )
-from selfcal_lightning.data.store.parts import PartLock, part_rereads
+from selfcal_lightning.data.store.parts import PartLock, hide, part_rereads
 from selfcal_lightning.data.store.records import ShardEntry, read_record, write_record
 from selfcal_lightning.data.store.shards import (
     SampleIndex,
@@ -45,7 +45,7 @@ TABLES_KEPT = 8
 
 @dataclass
 class Duplicates:
-    """Questions of one round that lie in two shards, by the file in which they are hidden."""
+    """Questions of one round that are in two shards, by the file in which they are hidden."""
 
     equal: dict[str, list[str]] = field(default_factory=dict)
     continued: dict[str, list[str]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Duplicates:
 def find_duplicates(
     root: Path, entries: Sequence[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
 ) -> Duplicates:
-    """Find questions of one round that lie in more than one shard."""
+    """Find questions of one round that are in more than one shard."""
     found, shown = Duplicates(), dict[tuple[int, str], ShardEntry]()
     read = lru_cache(maxsize=TABLES_KEPT)(lambda file: read_shard(root / file))
     for entry in entries:
@@ -80,13 +80,14 @@ def find_duplicates(
 
 def _hide(found: Duplicates, name: str, hidden: ShardEntry, count: int, *, behind: ShardEntry) -> None:
     found.continued.setdefault(hidden.file, []).append(name)
-    earlier = [each for each in found.continues.get(hidden.file, []) if each[0] == name]
-    found.continues[hidden.file] = [each for each in found.continues.get(hidden.file, []) if each[0] != name]
+    listed = found.continues.get(hidden.file, [])
+    earlier = [each for each in listed if each[0] == name]
+    found.continues[hidden.file] = [each for each in listed if each[0] != name]
     found.continues.setdefault(behind.file, []).extend([*earlier, (name, count, hidden.origin)])
 
 
 def _continues(longer: pa.Table, shorter: pa.Table) -> bool:
-    """Return whether a question's rows begin with other rows of it; columns that these have not yet are passed over."""
+    """Return whether the rows of a question start with those of ``shorter``, in its columns."""
     if longer.num_rows <= shorter.num_rows or not {*shorter.column_names} <= {*longer.column_names}:
         return False
     return longer.slice(0, shorter.num_rows).select(shorter.column_names).equals(shorter)
@@ -97,28 +98,24 @@ def _rows(table: pa.Table, name: str) -> pa.Table:
 
 
 def raise_samples(root: Path, round: int, splits: Collection[str], num_samples: int) -> RoundRecord:
-    """Note that the questions of some splits are to have more samples than they have; return what is noted then."""
+    """Record that the questions of some splits shall have more samples, and return the record of the round."""
     file = round_file(root, round)
-    lock = PartLock(file.parent)
-    lock.acquire()
-    try:
+    with PartLock(file.parent):
         record = read_round(file)
         if record.num_samples is None:
             raise InputError(
-                f"Expected `extend` with a store whose questions have one number of samples, but got {root}, where a "
-                "plan or an import decided. Use another `store_dir`."
+                f"Expected `extend` with a store of one number of samples a question, but got {root}, where a plan or "
+                "an import decided. Use another `store_dir`."
             )
         fewer = [split for split in splits if (record.samples_of(split) or 0) < num_samples]
         if fewer:
             record = replace(record, raised={**record.raised, **dict.fromkeys(fewer, num_samples)})
             write_record(file, record.as_json())
-    finally:
-        lock.release()
     return record
 
 
 class EarlierSamples:
-    """The samples that questions have already, read one question at a time."""
+    """The samples that questions already have, read one question at a time."""
 
     def __init__(
         self, root: Path, entries: Iterable[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
@@ -131,11 +128,11 @@ class EarlierSamples:
                     self._places[name] = question.samples, entry.file, group
 
     def count(self, question_id: str) -> int:
-        """Return how many samples a question has."""
+        """Return the number of samples of a question."""
         return self._places.get(question_id, (0, "", 0))[0]
 
     def of(self, question_id: str) -> tuple[Sample, ...]:
-        """Return the samples of a question, none where it has none."""
+        """Return the samples of a question."""
         if question_id not in self._places:
             return ()
         _, file, group = self._places[question_id]
@@ -145,7 +142,7 @@ class EarlierSamples:
 
 
 def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.ndarray, list[str]]:
-    """Return which shard each row was first written to: its number [R] in a list of hashes, and that list."""
+    """Return the shard that each row was first written to, as a number [R] in a list of hashes, and that list."""
     known = {entry.file: entry for entry in shards}
     entries = [known[file] for file in index.files]
     hashes = list(dict.fromkeys(sha for e in entries for sha in (e.origin, *(each[2] for each in e.continues))))
@@ -155,7 +152,7 @@ def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.nd
         return origins, hashes
     names, questions = np.unique(index.question_id, return_inverse=True)
     place_of = {name: place for place, name in enumerate(names.tolist())}
-    # A later copy is longer: from the longest to the shortest, so that the first shard of a row has the last word.
+    # A later copy is longer: from the longest to the shortest, the first shard of a row is set last.
     for name, count, sha in sorted((each for e in entries for each in e.continues), key=lambda each: -each[1]):
         if name in place_of:
             start = np.searchsorted(questions, place_of[name])
@@ -169,7 +166,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_manifest(root: Path) -> StoreManifest:
-    """Return what readers of the store in ``root`` see; without shards where nothing was joined yet."""
+    """Return what readers of the store in ``root`` see; no shards before the first join."""
     file = root / MANIFEST_FILE
     return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(root))
 
@@ -192,24 +189,20 @@ def merge_parts(
     if found.differing:
         file, names = next(iter(found.differing.items()))
         raise InputError(
-            f"Expected every question to be sampled by one part, but got {sum(map(len, found.differing.values()))} with"
-            f" different samples in two parts, for example {names[0]!r} again in {file}. Two runs worked on one share."
-            " Start `selfcal generate` again with `--repair true` to keep those of the first part, or delete the folder"
-            " of one part."
+            f"Expected every question to be sampled by one part, but got {sum(map(len, found.differing.values()))} "
+            f"with different samples in two parts, such as {names[0]!r} again in {file}: two runs worked on one share. "
+            "Start `selfcal generate` with `--repair true` to keep those of the first part, or delete one part."
         )
     shards = tuple(
         replace(
-            entry,
-            dropped=tuple(
-                sorted({*entry.dropped, *found.equal.get(entry.file, ()), *found.continued.get(entry.file, ())})
-            ),
+            hide(entry, (*found.equal.get(entry.file, ()), *found.continued.get(entry.file, ()))),
             continues=tuple(found.continues.get(entry.file, ())),
         )
         for entry in entries
     )
     hidden = sum(len(entry.dropped) for entry in shards)
     if strange := hidden - sum(map(len, found.continued.values())):
-        logger.warning("%d questions of %s are hidden: they lie in two parts, or a repair dropped them.", strange, root)
+        logger.warning("%d questions of %s are hidden: they are in two parts, or a repair dropped them.", strange, root)
     return StoreManifest(
         rounds=read_rounds(root),
         questions=sum(entry.questions for entry in shards) - hidden,
@@ -221,7 +214,7 @@ def merge_parts(
 
 
 def _joined_before(root: Path) -> dict[str, str]:
-    """Return the sha256 of shards that an earlier join verified; a manifest that cannot be read is written again."""
+    """Return the sha256 of shards that an earlier join verified; none if the manifest cannot be read."""
     try:
         return {entry.file: entry.sha256 for entry in read_manifest(root).shards}
     except StoreVersionError:

@@ -1,8 +1,8 @@
-"""Re-extracting the answers of a store: new shards are written, published in one step, and the old ones deleted.
+"""Repairing a store, and re-extracting its answers.
 
-The new shards are a part of their own, and each says which shard it replaces. They count from the moment in which that
-part's manifest is there: a kill before it leaves the store as it was, a kill after it leaves old shards that nobody
-reads, which the next time removes.
+Re-extraction writes new shards into their own part, and each says which shard it replaces. They count as soon as that
+part's manifest exists: a kill before leaves the store as it was, a kill after leaves unread old shards, which the next
+re-extraction removes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -54,6 +53,7 @@ from selfcal_lightning.data.store.shards import (
     decode_rows,
     encode_question,
     encode_shard,
+    group_rows,
     read_shard,
 )
 from selfcal_lightning.records import QuestionSamples
@@ -70,7 +70,6 @@ class RepairReport:
     failed: int = 0
 
     def __str__(self) -> str:
-        """Say it to a user."""
         files, unfinished = ("file" if count == 1 else "files" for count in (len(self.moved), self.unfinished))
         return (
             f"{len(self.moved)} damaged {files} with {self.questions:,} questions moved aside, {self.duplicates:,} "
@@ -83,18 +82,14 @@ class RepairReport:
 def all_parts(root: Path) -> Iterator[list[Path]]:
     """Hold the locks of all parts of the store in ``root``, and yield their folders."""
     folders = part_folders(root)
-    locks = [PartLock(folder, wait_seconds=1.0) for folder in folders]
-    try:
-        for lock in locks:
-            lock.acquire()
+    with ExitStack() as stack:
+        for folder in folders:
+            stack.enter_context(PartLock(folder, wait_seconds=1.0))
         yield folders
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]) -> RepairReport:
-    """Do what :meth:`SampleStore.repair` says, but for joining."""
+    """Repair a store without joining it; see :meth:`SampleStore.repair`."""
     moved: list[str] = []
     lost = unfinished = 0
     with all_parts(root) as folders:
@@ -108,7 +103,7 @@ def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, Stor
 
 
 def drop_later_rounds(root: Path, first: int) -> int:
-    """Delete the samples of round ``first`` and of all later ones. Returns the number of shards."""
+    """Delete the samples of round ``first`` and all later ones. Returns the number of shards."""
     with all_parts(root) as folders:
         dropped = sum(drop_shards(folder, lambda entry: entry.round >= first) for folder in folders)
     for round in read_rounds(root):
@@ -125,9 +120,9 @@ def _drop(root: Path, found: Mapping[str, Sequence[str]]) -> int:
 
 
 def _repair_rounds(root: Path) -> list[str]:
-    """Move damaged records of rounds aside, and put those back of which the joined manifest has a copy.
+    """Move damaged records of rounds aside, and restore those of which the joined manifest has a copy.
 
-    One that has none is written again by the next run, and then checked against the shards of its round.
+    One without a copy is written again by the next run, and then checked against the shards of its round.
     """
     moved = []
     for file in round_files(root):
@@ -167,52 +162,43 @@ def write_reread(
     hidden: Mapping[str, Collection[str]],
     on_question: Callable[[QuestionSamples], None],
 ) -> Reread:
-    """Re-extract every answer of the store in ``root``, and replace the shards that changed.
-
-    The caller holds the locks of all parts.
-    """
+    """Re-extract every answer of a store whose parts are all locked, and replace the shards that changed."""
     remove_unfinished_rereads(root)
     now = datetime.now(UTC)
     folder = root / "parts" / f"{PREFIX}{now:%Y%m%dT%H%M%S%f}"
     folder.mkdir(parents=True)
-    lock = PartLock(folder)
-    lock.acquire()
     counts: Counter[str] = Counter()
     try:
-        shards: list[ShardEntry] = []
-        for entry in part_entries(root):
-            groups = list(_read_shard(root, entry, read, counts, hidden.get(entry.file, ()), on_question))
-            if any(changed for _, changed in groups):
-                shards.append(_write_shard(folder, len(shards), entry, [group for group, _ in groups]))
-        for name in stale if shards else ():
-            remove_annotation(root, name)
-        reread = Reread(
-            now.isoformat(timespec="seconds"), dict(readers), counts["responses"], counts["answers"], counts["verdicts"]
-        )
-        write_part(folder, PartManifest(folder.name, len(shards), tuple(shards), reread))
+        with PartLock(folder):
+            shards: list[ShardEntry] = []
+            for entry in part_entries(root):
+                groups = list(_read_shard(root, entry, read, counts, hidden.get(entry.file, ()), on_question))
+                if any(changed for _, changed in groups):
+                    shards.append(_write_shard(folder, len(shards), entry, [group for group, _ in groups]))
+            for name in stale if shards else ():
+                remove_annotation(root, name)
+            changes = counts["responses"], counts["answers"], counts["verdicts"]
+            reread = Reread(now.isoformat(timespec="seconds"), dict(readers), *changes)
+            write_part(folder, PartManifest(folder.name, len(shards), tuple(shards), reread))
     finally:
-        lock.release()
         if not (folder / PART_FILE).exists():
             shutil.rmtree(folder)
     return reread
 
 
 def drop_replaced(root: Path) -> int:
-    """Delete the shards of the store in ``root`` whose place others took. Returns their number.
-
-    The caller holds the locks of all parts, and has joined them since.
-    """
+    """Delete the replaced shards of a store whose parts are all locked and joined. Returns their number."""
     folders = part_folders(root)
     replaced = {entry.replaces for folder in folders for entry in read_part(folder).shards}
 
-    def is_replaced(entry: ShardEntry, part: str) -> bool:
-        return f"parts/{part}/{entry.file}" in replaced
+    def drop(folder: Path) -> int:
+        return drop_shards(folder, lambda entry: f"parts/{folder.name}/{entry.file}" in replaced)
 
-    return sum(drop_shards(folder, partial(is_replaced, part=folder.name)) for folder in folders)
+    return sum(map(drop, folders))
 
 
 def remove_unfinished_rereads(root: Path) -> None:
-    """Remove what a killed reading left: parts that never got a manifest. The caller holds the locks of all parts."""
+    """Remove parts of killed re-extractions, which never got a manifest. All parts are locked."""
     for folder in part_folders(root):
         if folder.name.startswith(PREFIX) and not (folder / PART_FILE).exists():
             shutil.rmtree(folder)
@@ -232,11 +218,7 @@ def _read_shard(
     for name, found in groupby(rows, key=lambda row: row.question.id):
         if name in entry.dropped:
             continue
-        of_question = list(found)
-        first = of_question[0]
-        before = QuestionSamples(
-            first.question, tuple(row.sample for row in of_question), first.split, first.prompt_ids
-        )
+        before = group_rows(list(found))
         after = read(before)
         if name not in hidden:
             pairs = list(zip(before.samples, after.samples, strict=True))
@@ -248,7 +230,7 @@ def _read_shard(
 
 
 def _write_shard(folder: Path, number: int, entry: ShardEntry, groups: Sequence[QuestionSamples]) -> ShardEntry:
-    """Write the shard that takes the place of ``entry`` and return its own entry."""
+    """Write the shard that replaces ``entry`` and return its own entry."""
     tables = [encode_question(group) for group in groups]
     path = folder / shard_name(entry.round, number)
     fingerprint = _fingerprint_of(folder.parents[1] / entry.file)

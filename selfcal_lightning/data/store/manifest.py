@@ -1,4 +1,4 @@
-"""What a store says about itself: the rounds, what their samples are, and when samples belong together."""
+"""The records of a store: its rounds, what their samples are, and when samples belong together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.records import Reread, ShardEntry, read_record
 from selfcal_lightning.records import ModelIdentity, PromptIdentity, SamplingSettings
 
-# All that lies in the folder of a store, also where a run was stopped before its first sample.
+# Everything that may be in the folder of a store, also of one that was stopped before its first sample.
 CONTENTS = {
     "rounds", "parts", "manifest.json", "annotations", "question_annotations", "features", "verdicts", "aside",
     "adapters", "meetings", "runs", "prefixes.jsonl",
@@ -33,13 +33,12 @@ class StoreFingerprint:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StoreFingerprint:
-        """Return the fingerprint that :meth:`as_json` gave."""
         sampling = SamplingSettings(**content["sampling"]) if content["sampling"] else None
         model, prompt = ModelIdentity.from_json(content["model"]), PromptIdentity.from_json(content["prompt"])
         return cls(model, prompt, sampling, content["seed"], content.get("plan"))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fingerprint as plain JSON types, without a plan where there is none, as before there were any."""
+        """Return the fingerprint as plain JSON types; ``plan`` is left out if there is none."""
         sampling = {} if self.sampling is None else asdict(self.sampling)
         content = {
             "model": self.model.as_json(), "prompt": self.prompt.as_json(), "sampling": sampling, "seed": self.seed,
@@ -51,10 +50,7 @@ class StoreFingerprint:
         return fingerprint_digest(self.as_json())
 
     def differences(self, other: StoreFingerprint) -> list[str]:
-        """Return one "field: mine, theirs" for each field that must be equal and is not.
-
-        Where the weights differ, the names of the models stand before the hashes.
-        """
+        """Return one "field: mine, theirs" for each differing field; names of models come before their hashes."""
         mine, theirs = _identity(self.as_json()), _identity(other.as_json())
         changed = [name for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
         names = self.model.model, other.model.model
@@ -76,7 +72,7 @@ class RoundRecord:
     raised: Mapping[str, int] = field(default_factory=dict)
 
     def samples_of(self, split: str) -> int | None:
-        """Return how many samples a question of a split has; None for any number."""
+        """Return the number of samples per question of a split; None for any number."""
         return self.raised.get(split, self.num_samples)
 
     @property
@@ -86,7 +82,6 @@ class RoundRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RoundRecord:
-        """Return the record that :meth:`as_json` gave."""
         written = content["fingerprint"]
         fingerprint = StoreFingerprint.from_json(written)
         numbers = content["num_samples"], content["engine"], content.get("raised", {})
@@ -96,14 +91,10 @@ class RoundRecord:
         return record
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON types, without what was extended where nothing was."""
         content = {
-            "round": self.round,
-            "fingerprint": dict(self.written),
-            "digest": self.digest,
-            "num_samples": self.num_samples,
-            "engine": dict(self.engine),
-        }
+            "round": self.round, "fingerprint": dict(self.written), "digest": self.digest,
+            "num_samples": self.num_samples, "engine": dict(self.engine),
+        }  # fmt: skip
         return {**content, "raised": dict(self.raised)} if self.raised else content
 
 
@@ -120,31 +111,25 @@ class StoreManifest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> StoreManifest:
-        """Return the manifest that :meth:`as_json` gave."""
-        return cls(
-            rounds={int(name): RoundRecord.from_json(record) for name, record in content["rounds"].items()},
-            questions=content["questions"],
-            rows=content["rows"],
-            duplicate_questions=content.get("duplicate_questions", 0),
-            shards=tuple(map(ShardEntry.from_json, content["shards"])),
-            rereads=tuple(Reread(**each) for each in content.get("rereads", ())),
-        )
+        read: dict[str, Any] = {
+            "rounds": {int(name): RoundRecord.from_json(record) for name, record in content["rounds"].items()},
+            "shards": tuple(map(ShardEntry.from_json, content["shards"])),
+            "rereads": tuple(Reread(**each) for each in content.get("rereads", ())),
+        }
+        return cls(**{**content, **read})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest as plain JSON types."""
         content = {
             "rounds": {str(number): record.as_json() for number, record in self.rounds.items()},
-            "questions": self.questions,
-            "duplicate_questions": self.duplicate_questions,
-            "rows": self.rows,
+            "questions": self.questions, "duplicate_questions": self.duplicate_questions, "rows": self.rows,
             "shards": [entry.as_json() for entry in self.shards],
-        }
+        }  # fmt: skip
         return {**content, "rereads": [asdict(each) for each in self.rereads]} if self.rereads else content
 
 
 @dataclass(frozen=True, slots=True)
 class StoredQuestion:
-    """A question in the store: its split, the digest of its messages and reference, and how many samples it has."""
+    """A question in the store: its split, the digest of its content, and its number of samples."""
 
     split: str
     digest: str
@@ -152,17 +137,17 @@ class StoredQuestion:
 
 
 def fingerprint_digest(content: Mapping[str, Any]) -> str:
-    """Return the digest of a fingerprint as it lies in a file, whatever fields fingerprints have had since."""
+    """Return the digest of a fingerprint as stored, whatever fields it has."""
     return hashlib.sha256(json.dumps(_identity(content), sort_keys=True).encode()).hexdigest()
 
 
 def round_file(root: Path, round: int) -> Path:
-    """Return the file that says what the samples of ``round`` are."""
+    """Return the file of the record of ``round``."""
     return root / "rounds" / f"round-{round:03d}.json"
 
 
 def check_place(root: Path) -> None:
-    """Raise ValueError where ``root`` holds something and is no store, so that none is laid into a model's folder."""
+    """Refuse a folder that holds something other than a store, such as a model."""
     if not root.exists() or any((root / "rounds").glob("round-*.json")):
         return
     if not root.is_dir():
@@ -171,8 +156,7 @@ def check_place(root: Path) -> None:
     if others:
         raise InputError(
             f"Expected `store_dir` to be a sample store or a new or empty folder, but got {root}, which holds "
-            f"{', '.join(others[:3])}{' ...' if others[3:] else ''}. Choose a folder of its own, such as "
-            f"{root / 'samples'}."
+            f"{', '.join(others[:3])}{' ...' if others[3:] else ''}. Choose another, such as {root / 'samples'}."
         )
 
 
@@ -182,12 +166,12 @@ def round_files(root: Path) -> list[Path]:
 
 
 def read_round(file: Path) -> RoundRecord:
-    """Return what ``file`` says about a round. Raises StoreCorruptError when it is damaged."""
+    """Return the record of a round."""
     return read_record(file, RoundRecord.from_json)
 
 
 def read_rounds(root: Path) -> dict[int, RoundRecord]:
-    """Return what is recorded about each round of the store in ``root``. Raises FileNotFoundError without a store."""
+    """Return the record of each round of the store in ``root``, which must exist."""
     files = round_files(root)
     if not files:
         raise FileNotFoundError(
@@ -232,6 +216,6 @@ def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 def _shown(value: object) -> str:
-    """Return a value as it is written, a long one cut."""
+    """Return a value for a message, a long one cut."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

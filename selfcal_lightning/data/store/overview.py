@@ -1,7 +1,6 @@
-"""The questions of a store with their samples as far as they are counted: without texts and tokens, read by column.
+"""The questions of a store with their samples, read by column without texts and tokens, and the plan of a sampling.
 
-A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so that a pool of millions of responses
-fits in memory.
+A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so that millions fit in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def counted_samples(
     limit: int | None = None,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> Iterator[QuestionSamples]:
-    """Yield what ``SampleStore.samples`` yields, less the texts, the token ids and the prompts."""
+    """Yield what ``SampleStore.samples`` yields, without texts, token ids and prompts."""
     edges = np.flatnonzero(np.diff(index.question_index, prepend=-1, append=-1))
     edges = edges if limit is None else edges[: limit + 1]
     questions = _questions(store, index, edges[:-1])
@@ -45,7 +44,7 @@ def counted_samples(
 
 
 def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict[str, Question]:
-    """Return the questions of ``rows``, one row a question, by id."""
+    """Return the questions of ``rows``, one row per question, by id."""
     found = {}
     shards = index.shard[rows]
     for shard in np.unique(shards).tolist():
@@ -90,7 +89,6 @@ def _samples(index: SampleIndex, start: int, stop: int, round: int) -> tuple[Sam
 
 
 def _known(column: np.ndarray) -> list[float | None]:
-    """Return the numbers of a column, None for nan."""
     return [None if value != value else value for value in column.tolist()]
 
 
@@ -107,7 +105,7 @@ def plan_sampling(
     rounds: int = 1,
     planned: Mapping[str, int] | None = None,
 ) -> Sampling:
-    """Return what has to be drawn into a store, and what its responses so far say of the rest."""
+    """Return what has to be sampled into a store, estimated from its responses so far."""
     check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
     responses = None if number is None else number * num_samples * rounds
@@ -130,18 +128,14 @@ def plan_sampling(
 
 
 def _stored(there: Mapping[str, int], num_samples: int, planned: Mapping[str, int] | None) -> int:
-    """Return how many of the samples that are wanted are there."""
+    """Return how many of the wanted samples are stored."""
     if planned is None:
         return sum(min(count, num_samples) for count in there.values())
     return sum(planned.get(name, 0) for name in there)
 
 
 def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:
-    """Return the mean length of the responses in the newest shards; None where none is known."""
-    lengths = [
-        length
-        for entry in entries[-SHARDS_READ:]
-        for length in read_shard(root / entry.file, columns=("num_tokens",))["num_tokens"].to_pylist()
-        if length is not None
-    ]
+    """Return the mean length of the responses in the newest shards; None if unknown."""
+    tables = [read_shard(root / entry.file, columns=("num_tokens",)) for entry in entries[-SHARDS_READ:]]
+    lengths = [length for table in tables for length in table["num_tokens"].to_pylist() if length is not None]
     return sum(lengths) / len(lengths) if lengths else None

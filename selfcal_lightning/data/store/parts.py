@@ -1,4 +1,4 @@
-"""Parts of the sample store: the folder of one writer, its lock, its manifest; duplicates and repair among parts."""
+"""Parts of the sample store: the folder of one writer with its lock and its manifest, and their repair."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ PART_FILE = "part.json"
 
 
 class PartLock:
-    """The right to write a part. The kernel gives it back when the process ends, by SIGKILL too."""
+    """The right to write a part; the kernel releases it when the process ends, also by SIGKILL."""
 
     def __init__(self, folder: Path, *, wait_seconds: float = LOCK_SECONDS) -> None:
         self.path, self.wait_seconds = folder / "lock", wait_seconds
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Wait for the lock. Raises RuntimeError when another process keeps it."""
+        """Wait for the lock, up to ``wait_seconds``."""
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + self.wait_seconds
         waits = False
@@ -54,53 +54,48 @@ class PartLock:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if not waits:
-                    waits = True
-                    logger.warning(
-                        "Waiting up to %.0f s for %s, which writes %s.",
-                        self.wait_seconds,
-                        self._holder(),
-                        self.path.parent,
-                    )
+                    waits, told = True, (self.wait_seconds, self._holder(), self.path.parent)
+                    logger.warning("Waiting up to %.0f s for %s, which writes %s.", *told)
                 if time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
                 holder = self._holder()
                 self.release()
                 raise RunError(
-                    f"Expected {self.path.parent} to have one writer, but got a second one while {holder} holds"
-                    f" {self.path}. Wait for it to end, or give every process its own shard."
+                    f"Expected {self.path.parent} to have one writer, but got a second one while {holder} holds "
+                    f"{self.path}. Wait for it to end, or give every process its own shard."
                 ) from error
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                logger.warning(
-                    "No file locks on this file system; two writers of %s would go unseen.", self.path.parent
-                )
-            self._sign()
-            return
-
-    def _sign(self) -> None:
-        """Leave in the file who holds the lock, for those that wait."""
-        if self._handle is not None:
-            os.ftruncate(self._handle, 0)
+                logger.warning("No file locks here; two writers of %s would go unnoticed.", self.path.parent)
+            os.ftruncate(self._handle, 0)  # for those that wait
             os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+            return
 
     def _holder(self) -> str:
         found = b"" if self._handle is None else os.pread(self._handle, 200, 0)
         return found.decode(errors="replace") or "another process"
 
     def release(self) -> None:
-        """Give the lock back. Allowed when it is not held."""
+        """Give the lock back, if it is held."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+    def __enter__(self) -> PartLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 class ShardWriter:
     """Appends whole questions to one part of one round; :meth:`SampleStore.writer` makes it.
 
-    Opening it (``with``) takes the part's lock and removes what a kill left behind in this part: temporary files, and
-    shards that were renamed but never entered in the part manifest. Their questions are simply sampled again.
+    Opening it (``with``) takes the part's lock and removes what a kill left in the part: temporary files, and shards
+    that are not in the part manifest. Their questions are sampled again.
     """
 
     def __init__(
@@ -171,11 +166,10 @@ class ShardWriter:
 
     def commit(self) -> int:
         """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
-        if self._part is None:
-            raise RunError("Expected the writer to be open, but got a commit outside its `with` block.")
+        part = self._manifest()
         if not self._tables:
             return 0
-        number = self._part.next_shard
+        number = part.next_shard
         path = self.folder / shard_name(self.round, number)
         data = encode_shard(self._tables, shard_metadata(self.fingerprint_digest, self.folder))
         shard = ShardEntry(
@@ -189,42 +183,42 @@ class ShardWriter:
             engine=self.engine,
         )
         write_atomically(path, data)
-        part = replace(self._part, next_shard=number + 1, shards=(*self._part.shards, shard))
+        part = replace(part, next_shard=number + 1, shards=(*part.shards, shard))
         write_part(self.folder, part)
         self._part = part
         self.committed += shard.questions
         self._sizes |= self._buffered
-        self._forget()
+        self.discard()
         return shard.questions
 
     def discard(self) -> None:
         """Forget what is buffered: those questions count as not sampled."""
-        self._forget()
-
-    def _forget(self) -> None:
         self._tables, self._splits, self._buffered = [], {}, {}
 
-    def _check(self, group: QuestionSamples) -> None:
-        name, samples = group.question.id, group.samples
+    def _manifest(self) -> PartManifest:
         if self._part is None:
-            raise RunError("Expected the writer to be open, but got a question outside its `with` block.")
+            raise RunError("Expected the writer to be open, but it was used outside its `with` block.")
+        return self._part
+
+    def _check(self, group: QuestionSamples) -> None:
+        self._manifest()
+        name, samples = group.question.id, group.samples
         if name in self._buffered or len(samples) <= self._sizes.get(name, -1):
             raise InputError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
         if any(sample.question_id != name or sample.round != self.round for sample in samples):
             raise InputError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
-        if not samples or [sample.index for sample in samples] != list(range(len(samples))):
-            raise InputError(
-                f"Expected samples 0, 1, 2 ... of question {name!r}, but got {[sample.index for sample in samples]}."
-            )
+        indices = [sample.index for sample in samples]
+        if not samples or indices != list(range(len(samples))):
+            raise InputError(f"Expected samples 0, 1, 2 ... of question {name!r}, but got {indices}.")
         wanted = self.raised.get(group.split, self.num_samples)
         if self.num_samples is not None and len(samples) != wanted:
             raise InputError(f"Expected {wanted} samples of question {name!r}, but got {len(samples)}.")
 
 
 def read_part(folder: Path) -> PartManifest:
-    """Return the manifest of the part in ``folder``, an empty one where nothing was committed yet."""
+    """Return the manifest of the part in ``folder``, an empty one if nothing was committed yet."""
     path = folder / PART_FILE
-    return read_record(path, PartManifest.from_json, unversioned=True) if path.exists() else PartManifest(folder.name)
+    return read_record(path, PartManifest.from_json) if path.exists() else PartManifest(folder.name)
 
 
 def write_part(folder: Path, part: PartManifest) -> None:
@@ -238,7 +232,7 @@ def shard_name(round: int, number: int) -> str:
 
 
 def shard_metadata(fingerprint_digest: str, folder: Path) -> dict[str, str]:
-    """Return what a shard in ``folder`` says about itself."""
+    """Return the metadata of a shard in ``folder``."""
     return {"fingerprint": fingerprint_digest, "part": folder.name}
 
 
@@ -265,13 +259,9 @@ def part_rereads(root: Path) -> tuple[Reread, ...]:
 
 
 def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
-    """Remove what a killed writer left in its part and never entered among its ``shards``. Returns the number."""
+    """Remove temporary files and shards that are not in the manifest. Returns their number."""
     known = {shard.file for shard in shards}
-    files = [
-        file
-        for file in sorted(folder.iterdir())
-        if file.suffix == ".tmp" or (file.suffix == ".parquet" and file.name not in known)
-    ]
+    files = [one for one in folder.iterdir() if one.suffix in (".tmp", ".parquet") and one.name not in known]
     for file in files:
         file.unlink()
     if files:
@@ -280,7 +270,7 @@ def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
 
 
 def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
-    """Find questions of which responses are empty since their requests failed; their ids by file."""
+    """Find questions with failed requests, which left empty responses; their ids by file."""
     failed: dict[str, list[str]] = {}
     for entry in entries:
         table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
@@ -292,7 +282,7 @@ def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str
 
 
 def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
-    """Move the damaged shards of one part to the folder ``aside`` and take them out of the part manifest."""
+    """Move damaged shards of a part to the folder ``aside``. Returns their names, lost questions, removed files."""
     name = folder.name
     try:
         part = read_part(folder)
@@ -315,19 +305,18 @@ def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
 
 
 def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
-    """Hide questions of a part from readers; ``dropped`` holds their ids by the shard's name in the part."""
+    """Hide questions of a part from readers; ``dropped`` holds their ids by the name of the shard."""
     part = read_part(folder)
-    shards = (
-        replace(entry, dropped=tuple(sorted({*entry.dropped, *dropped.get(entry.file, ())}))) for entry in part.shards
-    )
-    write_part(folder, replace(part, shards=tuple(shards)))
+    write_part(folder, replace(part, shards=tuple(hide(one, dropped.get(one.file, ())) for one in part.shards)))
+
+
+def hide(entry: ShardEntry, names: Iterable[str]) -> ShardEntry:
+    """Return the entry of a shard with more questions hidden."""
+    return replace(entry, dropped=tuple(sorted({*entry.dropped, *names})))
 
 
 def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
-    """Take the shards for which ``unwanted(entry)`` holds out of a part, and delete them. Returns their number.
-
-    The manifest is written first: what a kill leaves is removed by the next writer.
-    """
+    """Remove the ``unwanted`` shards of a part: first from the manifest, then from disk. Returns their number."""
     part = read_part(folder)
     kept = tuple(entry for entry in part.shards if not unwanted(entry))
     if len(kept) < len(part.shards):

@@ -1,7 +1,4 @@
-"""The JSON records of a store: frozen, with the version of their format, sealed so that damage is seen.
-
-Every file of format 2 holds the sha256 of its own content. Files of format 1, which had none, are read as they are.
-"""
+"""The JSON records of a store, each with the version of its format and the sha256 of its content."""
 
 from __future__ import annotations
 
@@ -37,18 +34,17 @@ class ShardEntry:
 
     @property
     def origin(self) -> str:
-        """Hash that names its responses, whatever was read in them since."""
+        """Hash that identifies its responses, also after their answers were re-extracted."""
         return self.sampled_sha256 or self.sha256
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ShardEntry:
-        """Return the entry that :meth:`as_json` gave."""
         _check_inside(content["file"])
         continues = tuple((name, count, sha) for name, count, sha in content.get("continues", ()))
         return cls(**{**content, "dropped": tuple(content.get("dropped", ())), "continues": continues})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry as plain JSON types; what most shards do not have is left out."""
+        """Return the entry as plain JSON types, without empty optional fields."""
         content = {**asdict(self), "dropped": list(self.dropped), "continues": list(map(list, self.continues))}
         return {name: value for name, value in content.items() if value not in ([], None)}
 
@@ -75,20 +71,13 @@ class PartManifest:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> PartManifest:
-        """Return the manifest that :meth:`as_json` gave."""
         for shard in content["shards"]:
             if "/" in shard["file"]:
                 raise ValueError(f"expected `file` to be a name in the folder of the part, but got {shard['file']!r}")
-        reread = content.get("reread")
-        return cls(
-            part=content["part"],
-            next_shard=content["next_shard"],
-            shards=tuple(map(ShardEntry.from_json, content["shards"])),
-            reread=None if reread is None else Reread(**reread),
-        )
+        shards, reread = tuple(map(ShardEntry.from_json, content["shards"])), content.get("reread")
+        return cls(content["part"], content["next_shard"], shards, None if reread is None else Reread(**reread))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the manifest as plain JSON types."""
         content = {"part": self.part, "next_shard": self.next_shard, "shards": [each.as_json() for each in self.shards]}
         return content if self.reread is None else {**content, "reread": asdict(self.reread)}
 
@@ -115,29 +104,24 @@ class AnnotationRecord:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> AnnotationRecord:
-        """Return the record that :meth:`as_json` gave; in format 1 the details lay among the other fields."""
-        names = ("file", "rows", "bytes", "sha256")
-        parts = []
         for part in content["parts"]:
             _check_inside(part["file"])
-            loose = {name: value for name, value in part.items() if name not in (*names, "details")}
-            parts.append(AnnotationPart(**{name: part[name] for name in names}, details=part.get("details", loose)))
-        return cls(content["name"], content["origin"], content["rows"], tuple(parts))
+        parts = tuple(AnnotationPart(**part) for part in content["parts"])
+        return cls(content["name"], content["origin"], content["rows"], parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON types."""
         return asdict(self)
 
 
 def _check_inside(file: str) -> None:
-    """Refuse a path that leads out of its folder: records come with stores of others, and their files are moved."""
+    """Refuse a path that leads out of its folder: a record may come from others, and its files are moved."""
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts or "\\" in file:
         raise ValueError(f"expected `file` to be a path inside the store, but got {file!r}")
 
 
 def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = False) -> None:
-    """Write a record to ``path``, with its format and its seal."""
+    """Write a record to ``path``, with its format and seal."""
     write_atomically(path, record_bytes(content), exclusive=exclusive)
 
 
@@ -146,26 +130,29 @@ def record_bytes(content: Mapping[str, Any]) -> bytes:
     return sealed({"format": FORMAT, **content})
 
 
-def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversioned: bool = False) -> Made:
+def read_record(path: Path, make: Callable[[dict[str, Any]], Made]) -> Made:
     """Return what ``make`` makes of the record in ``path``."""
-    content = _read_json(path)
-    # A seal without a format is no file of format 1, but a damaged one.
-    found = content.pop("format", 1 if unversioned and SEAL not in content else None)
-    if not isinstance(found, int) or found < 1:
-        raise StoreCorruptError(f"Expected {path} to say its format, 1 to {FORMAT}, but got {found!r}. {way_out(path)}")
-    if found > FORMAT:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"Expected {path} to be a JSON file, but got: {error}. {way_out(path)}") from error
+    if not isinstance(content, dict):
+        found = type(content).__name__
+        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {found}. {way_out(path)}")
+    found = content.pop("format", None)
+    if isinstance(found, int) and found > FORMAT:
         raise StoreVersionError(
             f"Expected {path} to have format {FORMAT} at most, but got {found}: a later version of selfcal_lightning "
-            "wrote it. Read it with that version, or take that version for everything."
+            "wrote it. Use that version."
         )
-    if found > 1:
-        seal = content.pop(SEAL, None)
-        wanted = seal_of({"format": found, **content})
-        if seal != wanted:
-            raise StoreCorruptError(
-                f"Expected {path} to hold what was written, with sha256 {seal}, but got {wanted}: the file was "
-                f"changed or is damaged. {way_out(path)}"
-            )
+    if found != FORMAT:
+        raise StoreCorruptError(f"Expected {path} to have format {FORMAT}, but got {found!r}. {way_out(path)}")
+    seal, wanted = content.pop(SEAL, None), seal_of({"format": found, **content})
+    if seal != wanted:
+        raise StoreCorruptError(
+            f"Expected {path} to hold what was written, with sha256 {seal}, but got {wanted}: the file was changed or "
+            f"is damaged. {way_out(path)}"
+        )
     try:
         return make(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -174,25 +161,15 @@ def read_record(path: Path, make: Callable[[dict[str, Any]], Made], *, unversion
         ) from error
 
 
+WRITERS = {
+    "annotation.json": "score` or `selfcal predict", "key_steps.json": "extract-steps", "verdicts.json": "verify",
+    "question_values.json": "score-questions",
+}  # fmt: skip
+
+
 def way_out(path: Path) -> str:
-    """Return what a user may do about a damaged record."""
-    if path.name == "annotation.json":
-        return f"Restore it from a copy, or delete {path.parent} and run `selfcal score` or `selfcal predict` again."
-    if path.name == "key_steps.json":
-        return f"Restore it from a copy, or delete {path} and run `selfcal extract-steps` again."
-    if path.name == "verdicts.json":
-        return f"Restore it from a copy, or delete {path.parent} and run `selfcal verify` again."
-    if path.name == "question_values.json":
-        return f"Restore it from a copy, or delete {path.parent} and run `selfcal score-questions` again."
-    return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise StoreCorruptError(f"Expected {path} to be a JSON file, but got: {error}. {way_out(path)}") from error
-    if not isinstance(content, dict):
-        found = type(content).__name__
-        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {found}. {way_out(path)}")
-    return content
+    """Return what a user can do about a damaged record."""
+    if path.name not in WRITERS:
+        return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."
+    unwanted = path if path.name == "key_steps.json" else path.parent
+    return f"Restore it from a copy, or delete {unwanted} and run `selfcal {WRITERS[path.name]}` again."

@@ -3,14 +3,14 @@
 Layout of a store's folder::
 
     rounds/round-000.json     what the samples of a round are: fingerprint, number of samples (written once)
-    parts/<part>/             the shards and the part manifest of one writer (``store_shards``, ``store_parts``)
+    parts/<part>/             the shards and the part manifest of one writer (``shards``, ``parts``)
     manifest.json             what readers see: rounds, and the shards of all parts with row counts and sha256
-    annotations/<name>/       confidences that were computed later, for readers who ask (``store_annotations``)
-    aside/                    damaged files that ``repair`` moved out of the way
+    annotations/<name>/       confidences that were computed later (``annotations``)
+    aside/                    damaged files that ``repair`` moved away
     runs/                     the resolved options of each command that wrote here, for people
 
-The parts are the truth and ``manifest.json`` is derived from them, so joining may be repeated, by anyone, at any time.
-Every JSON file but those under ``runs/`` is a record with a format and a seal (``store_records``).
+``manifest.json`` is derived from the parts, so anyone may join them again at any time. Every JSON file but those under
+``runs/`` is a record with a format and a seal (``records``).
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from selfcal_lightning.data.store.shards import (
     build_index,
     check_shard,
     decode_rows,
+    group_rows,
     read_shard,
 )
 from selfcal_lightning.records import QuestionSamples
@@ -76,7 +77,7 @@ class SampleStore:
 
     Attributes:
         path: The store's folder.
-        num_samples: Readers see samples 0 to ``num_samples - 1`` of each question; None for all.
+        num_samples: Readers see this many samples of each question; None for all.
 
     Example:
         >>> store = SampleStore("somewhere")
@@ -109,19 +110,19 @@ class SampleStore:
         splits: Collection[str] = (),
         extend: bool = False,
     ) -> SampleStore:
-        """Open the store for samples of ``round``, and enter the round when it is new.
+        """Open the store for samples of ``round``, and create the round if it is new.
 
         Args:
             path: The store's folder.
             fingerprint: What the samples are; every round has its own, since its adapter differs.
-            num_samples: Samples a question; fewer than the store has shows the first ones. None for any number.
+            num_samples: Samples per question; fewer than the store has shows the first ones. None for any number.
             engine: What runs the model (name, dtype, version); recorded, not compared.
             round: Generation round, from 0.
-            splits: The splits that are meant, which may have more samples than others.
-            extend: Whether these are to have ``num_samples`` from now on, where they have fewer.
+            splits: Splits to be sampled, which may have more samples than others.
+            extend: Raises the number of samples of these splits to ``num_samples``.
 
         Raises:
-            ValueError: The store has samples of another model, prompt, sampling or seed, or fewer a question; or the
+            InputError: The store has samples of another model, prompt, sampling or seed, or fewer per question; or the
                 folder holds something else.
         """
         if num_samples is not None and num_samples < 1:
@@ -141,7 +142,7 @@ class SampleStore:
             raise InputError(
                 f"Expected round {round} of the store {path} to have been sampled with the same settings, but got "
                 + "; ".join(differences)
-                + ". Samples are never mixed: use another `store_dir`, go back to these settings, or delete the folder."
+                + ". Samples are never mixed: use another `store_dir` or the same settings, or delete the folder."
             )
         if extend and num_samples is not None:
             stored = raise_samples(store.path, round, splits, num_samples)
@@ -156,11 +157,11 @@ class SampleStore:
 
     @property
     def manifest(self) -> StoreManifest:
-        """Rounds and joined shards as on disk now; without shards where nothing was joined yet."""
+        """Rounds and joined shards as on disk now; no shards before the first join."""
         return read_manifest(self.path)
 
     def round_manifest(self, round: int = 0) -> RoundRecord:
-        """Return what is recorded about ``round``."""
+        """Return the record of ``round``."""
         file = round_file(self.path, round)
         if not file.exists():
             rounds = list(read_rounds(self.path))
@@ -168,7 +169,7 @@ class SampleStore:
         return read_round(file)
 
     def writer(self, part: str, *, round: int = 0, questions_per_shard: int = 64) -> ShardWriter:
-        """Return the writer of ``part``, to be opened by ``with``. Every process needs a part of its own."""
+        """Return the writer of ``part``, to be opened by ``with``. Every process needs its own part."""
         if not PART_NAME.fullmatch(part):
             raise InputError(f"Expected `part` to be letters, digits, dots, dashes or underscores, but got {part!r}.")
         record = self.round_manifest(round)
@@ -183,14 +184,14 @@ class SampleStore:
         )
 
     def join(self) -> StoreManifest:
-        """Show readers all that the writers have committed, and return the manifest.
+        """Show readers everything that writers have committed, and return the manifest.
 
-        May be called by any process at any time. A joiner that was overtaken by a commit writes again, so that the
-        last manifest written holds everything that was committed before the last call began.
+        Any process may call this at any time: if a commit comes in between, the manifest is written again. Equal
+        samples of a question in two parts are shown once, and counted.
 
         Raises:
-            StoreCorruptError: A shard is missing, cut short or changed.
-            ValueError: Two parts hold different samples of one question. (Equal ones are shown once, and counted.)
+            StoreCorruptError: A shard is missing, truncated or changed.
+            InputError: Two parts hold different samples of one question.
         """
         file = self.path / MANIFEST_FILE
         while True:
@@ -203,10 +204,9 @@ class SampleStore:
                 return self.manifest
 
     def repair(self) -> RepairReport:
-        """Move damaged shards aside, settle duplicates for the first part, clean up after killed writers, and join.
+        """Move damaged shards aside, keep the first part's duplicates, clean up after killed writers, and join.
 
-        Questions of which responses are empty, since requests for them failed (a server was out of order), are dropped
-        to be sampled again. Nothing that could be read is deleted. Raises RuntimeError while a writer is at work.
+        Questions with failed requests are dropped, so that they are sampled again. Nothing readable is deleted.
         """
         report = repair_store(self.path, self._questions_of)
         if round_files(self.path):
@@ -221,22 +221,17 @@ class SampleStore:
         stale: Collection[str] = (),
         on_question: Callable[[QuestionSamples], None] = lambda _: None,
     ) -> Reread:
-        """Replace the answers and verdicts of all samples by those that ``read`` gives, in one step for readers.
+        """Replace the answers and verdicts of all samples, in one step for readers.
 
         Args:
-            read: Returns a question with the answers and verdicts that its samples should have, all else being as it
-                was.
-            readers: What reads, by task, complete when all was read; recorded in the manifest with the time.
-            stale: Annotations that depend on answers; they are removed when one has changed.
+            read: Returns a question with new answers and verdicts, otherwise unchanged.
+            readers: Reader by task, complete at the end; recorded in the manifest with the time.
+            stale: Annotations that depend on answers, removed if an answer has changed.
             on_question: Called with every question that was read.
-
-        Raises:
-            StoreCorruptError: A shard is damaged.
-            RuntimeError: A writer is at work.
         """
         with all_parts(self.path):
             self.join()
-            drop_replaced(self.path)  # which a killed one may have left
+            drop_replaced(self.path)  # left by a killed re-extraction
             hidden = {entry.file: entry.dropped for entry in self.manifest.shards}
             reread = write_reread(self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question)
             self.join()
@@ -244,30 +239,18 @@ class SampleStore:
         return reread
 
     def drop_rounds(self, first: int) -> int:
-        """Delete the samples of round ``first`` and of all later ones, from disk too. Returns the number of shards.
+        """Delete the samples of round ``first`` and all later ones, also from disk. Returns the number of shards.
 
-        For a store that a training with other settings is to continue; annotations of these rows are left where they
-        are, and nobody finds a row to them.
-
-        Raises:
-            ValueError: ``first`` is 0: without the samples of the base model it is another store.
-            RuntimeError: A writer is at work.
+        Annotations of these rows stay, without rows that they belong to.
         """
         if first < 1:
-            raise InputError(
-                f"Expected `first` to be at least 1, but got {first}. Use another `store_dir` for round 0."
-            )
+            raise InputError(f"`first` must be at least 1, got {first}. Use another `store_dir` for round 0.")
         dropped = drop_later_rounds(self.path, first)
         self.join()
         return dropped
 
     def stored_questions(self, *, round: int = 0, include_parts: bool = False) -> dict[str, StoredQuestion]:
-        """Return the complete questions of ``round``, of all splits, by id.
-
-        Args:
-            round: Generation round.
-            include_parts: Count also what writers have committed and nobody has joined (to resume a run).
-        """
+        """Return the complete questions of ``round``, of all splits, by id; ``include_parts`` adds unjoined ones."""
         found: dict[str, StoredQuestion] = {}
         for entry in part_entries(self.path) if include_parts else self._shards():
             if entry.round == round:
@@ -278,7 +261,7 @@ class SampleStore:
         return found
 
     def earlier_samples(self, round: int = 0) -> EarlierSamples:
-        """Return what gives the samples that questions of ``round`` have, those that nobody has joined yet included."""
+        """Return the samples that questions of ``round`` have, also those that are not joined yet."""
         entries = [entry for entry in part_entries(self.path) if entry.round == round]
         return EarlierSamples(self.path, entries, self._questions_of)
 
@@ -288,15 +271,15 @@ class SampleStore:
         return {name for name, question in stored.items() if split in (None, question.split)}
 
     def committed_questions(self, *, parts: Collection[str], round: int = 0) -> int:
-        """Return how many questions the writers of ``parts`` have committed, from their manifests alone."""
+        """Return the number of questions that the writers of ``parts`` have committed, from their manifests."""
         folders = [folder for folder in part_folders(self.path) if folder.name in parts]
         entries = [entry for folder in folders for entry in read_part(folder).shards]
         return sum(entry.questions for entry in entries if entry.round == round)
 
     def index(self, *, split: str | None = None, round: int = 0, confidences: Sequence[str] = ()) -> SampleIndex:
-        """Return the columns of all joined samples of ``round`` that fit in memory, sorted by question and sample.
+        """Return the numeric and short columns of the joined samples of ``round``, sorted by question and sample.
 
-        ``confidences`` names annotations to merge in; rows that have none are nan, and their number is logged.
+        ``confidences`` names annotations to add; rows without a value are nan, and their number is logged.
         """
         tables: list[pa.Table] = []
         numbers: list[np.ndarray] = []
@@ -324,9 +307,7 @@ class SampleStore:
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
     ) -> Iterator[QuestionSamples]:
         """Yield the joined questions of ``round`` with their samples, by question id; one question in memory."""
-        for rows in self.rows(split=split, round=round, task=task, confidences=confidences):
-            first = rows[0]
-            yield QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
+        return map(group_rows, self.rows(split=split, round=round, task=task, confidences=confidences))
 
     def rows(
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
@@ -340,7 +321,7 @@ class SampleStore:
             yield add_confidences(self.read_rows(index.locate(range(start, stop))), index, start, confidences)
 
     def read_rows(self, locators: Sequence[tuple[str, int]]) -> list[StoredRow]:
-        """Return the rows at ``locators`` (of :meth:`SampleIndex.locate`), in their order, with texts and tokens."""
+        """Return the rows at ``locators`` (of :meth:`SampleIndex.locate`), in their order."""
         wanted: dict[tuple[str, int], list[int]] = {}
         for position, (file, row) in enumerate(locators):
             _, starts = self._handle(file)
@@ -361,13 +342,13 @@ class SampleStore:
         return shards
 
     def _check(self, entry: ShardEntry) -> None:
-        """Hold a shard against its size and, once in the life of this object, against its sha256."""
+        """Check the size of a shard and, once per object, its sha256."""
         checked = self._checked.get(entry.file) == entry.sha256
         check_shard(self.path / entry.file, size=entry.bytes, sha256=None if checked else entry.sha256)
         self._checked[entry.file] = entry.sha256
 
     def _check_fingerprint(self, entry: ShardEntry, table: pa.Table) -> None:
-        """Check the identity in a shard against its round, whose file may have been deleted and written again."""
+        """Check the fingerprint in a shard against its round, whose file may have been replaced."""
         file = round_file(self.path, entry.round)
         if not file.exists():
             return

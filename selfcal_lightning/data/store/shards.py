@@ -1,7 +1,7 @@
-"""The files of the sample store: how a shard is encoded, read and checked.
+"""The files of the sample store: encoding, reading and checking shards, and the index over their columns.
 
-A shard is a Parquet file of whole questions, one row a sample and one row group a question, so that a question is read
-without its neighbours.
+A shard is a Parquet file of whole questions: one row per sample and one row group per question, so that a question is
+read without its neighbours.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,35 +45,44 @@ SCHEMA = pa.schema(
         ("confidences", pa.string()),
     ]
 )
-# A confidence of this name in an imported store of format 1 is the length of a response without token ids.
-LENGTH = "num_tokens"
+# Columns of a sample that are stored as they are.
+OWN = (
+    "round", "index", "text", "token_ids", "num_tokens", "finish", "answer", "correct", "logprob", "yes_mass",
+    "no_mass",
+)  # fmt: skip
 
 
 def read_parquet(source: bytes | Path) -> pa.Table:
     """Return the table of a Parquet file, or of its content.
 
-    ``pq.read_table`` would scan it as a data set with threads of Arrow's own. Where they end later than the interpreter
-    the process aborts (apache/arrow#34314, #45017): 3 of 38 runs of `selfcal select` on busy cores, with status 134.
+    ``pq.read_table`` would start threads of Arrow, and the process aborts if they outlive the interpreter
+    (apache/arrow#34314, #45017): 3 of 38 runs of `selfcal select` on busy cores.
     """
     return pq.ParquetFile(source if isinstance(source, Path) else pa.BufferReader(source)).read(use_threads=False)
 
 
 class StoreCorruptError(RunError):
-    """A file of the store is missing, cut short or changed; the message names it and the way out."""
+    """A file of the store is missing, truncated or changed."""
 
 
 class StoreVersionError(StoreCorruptError):
-    """A file of the store was written by a later version of this package; nothing is wrong with it."""
+    """A file of the store was written by a later version of this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """One sample as it lies in the store, with its question."""
+    """One sample of the store, with its question."""
 
     question: Question
     sample: Sample
     split: str
     prompt_ids: tuple[int, ...] | None
+
+
+def group_rows(rows: Sequence[StoredRow]) -> QuestionSamples:
+    """Return the rows of one question as its samples."""
+    first = rows[0]
+    return QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
 
 
 def question_digest(question: Question) -> str:
@@ -86,8 +96,8 @@ def encode_question(group: QuestionSamples) -> pa.Table:
     question, samples = group.question, group.samples
     if any(sample.prefix_tokens for sample in samples):
         raise InputError(
-            f"Expected whole samples of question {question.id!r} for the store, but got some that continue a prefix, "
-            "which its rows do not tell apart. Keep these elsewhere."
+            f"Expected whole samples of question {question.id!r}, but got some that continue a prefix, which a store "
+            "does not record. Keep these elsewhere."
         )
     same = {
         "question_id": question.id,
@@ -100,24 +110,10 @@ def encode_question(group: QuestionSamples) -> pa.Table:
         "prompt_ids": None if group.prompt_ids is None else list(group.prompt_ids),
         "num_prompt_tokens": None if group.prompt_ids is None else len(group.prompt_ids),
     }
-    own = {
-        "round": [sample.round for sample in samples],
-        "index": [sample.index for sample in samples],
-        "text": [sample.text for sample in samples],
-        "token_ids": [sample.token_ids for sample in samples],
-        "num_tokens": [sample.num_tokens for sample in samples],
-        "finish": [sample.finish for sample in samples],
-        "answer": [sample.answer for sample in samples],
-        "correct": [sample.correct for sample in samples],
-        "logprob": [sample.logprob for sample in samples],
-        "yes_mass": [sample.yes_mass for sample in samples],
-        "no_mass": [sample.no_mass for sample in samples],
-        "confidences": [
-            json.dumps(dict(sample.confidences), allow_nan=False) if sample.confidences else None for sample in samples
-        ],
-    }
     repeated = {name: [value] * len(samples) for name, value in same.items()}
-    return pa.Table.from_pydict({**repeated, **own}, schema=SCHEMA)
+    own = {name: [getattr(sample, name) for sample in samples] for name in OWN}
+    further = [json.dumps(dict(one.confidences), allow_nan=False) if one.confidences else None for one in samples]
+    return pa.Table.from_pydict({**repeated, **own, "confidences": further}, schema=SCHEMA)
 
 
 def decode_rows(table: pa.Table) -> list[StoredRow]:
@@ -128,26 +124,16 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
         if question is None or question.id != row["question_id"]:
             messages = tuple(Message(**message) for message in json.loads(row["messages"]))
             question = Question(row["question_id"], row["task"], messages, row["reference"], row["question_text"])
+        own: dict[str, Any] = {name: row[name] for name in OWN}
+        own["token_ids"], prompt_ids = _tuple(own["token_ids"]), _tuple(row["prompt_ids"])
         confidences = {} if row["confidences"] is None else json.loads(row["confidences"])
-        stated = confidences.pop(LENGTH, None)
-        sample = Sample(
-            question_id=question.id,
-            index=row["index"],
-            round=row["round"],
-            text=row["text"],
-            token_ids=None if row["token_ids"] is None else tuple(row["token_ids"]),
-            finish=row["finish"],
-            answer=row["answer"],
-            correct=row["correct"],
-            logprob=row["logprob"],
-            yes_mass=row["yes_mass"],
-            no_mass=row["no_mass"],
-            confidences=confidences,
-            num_tokens=int(stated) if row["num_tokens"] is None and stated is not None else row["num_tokens"],
-        )
-        prompt_ids = None if row["prompt_ids"] is None else tuple(row["prompt_ids"])
+        sample = Sample(question_id=question.id, confidences=confidences, **own)
         rows.append(StoredRow(question, sample, row["split"], prompt_ids))
     return rows
+
+
+def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
 
 
 def encode_shard(tables: Sequence[pa.Table], metadata: Mapping[str, str]) -> bytes:
@@ -161,7 +147,7 @@ def encode_shard(tables: Sequence[pa.Table], metadata: Mapping[str, str]) -> byt
 
 
 def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return ``columns`` of the shard ``path``, or all. Raises StoreCorruptError when it cannot be read."""
+    """Return ``columns`` of the shard ``path``, or all."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns=None if columns is None else list(columns), use_threads=False)
@@ -170,7 +156,7 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
-    """Hold a shard against what a manifest says of it. Raises StoreCorruptError, naming what was expected and found."""
+    """Compare a shard with its size and sha256 in a manifest."""
     try:
         found_size = path.stat().st_size
     except FileNotFoundError as error:
@@ -185,53 +171,37 @@ def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
 
 
 def corrupt(path: Path, expected: str, found: str) -> StoreCorruptError:
-    """Return the error for a damaged shard, with the way out."""
+    """Return the error for a damaged shard."""
     return StoreCorruptError(
-        f"Expected {path} to be {expected}, but got {found}. Start `selfcal generate` again with `--repair true`: the"
-        " file is moved aside and its questions are sampled again; or restore the file from a copy."
+        f"Expected {path} to be {expected}, but got {found}. Start `selfcal generate` again with `--repair true`, "
+        "which moves the file aside and samples its questions again, or restore it from a copy."
     )
 
 
 INDEX_COLUMNS = (
-    "question_id",
-    "task",
-    "split",
-    "index",
-    "num_prompt_tokens",
-    "num_tokens",
-    "finish",
-    "answer",
-    "correct",
-    "logprob",
-    "yes_mass",
-    "no_mass",
-    "confidences",
-)
+    "question_id", "task", "split", "index", "num_prompt_tokens", "num_tokens", "finish", "answer", "correct",
+    "logprob", "yes_mass", "no_mass", "confidences",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SampleIndex:
     """R rows of one round, sorted by (question id, sample index).
 
-    Columns of text hold Python strings that equal rows share, so that a row costs eight bytes a column.
+    Text columns are object arrays whose equal entries share one string; numbers are float64 with nan, or int64 with -1,
+    for unknown values.
 
     Attributes:
-        question_id: Question of each row, object [R].
-        question_index: Rank of the question among those of this index, int64 [R].
-        task: Task of each row, object [R].
-        split: Split of each row, object [R].
-        sample_index: Position among the samples of the question, int64 [R].
-        answer: Canonical answer, or None where unreadable, object [R].
-        correct: 1 right, 0 wrong, nan unknown, float64 [R].
-        yes_mass: Probability of Yes after the confidence query, nan where not asked, float64 [R].
-        no_mass: The same for No.
-        logprob: Log-probability of the response in nats, nan where unknown, float64 [R].
-        num_prompt_tokens: Length of the prompt in tokens, -1 where unknown, int64 [R].
-        num_tokens: Length of the response in tokens, -1 where unknown, int64 [R].
-        finish: "stop", "length" or None where unknown, object [R].
-        confidences: Further confidences by name, nan where a row has none, float64 [R] each.
-        shard: Number of the row's file in ``files``, int32 [R].
-        row: Row in that file, int32 [R].
+        question_index: Rank of the question among those of this index.
+        sample_index: Position among the samples of the question.
+        answer: Canonical answer, or None if unreadable.
+        correct: 1 right, 0 wrong, nan unknown.
+        yes_mass: Probability of Yes after the confidence query.
+        logprob: Log-probability of the response in nats.
+        finish: "stop", "length" or None.
+        confidences: Further confidences by name, float64 [R] each.
+        shard: Number of the row's file in ``files``.
+        row: Row in that file.
         files: Shards, relative to the store's folder.
     """
 
@@ -258,7 +228,7 @@ class SampleIndex:
 
     @property
     def p_true(self) -> np.ndarray:
-        """Normalised P(True) = Yes / (Yes + No), nan where it was not asked or has no mass, float64 [R]."""
+        """Normalised P(True) = Yes / (Yes + No), nan if it was not asked or has no mass, float64 [R]."""
         total = self.yes_mass + self.no_mass
         return np.divide(self.yes_mass, total, out=np.full(len(self), np.nan), where=total > 0.0)
 
@@ -268,15 +238,12 @@ class SampleIndex:
 
     def select(self, rows: np.ndarray) -> SampleIndex:
         """Return the rows named by a mask [R] or by row numbers, in that order; ``question_index`` keeps its values."""
-        columns = {
-            field.name: getattr(self, field.name)[rows]
-            for field in fields(self)
-            if field.name not in {"confidences", "files"}
-        }
+        names = {field.name for field in fields(self)} - {"confidences", "files"}
+        columns = {name: getattr(self, name)[rows] for name in names}
         return replace(self, **columns, confidences={name: values[rows] for name, values in self.confidences.items()})
 
     def locate(self, rows: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
-        """Return where each of ``rows`` lies, as (file, row in it), for :meth:`SampleStore.read_rows`."""
+        """Return (file, row in it) of each of ``rows``, for :meth:`SampleStore.read_rows`."""
         return [(self.files[self.shard[row]], int(self.row[row])) for row in rows]
 
 
@@ -289,27 +256,20 @@ def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: S
     order = np.lexsort((sample_index, codes))
     shard = np.repeat(np.arange(len(files), dtype=np.int32), [len(part) for part in rows])
     row = np.concatenate([np.empty(0, np.int32), *rows]).astype(np.int32)
-    num_tokens, confidences = _integers(table["num_tokens"]), _confidences(table["confidences"])
-    if (stated := confidences.pop(LENGTH, None)) is not None:
-        num_tokens = np.where((num_tokens < 0) & ~np.isnan(stated), np.nan_to_num(stated), num_tokens).astype(np.int64)
+    texts = {name: _shared(table[name])[order] for name in ("task", "split", "answer", "finish")}
+    numbers = {name: _floats(table[name])[order] for name in ("correct", "yes_mass", "no_mass", "logprob")}
+    lengths = {name: _integers(table[name])[order] for name in ("num_prompt_tokens", "num_tokens")}
     return SampleIndex(
         question_id=names[codes][order],
         question_index=codes[order],
-        task=_shared(table["task"])[order],
-        split=_shared(table["split"])[order],
         sample_index=sample_index[order],
-        answer=_shared(table["answer"])[order],
-        correct=_floats(table["correct"])[order],
-        yes_mass=_floats(table["yes_mass"])[order],
-        no_mass=_floats(table["no_mass"])[order],
-        logprob=_floats(table["logprob"])[order],
-        num_prompt_tokens=_integers(table["num_prompt_tokens"])[order],
-        num_tokens=num_tokens[order],
-        finish=_shared(table["finish"])[order],
-        confidences={name: values[order] for name, values in confidences.items()},
+        confidences={name: values[order] for name, values in _confidences(table["confidences"]).items()},
         shard=shard[order],
         row=row[order],
         files=tuple(files),
+        **texts,
+        **numbers,
+        **lengths,
     )
 
 
@@ -352,7 +312,7 @@ def _confidences(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
     """Return one array for every name in a column of JSON objects."""
     columns: dict[str, np.ndarray] = {}
     start = 0
-    for chunk in column.chunks:  # of a shard each, so that few of these texts are Python strings at a time
+    for chunk in column.chunks:  # one shard each, so that few texts are Python strings at a time
         for position, content in enumerate(chunk.to_pylist(), start=start):
             for name, value in json.loads(content).items() if content is not None else ():
                 if name not in columns:

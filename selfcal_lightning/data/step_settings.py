@@ -1,4 +1,4 @@
-"""How responses are cut into steps and which reward model scores them: settings that the command line reads."""
+"""How responses are cut into steps and which reward model scores them, as the command line reads it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from selfcal_lightning.core.errors import InputError, unknown_name
 
 Aggregation = Literal["last", "min", "prod", "mean"]
-Steps = str  # a name of STEP_RULES, or "marker:" and the text that stands behind each step
+Steps = str  # a name of STEP_RULES, or "marker:" and the text after each step
 STEP_RULES = ("auto", "sentence", "line", "blank_line", "heading")
 
 MARKER = "marker:"
@@ -30,9 +30,6 @@ class RewardSettings:
         scaler: File from `selfcal fit-step-scaler` that calibrates the step scores; not given, scores stay as they are.
         engine: Runs the reward model with "transformers", or with "vllm" (an extra), which takes exports of `selfcal
             fit` and other token classifiers with one layer.
-
-    Raises:
-        InputError: ``steps`` or ``engine`` is none of these.
     """
 
     model: str | None = None
@@ -48,29 +45,17 @@ class RewardSettings:
 
 
 def marker_of(steps: Steps) -> str | None:
-    """Return the text behind each step; None where another rule tells their ends.
-
-    Example:
-        >>> marker_of("marker:<end>"), marker_of("line")
-        ('<end>', None)
-    """
+    """Return the text after each step, or None for another rule."""
     return steps.removeprefix(MARKER) if steps.startswith(MARKER) else None
 
 
 def check_steps(option: str, steps: Steps) -> None:
-    """Raise InputError unless ``steps``, which ``option`` took, says where steps end.
-
-    Example:
-        >>> check_steps("steps", "marker:<end>")
-        >>> check_steps("steps", "sentense")
-        Traceback (most recent call last):
-        selfcal_lightning.core.errors.InputError: ...
-    """
+    """Refuse the value of ``option`` unless it is a rule for the ends of steps."""
     marker = marker_of(steps)
     if marker is None and steps not in STEP_RULES:
         raise unknown_name(option, steps, (*STEP_RULES, MARKER + "TEXT"))
     if marker is not None and (not marker or marker != marker.strip()):
         raise InputError(
-            f"Expected `{option}` to name the text behind each step, without white space around it, such as "
-            f"'{MARKER}<end>', but got {steps!r}. White space alone ends steps of the rules line and blank_line."
+            f"Expected `{option}` to name the text after each step, without surrounding white space, such as "
+            f"'{MARKER}<end>', but got {steps!r}. For white space use the rules line and blank_line."
         )

@@ -97,9 +97,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             writer.append(make_group(question))
         with monkeypatch.context() as patch:
             patch.setattr(os, step, full)
-            with pytest.raises(
-                OSError, match=r"Expected [\d,]+ bytes of space to write .*shard-000001.*free some space"
-            ):
+            with pytest.raises(OSError, match=r"bytes of space to write .*shard-000001"):
                 writer.commit()
         assert not leftovers(store)
         assert store.question_ids(include_parts=True) == {questions[0].id}

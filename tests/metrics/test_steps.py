@@ -30,12 +30,12 @@ from selfcal_lightning.adaptation.picking import (
 )
 from selfcal_lightning.data.steps import (
     POSITIONS,
+    _find_rule,
     aggregate,
-    find_rule,
+    ends_of,
     prefix_after,
-    step_ends,
+    spans_of,
     step_position,
-    step_spans,
     token_spans,
 )
 from selfcal_lightning.data.tasks.extraction import last_boxed
@@ -62,7 +62,7 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=14).map("".join)
 
 
 def _texts(text: str, rule: str, marker: str | None = None) -> list[str]:
-    return [text[start:end] for start, end in step_spans(text, rule, marker=marker)]
+    return [text[start:end] for start, end in spans_of(text, rule if marker is None else f"marker:{marker}")]
 
 
 def _reference_regex_sentences(text: str) -> list[str]:
@@ -70,8 +70,8 @@ def _reference_regex_sentences(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"(?<=[.!?])\s+", text) if part.strip()]
 
 
-def _marker(rule: str) -> str | None:
-    return "<e>" if rule == "marker" else None
+def _named(rule: str) -> str:
+    return "marker:<e>" if rule == "marker" else rule
 
 
 def _cut(text: str, places: list[int]) -> list[str]:
@@ -117,7 +117,7 @@ def test_heading_steps_equal_the_vectors(vectors: Vectors) -> None:
     headed = 0
     for case in vectors("step_split_ttt")["cases"]:
         text = re.sub(r"<\|?/?\w+\|?>", "", case["text"])
-        rule = find_rule(text)
+        rule = _find_rule(text)
         found = [" ".join(step.split()) for step in _texts(text, rule)]
         if rule == "heading":
             headed += 1
@@ -148,26 +148,26 @@ def test_heading_steps_equal_the_vectors(vectors: Vectors) -> None:
     ],
 )
 def test_ends_in_tokens(pieces: list[str], rule: str, ends: list[int]) -> None:
-    assert step_ends(pieces, rule, marker=_marker(rule)) == ends
+    assert ends_of(pieces, _named(rule)) == ends
 
 
 def test_ends_that_may_still_move_are_kept_back() -> None:
-    assert step_ends(["3", "."], "sentence", is_over=False) == []
-    assert step_ends(["3", ".", "5"], "sentence", is_over=False) == []
-    assert step_ends(["x=3", ".", " So"], "sentence", is_over=False) == [2]
-    assert step_ends(["x=3", ".\n"], "sentence", is_over=False) == [2]
-    assert step_ends(["a", "\n\n"], "blank_line", is_over=False) == [2]
-    assert step_ends(["a", "\n", "Step 1", "."], "heading", is_over=False) == []
-    assert step_ends(["Step 1: a", "\n", "Step 2", ":", " b"], "heading", is_over=False) == [1]
+    assert ends_of(["3", "."], "sentence", is_over=False) == []
+    assert ends_of(["3", ".", "5"], "sentence", is_over=False) == []
+    assert ends_of(["x=3", ".", " So"], "sentence", is_over=False) == [2]
+    assert ends_of(["x=3", ".\n"], "sentence", is_over=False) == [2]
+    assert ends_of(["a", "\n\n"], "blank_line", is_over=False) == [2]
+    assert ends_of(["a", "\n", "Step 1", "."], "heading", is_over=False) == []
+    assert ends_of(["Step 1: a", "\n", "Step 2", ":", " b"], "heading", is_over=False) == [1]
 
 
 @settings(deadline=None, max_examples=300)
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=12), st.sampled_from(RULES))
 def test_ends_do_not_depend_on_the_tokens(text: str, places: list[int], rule: str) -> None:
     """The ends in characters, each moved to the end of the token that it lies in, are the ends in tokens."""
-    characters = step_ends(list(text), rule, marker=_marker(rule))
+    characters = ends_of(list(text), _named(rule))
     pieces = _cut(text, places)
-    ends = step_ends(pieces, rule, marker=_marker(rule))
+    ends = ends_of(pieces, _named(rule))
     reach = list(itertools.accumulate(map(len, pieces)))
     assert ends == sorted({next(i for i, end in enumerate(reach) if end >= c) + 1 for c in characters})
     assert "".join(pieces) == text
@@ -181,10 +181,10 @@ def test_ends_do_not_depend_on_the_tokens(text: str, places: list[int], rule: st
 @given(TEXTS, st.lists(st.integers(0, 100), max_size=12), st.sampled_from(RULES))
 def test_what_is_settled_stays(text: str, places: list[int], rule: str) -> None:
     pieces = _cut(text, places)
-    whole = step_ends(pieces, rule, marker=_marker(rule))
+    whole = ends_of(pieces, _named(rule))
     seen: list[int] = []
     for size in range(len(pieces) + 1):
-        settled = step_ends(pieces[:size], rule, marker=_marker(rule), is_over=False)
+        settled = ends_of(pieces[:size], _named(rule), is_over=False)
         assert settled[: len(seen)] == seen
         assert whole[: len(settled)] == settled
         seen = settled
@@ -195,7 +195,7 @@ def test_what_is_settled_stays(text: str, places: list[int], rule: str) -> None:
 def test_a_model_that_repeats_itself_is_read_too(part: str, rule: str) -> None:
     """Long runs, on which a pattern that tries everything would not come back."""
     pieces = [part] * 20_000 + ["x"]
-    assert step_ends(pieces, rule, marker=_marker(rule))[-1] == len(pieces)
+    assert ends_of(pieces, _named(rule))[-1] == len(pieces)
 
 
 def test_token_spans_equal_overlaps(vectors: Vectors) -> None:
@@ -203,17 +203,17 @@ def test_token_spans_equal_overlaps(vectors: Vectors) -> None:
     case = vectors("ttt_step_confidence")["cases"][0]
     words = case["response_text"].split(" ")
     pieces = [words[0], *(f" {word}" for word in words[1:])]
-    found = token_spans(pieces, step_spans("".join(pieces), "heading"))
+    found = token_spans(pieces, spans_of("".join(pieces), "heading"))
     for wanted in vectors("ttt_step_confidence_alignment")["cases"]:
         assert [list(span) for span in found] == wanted["correct_spans"]
-    assert [case["response_text"][a:b] for a, b in step_spans("".join(pieces), "heading")] == case["parsed_steps"]
+    assert [case["response_text"][a:b] for a, b in spans_of("".join(pieces), "heading")] == case["parsed_steps"]
 
 
 def test_rollout_prefixes_equal_the_vectors(vectors: Vectors) -> None:
     """No steps are the empty prefix (the reference sends a blank line); an answer in it leaves nothing to roll."""
     for case in vectors("rollout_prefixes")["cases"]:
         pieces = re.findall(r"\n\n|[^\n]+", case["generation"])
-        size = prefix_after(step_ends(pieces, "blank_line"), case["k"])
+        size = prefix_after(ends_of(pieces, "blank_line"), case["k"])
         prefix = None if size is None else "".join(pieces[:size])
         if prefix is not None and last_boxed(prefix) is not None:
             prefix = None
@@ -226,7 +226,7 @@ def test_success_rates_equal_the_vectors(vectors: Vectors) -> None:
         for entry in case["out"]:
             record = case["rollout_files"][str(entry["k_prefix_segment"])][entry["response_id"]]
             pieces = re.findall(r"\n\n|[^\n]+", record["first_pass_generation"])
-            ends = step_ends(pieces, "blank_line")
+            ends = ends_of(pieces, "blank_line")
             rollouts = record["second_pass_generations"]
             if prefix_after(ends, entry["k_prefix_segment"]) is None:
                 rollouts = [record["first_pass_generation"]]

@@ -71,8 +71,8 @@ class NamedRecord(Generic[Kept]):
     ) -> None:
         if not NAME.fullmatch(name):
             raise InputError(f"Expected `name` to be letters, digits, dots, dashes or underscores, but got {name!r}.")
-        self.name, self.path = name, folder / name / file
-        self._read_record, self._held_to = read, held_to
+        self.name, self.path, self._held_to = name, folder / name / file, held_to
+        self._read_record: Callable[[Mapping[str, Any]], Kept] = read
 
     @property
     def record(self) -> Kept | None:

@@ -1,9 +1,8 @@
-"""The example on a real model: its task, its settings, and what its report computes; none of it needs the model."""
+"""The example on a real model: its task and its settings; neither needs the model."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.command_lines import instantiated
-from support.strategy_pools import make_entry
 
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.registry import TASKS
@@ -103,42 +101,3 @@ def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, t
     cli = instantiated(["fit", "--config", str(file), "--model.init_args.base_model", tiny_model], monkeypatch)
     assert cli.datamodule.target == "leave_one_out"
     assert cli.model.hparams["lora"]["activated"]
-
-
-@pytest.fixture(scope="module")
-def tables() -> Iterator[object]:
-    folders = [str(ROOT / "benchmarks" / "real"), str(ROOT / "benchmarks")]
-    sys.path[:0] = folders
-    import _real_report
-
-    yield _real_report
-    for folder in folders:
-        sys.path.remove(folder)
-
-
-def test_the_report_reads_shares_and_likelihoods(tables: object) -> None:
-    entry = make_entry(["a", "a", "b", None, "a", "b", "b", "b"], [0.5] * 8)
-    (plain,) = tables.with_plain_confidences([entry])  # type: ignore[attr-defined]
-    shares = [sample.confidences[tables.SHARE] for sample in plain.samples]  # type: ignore[attr-defined]
-    assert shares == [0.5, 0.5, 0.25, 0.0, 0.25, 0.75, 0.75, 0.75]
-    # Of `make_entry`: -1 - index nats over index + 1 tokens.
-    assert plain.samples[3].confidences[tables.LIKELIHOOD] == pytest.approx(math.exp(-1.0))  # type: ignore[attr-defined]
-
-
-def test_the_report_pairs_seeds_and_questions(tables: object) -> None:
-    pool = [make_entry(["a", "b"], [0.75, 0.25], name=f"q{n}") for n in range(20)]
-    own = tables.columns_of(pool, ["p_true", "p_true"])  # type: ignore[attr-defined]
-    same = own.above(own, "discrimination/AUROC")
-    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
-    assert own.estimate("discrimination/AUROC").value == 1.0
-    assert own.estimate("calibration/ECE").value == pytest.approx(0.25)
-    votes = tables.vote_columns(pool, ["p_true"], [1, 2])  # type: ignore[attr-defined]
-    assert votes[1, 0] == pytest.approx(1.0)
-    assert votes[0, 0] == pytest.approx(0.5, abs=0.2)
-
-
-def test_generators_are_means_over_their_seeds(tables: object) -> None:
-    right, wrong = ([make_entry([answer] * 2, [0.5] * 2, name=f"q{n}") for n in range(4)] for answer in "ab")
-    both = tables.columns_over([(right, "p_true"), (wrong, "p_true")])  # type: ignore[attr-defined]
-    assert both.by_seed["accuracy/PassAt1"] == (1.0, 0.0)
-    assert both.estimate("accuracy/PassAt1").value == 0.5

@@ -110,8 +110,7 @@ def test_letters(text: str, letter: str | None) -> None:
 def test_digits_stand_for_letters_only_when_asked() -> None:
     assert read_letter("Answer: 3") is None
     assert read_letter("Answer: 3", digits=True) == "C"
-    assert read_letter("Answer: 3.5 m", digits=True) is None
-    assert read_letter("Answer: 12", digits=True) is None
+    assert [read_letter(f"Answer: {text}", digits=True) for text in ("3.5 m", "12")] == [None, None]
     assert read_letter("Answer: 3", "AB", digits=True) is None
 
 
@@ -175,67 +174,28 @@ def test_normal_forms(text: str, form: str) -> None:
 
 
 def test_words_are_told_from_mathematics() -> None:
-    assert [is_text(text) for text in ("Evelyn", "even", "2x+ab", r"\arcsin x", r"\begin{pmatrix}1\end{pmatrix}")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert all(map(is_text, ("Evelyn", "even")))
+    assert not any(map(is_text, ("2x+ab", r"\arcsin x", r"\begin{pmatrix}1\end{pmatrix}")))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "9^{9^{9^9}}",
-        "9^9^9^9",
-        "9**9**9**9",
-        "10^{99999}",
-        "(" * 40 + "1" + ")" * 40,
-        "x+" * 400 + "1",
-        "9" * 99,
-        "5!!!",
-        "99999!",
-        "((9^{999})^{999})^{999}",
+        "9^{9^{9^9}}", "9^9^9^9", "9**9**9**9", "10^{99999}", "5!!!", "99999!", "((9^{999})^{999})^{999}",
+        "(" * 40 + "1" + ")" * 40, "x+" * 400 + "1", "9" * 99,
     ],
-)
+)  # fmt: skip
 def test_bombs_exceed_the_limits(text: str) -> None:
     assert not is_within_limits(normalise_expression(text))
 
 
 def test_ordinary_expressions_are_within_the_limits() -> None:
-    for text in (
-        r"e^{-x^2}",
-        "2^{100}",
-        r"x^5-x^4+x^3-x^2+x-1",
-        r"\frac{3+\sqrt{5}}{2}",
-        r"\frac{10!}{3!7!}",
-        "x^{y^z}",
-    ):
-        assert is_within_limits(text)
+    texts = (r"e^{-x^2}", "2^{100}", "x^5-x^4+x^3-x^2+x-1", r"\frac{3+\sqrt{5}}{2}", r"\frac{10!}{3!7!}", "x^{y^z}")
+    assert all(map(is_within_limits, texts))
 
 
 @pytest.mark.parametrize(
-    "filler",
-    [
-        "\n",
-        " ",
-        "{",
-        "\\boxed{",
-        "\\boxed{}",
-        "}",
-        "\\frac{",
-        "answer: ",
-        "answer 1 ",
-        "A.",
-        "1,",
-        "(",
-        "*",
-        "9",
-        "1 ",
-        "-",
-        "$",
-    ],
+    "filler", [*"\n {}(*9-$", r"\boxed{", r"\boxed{}", r"\frac{", "answer: ", "answer 1 ", "A.", "1,", "1 "]
 )
 def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
     text = "5" + filler * (40_000 // len(filler))

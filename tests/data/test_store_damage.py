@@ -273,7 +273,7 @@ def test_later_rounds_are_dropped(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("parts/*/*.parquet"))) == 2
     write(make_store(tmp_path, round=1), questions[:3], round=1)
     assert len(SampleStore(tmp_path).stored_questions(round=1, include_parts=True)) == 3
-    with pytest.raises(ValueError, match="`first` to be at least 1"):
+    with pytest.raises(ValueError, match="`first` must be at least 1"):
         store.drop_rounds(0)
     with store.writer("a", round=1), pytest.raises(RuntimeError, match="one writer"):
         store.drop_rounds(1)

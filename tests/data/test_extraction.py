@@ -27,37 +27,23 @@ REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Ans
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("It is 3. No: 4.", "4"),
-        ("Answer: 3\nWait.\nAnswer: 4", "4"),
-        (r"\boxed{3} and then Answer: 4", "3"),
-        (r"\boxed{3} or \boxed{18 \text{ dollars}}", "18"),
-        (r"\boxed{\$1{,}234.50}", "1234.5"),
-        (r"Answer: $\frac{3}{4}$ of 12", "0.75"),
-        (r"Answer: $-\dfrac{1}{3}$", "-1/3"),
-        ("Answer: 2 1/2 cups", "2.5"),
-        ("Answer: 72 clips (48 + 24)", "72"),
-        ("**Answer:** 48 + 24 = **72**", "72"),
-        ("Answer: eight.", "8"),
-        ("Answer:\n\n5", "5"),
-        ("#### -3.50", "-3.5"),
-        ("#### $18 #### $19", "19"),
-        ("48-24", "24"),
-        ("She owes -$5", "-5"),
-        ("x=\u22127", "-7"),
-        ("Answer: 0", "0"),
-        ("Answer: -0.0", "0"),
-        ("it is 12.5%", "12.5"),
-        ("1,000,000.50", "1000000.5"),
-        ("a list 1,2,3", "3"),
-        ("9/0", "9"),
-        ("no number", None),
-        ("", None),
-        ("version R2D2", None),
-        ("9" * 5000, None),
-        ("<think>maybe 3", None),
+        ("It is 3. No: 4.", "4"), ("Answer: 3\nWait.\nAnswer: 4", "4"),
+        (r"\boxed{3} and then Answer: 4", "3"), (r"\boxed{3} or \boxed{18 \text{ dollars}}", "18"),
+        (r"\boxed{\$1{,}234.50}", "1234.5"), (r"Answer: $\frac{3}{4}$ of 12", "0.75"),
+        (r"Answer: $-\dfrac{1}{3}$", "-1/3"), ("Answer: 2 1/2 cups", "2.5"),
+        ("Answer: 72 clips (48 + 24)", "72"), ("**Answer:** 48 + 24 = **72**", "72"),
+        ("Answer: eight.", "8"), ("Answer:\n\n5", "5"),
+        ("#### -3.50", "-3.5"), ("#### $18 #### $19", "19"),
+        ("48-24", "24"), ("She owes -$5", "-5"),
+        ("x=\u22127", "-7"), ("Answer: 0", "0"),
+        ("Answer: -0.0", "0"), ("it is 12.5%", "12.5"),
+        ("1,000,000.50", "1000000.5"), ("a list 1,2,3", "3"),
+        ("9/0", "9"), ("no number", None),
+        ("", None), ("version R2D2", None),
+        ("9" * 5000, None), ("<think>maybe 3", None),
         ("<think>maybe 3</think>Answer: 4", "4"),
     ],
-)
+)  # fmt: skip
 def test_numbers(text: str, number: str | None) -> None:
     assert read_number(text) == number
 
@@ -73,36 +59,22 @@ def test_canonical_numbers(text: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("text", "letter"),
     [
-        ("Answer: (B)", "B"),
-        ("Answer: b)", "B"),
-        ("**Answer:** D. because", "D"),
-        ("Answer: **C**", "C"),
-        ("Answer:\nE", "E"),
-        ("Answer: A\nOn reflection:\nAnswer: B", "B"),
-        ("Answer: option B", "B"),
-        ("Answer: The correct option is C.", "C"),
-        ("Answer: The dog (B)", "B"),
-        ("Answer: C, because A is wrong", "C"),
-        ("The answer is C", "C"),
-        ("The answer is A because it fits", "A"),
-        ("The answer is a dog", None),
-        ("Answer: A dog", None),
-        ("I think a dog is best", None),
-        ("Answer: Based on", None),
-        ("Answer: Because", None),
-        ("Answer: 12", None),
-        ("Answer: <Insert", None),
-        ("Answer: B-flat", None),
-        (r"\boxed{\textbf{(C)}}", "C"),
-        (r"\boxed{b}", "B"),
-        ("choice A", "A"),
-        ("(B)", "B"),
-        ("B. library", "B"),
-        ("A. bank\nB. library", None),
-        ("none of these", None),
-        ("", None),
+        ("Answer: (B)", "B"), ("Answer: b)", "B"),
+        ("**Answer:** D. because", "D"), ("Answer: **C**", "C"),
+        ("Answer:\nE", "E"), ("Answer: A\nOn reflection:\nAnswer: B", "B"),
+        ("Answer: option B", "B"), ("Answer: The correct option is C.", "C"),
+        ("Answer: The dog (B)", "B"), ("Answer: C, because A is wrong", "C"),
+        ("The answer is C", "C"), ("The answer is A because it fits", "A"),
+        ("The answer is a dog", None), ("Answer: A dog", None),
+        ("I think a dog is best", None), ("Answer: Based on", None),
+        ("Answer: Because", None), ("Answer: 12", None),
+        ("Answer: <Insert", None), ("Answer: B-flat", None),
+        (r"\boxed{\textbf{(C)}}", "C"), (r"\boxed{b}", "B"),
+        ("choice A", "A"), ("(B)", "B"),
+        ("B. library", "B"), ("A. bank\nB. library", None),
+        ("none of these", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_letters(text: str, letter: str | None) -> None:
     assert read_letter(text) == letter
 
@@ -130,17 +102,13 @@ def test_short_texts(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"\boxed{1}", "1"),
-        (r"\boxed{", None),
-        ("\\boxed{\n1}", "\n1"),
-        (r"\boxed{x", None),
-        (r"\boxed 5$", "5"),
-        (r"\fbox{6}", "6"),
-        (r"\boxed{\frac{1}{\boxed{2}}}", r"\frac{1}{2}"),
-        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{1}", "1"), (r"\boxed{", None),
+        ("\\boxed{\n1}", "\n1"), (r"\boxed{x", None),
+        (r"\boxed 5$", "5"), (r"\fbox{6}", "6"),
+        (r"\boxed{\frac{1}{\boxed{2}}}", r"\frac{1}{2}"), (r"\boxed{1} then \boxed{2", "1"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
     ],
-)
+)  # fmt: skip
 def test_boxes(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
@@ -148,26 +116,18 @@ def test_boxes(text: str, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "form"),
     [
-        (r"12\text{ cm}", "12"),
-        (r"864 \mbox{ inches}^2", "864"),
-        ("18 dollars", "18"),
-        (r"90^\circ", "90"),
+        (r"12\text{ cm}", "12"), (r"864 \mbox{ inches}^2", "864"),
+        ("18 dollars", "18"), (r"90^\circ", "90"),
         (r"\frac{270}7\text{ degrees}", r"\frac{270}{7}"),
-        (r"11,\! 111,\! 111,\! 100", "11111111100"),
-        (r"\$32,\!348", "32348"),
-        (r"\text{(C)}", "C"),
-        (r"x \in [-2,7]", "[-2,7]"),
-        ("y = 2x + 3", "2x+3"),
-        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"11,\! 111,\! 111,\! 100", "11111111100"), (r"\$32,\!348", "32348"),
+        (r"\text{(C)}", "C"), (r"x \in [-2,7]", "[-2,7]"),
+        ("y = 2x + 3", "2x+3"), (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
         (r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-        (r"4210_{5}", "4210_5"),
-        ("1/2", r"\frac{1}{2}"),
-        (r"\cos x", r"\cos x"),
-        ("50\\%", "50"),
-        ("3.", "3"),
-        (r"x=1,y=2", "x=1,y=2"),
+        (r"4210_{5}", "4210_5"), ("1/2", r"\frac{1}{2}"),
+        (r"\cos x", r"\cos x"), ("50\\%", "50"),
+        ("3.", "3"), (r"x=1,y=2", "x=1,y=2"),
     ],
-)
+)  # fmt: skip
 def test_normal_forms(text: str, form: str) -> None:
     assert normalise_expression(text) == form
     assert normalise_expression(form) == form

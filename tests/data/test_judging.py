@@ -14,7 +14,6 @@ from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
 from selfcal_lightning.data.pools.exporting import export_pool
 from selfcal_lightning.data.pools.importing import import_pool
-from selfcal_lightning.data.pools.published import import_training_records
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task
@@ -43,23 +42,14 @@ class Close:
 
 
 def as_line(question: Question, responses: Sequence[Response]) -> dict[str, Any]:
-    """Return what somebody else would write down of a question and its responses: no answers, no verdicts."""
-    return {
-        "id": question.id,
-        "task": question.task,
-        "split": "test",
-        "question": question.text,
-        "reference": question.reference,
-        "responses": [
-            {
-                "text": response.text,
-                "tokens": list(response.token_ids),
-                "finish": response.finish,
-                "confidence": {"logprob": response.logprob, "yes_mass": response.yes_mass, "no_mass": 0.25},
-            }
-            for response in responses
-        ],
-    }
+    """Return a question and its responses as somebody else would record them: no answers, no verdicts."""
+    rows = [
+        {"text": r.text, "tokens": list(r.token_ids), "finish": r.finish,
+         "confidence": {"logprob": r.logprob, "yes_mass": r.yes_mass, "no_mass": 0.25}}
+        for r in responses
+    ]  # fmt: skip
+    asked = {"id": question.id, "task": question.task, "split": "test", "question": question.text}
+    return {**asked, "reference": question.reference, "responses": rows}
 
 
 @st.composite
@@ -124,20 +114,6 @@ def test_what_was_generated_is_imported_as_the_same_samples(tmp_path: Path) -> N
     assert 0 < report.truncated < 60
     pairs = zip(store.samples(), SampleStore(tmp_path / "again").samples(), strict=True)
     assert all(one.samples == other.samples for one, other in pairs)
-
-
-def test_records_of_a_training_name_equal_answers_alike(tmp_path: Path) -> None:
-    header = "<|assistant|>\n"
-    records = [
-        {"input": f"One?{header} so", "answer": answer, "weighted_consistency": 0.5, "consistency": 0.5}
-        for answer in ("0.5", "1/2", None, "0.50", "2")
-    ]
-    path = tmp_path / "records.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    import_training_records(path, tmp_path / "store", prompt_separator=header, task="local_number")
-    (entry,) = SampleStore(tmp_path / "store").samples()
-    assert [sample.answer for sample in entry.samples] == ["0.5", "0.5", None, "0.5", "2"]
-    assert {sample.correct for sample in entry.samples} == {None}
 
 
 def read(task: str, reference: str, text: str, finish: str | None) -> Sample:

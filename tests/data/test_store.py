@@ -47,39 +47,6 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert not leftovers(store)
 
 
-class CountedId(str):
-    """An id that counts how often a set or a dictionary looks at one."""
-
-    looks = 0
-
-    def __hash__(self) -> int:
-        CountedId.looks += 1
-        return str.__hash__(self)
-
-
-def looks_at_ids(path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how often ids are hashed when the ids of ``count`` stored questions are looked up."""
-    store = make_store(path, num_samples=1)
-    with store.writer("a") as writer:
-        for question in fake_questions(count):
-            writer.append(make_group(question, num_samples=1))
-    real = SampleStore._questions_of
-
-    def counted(self: SampleStore, entry: Any) -> dict[str, Any]:
-        return {CountedId(name): found for name, found in real(self, entry).items()}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SampleStore, "_questions_of", counted)
-        CountedId.looks = 0
-        assert len(store.question_ids(include_parts=True)) == count
-    return CountedId.looks
-
-
-def test_looking_up_stored_questions_takes_a_few_looks_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (looks_at_ids(tmp_path / str(count), count, monkeypatch) for count in (192, 768))
-    assert many <= 4.5 * few
-
-
 def test_index_columns(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     questions = fake_questions(5)
@@ -204,14 +171,6 @@ def test_a_question_is_written_once(tmp_path: Path) -> None:
     write(store, [question])
     with store.writer("a") as writer, pytest.raises(ValueError, match="Expected question ids to be unique"):
         writer.append(make_group(question))
-
-
-def test_one_sample_a_question_is_allowed(tmp_path: Path) -> None:
-    store = make_store(tmp_path, num_samples=1)
-    with store.writer("a") as writer:
-        writer.append(make_group(fake_questions(1)[0], num_samples=1))
-    store.join()
-    assert len(store.index()) == 1
 
 
 def test_join_is_idempotent(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,12 @@ class ModelIdentity:
     Attributes:
         model: Folder or hub name; "imported" for responses made elsewhere.
         revision: Revision on the hub.
-        weights_sha256: Hash of the weight files, None where unknown. Where it is known it decides, and a model may
-            move to another folder.
-        adapter_sha256: Hash of the LoRA adapter, None without one.
-        activated_adapter_sha256: Hash of an activated adapter, which is active only on the confidence query's tokens:
-            it changes confidences, but neither texts nor their log-probabilities.
-        quantization: How the weights were quantised on loading, such as "nf4"; None if they were not.
-        head_dtype: Dtype of the output layer when computing P(True), if it differs from the model's; else None.
+        weights_sha256: Hash of the weight files. If known it decides, so that a model may move to another folder.
+        adapter_sha256: Hash of the LoRA adapter.
+        activated_adapter_sha256: Hash of an adapter that is active only on the confidence query's tokens: it changes
+            confidences, but neither texts nor their log-probabilities.
+        quantization: How the weights were quantised on loading, such as "nf4".
+        head_dtype: Dtype of the output layer when computing P(True), if it differs from the model's.
         further: Other distinguishing facts, as plain JSON types.
     """
 
@@ -39,17 +38,17 @@ class ModelIdentity:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ModelIdentity:
-        """Return the identity that :meth:`as_json` gave, or the part of a larger description that is one."""
+        """Return the identity that :meth:`as_json` gave; unknown fields become ``further``."""
         known = {name: content.get(name) for name in _names(cls)}
         return cls(**known, further={name: value for name, value in content.items() if name not in known})
 
     def as_json(self) -> dict[str, Any]:
         """Return the identity as plain JSON types; optional fields that are None are left out."""
+        optional = ("activated_adapter_sha256", "quantization", "head_dtype")
         known = {name: getattr(self, name) for name in _names(type(self))}
-        for name in ("activated_adapter_sha256", "quantization", "head_dtype"):
-            if known[name] is None:
-                del known[name]
-        return {**known, **self.further}
+        return {
+            name: value for name, value in known.items() if value is not None or name not in optional
+        } | self.further
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class PromptIdentity:
         yes_ids: Token ids that count as Yes.
         no_ids: Token ids that count as No.
         template_sha256: Hash of the chat template.
-        further: Other distinguishing facts, as plain JSON types, such as the source of imported responses.
+        further: Other distinguishing facts, such as the source of imported responses.
     """
 
     query: str | None = None
@@ -81,7 +80,7 @@ class PromptIdentity:
         return cls(**{**known, **ids, "further": further})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the identity as plain JSON types, without what is unknown."""
+        """Return the known fields as plain JSON types."""
         known = {name: getattr(self, name) for name in _names(type(self))}
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
         return {**{name: value for name, value in plain.items() if value is not None}, **self.further}
@@ -93,7 +92,6 @@ class PromptIdentity:
 
 
 def _names(identity: type[ModelIdentity] | type[PromptIdentity]) -> list[str]:
-    """Return the names of an identity's declared fields."""
     return [each.name for each in fields(identity) if each.name != "further"]
 
 
@@ -113,14 +111,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question as it is put to the model.
+    """A question for the model.
 
     Attributes:
         id: Unique within a run; samples, splits and seeds are keyed by it.
         task: Name of the task that reads and verifies the answers.
         messages: The chat up to and including the user's turn.
-        reference: The gold answer in the task's canonical form, or None where none is known.
-        text: The bare question, for display and for export.
+        reference: The gold answer in the task's canonical form.
+        text: The bare question, for display and export.
     """
 
     id: str
@@ -152,16 +150,15 @@ class SamplingSettings:
     max_new_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 2.0:
-            raise InputError(f"Expected `temperature` to lie in [0, 2], but got {self.temperature}.")
-        if self.edt_scale is not None and not 0.0 < self.edt_scale <= 1.0:
-            raise InputError(f"Expected `edt_scale` to be None or to lie in (0, 1], but got {self.edt_scale}.")
-        if self.edt_theta < 0.0:
-            raise InputError(f"Expected `edt_theta` to be at least 0, but got {self.edt_theta}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InputError(f"Expected `top_p` to lie in (0, 1], but got {self.top_p}.")
-        if self.max_new_tokens < 1:
-            raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {self.max_new_tokens}.")
+        for name, fits, wanted in (
+            ("temperature", 0.0 <= self.temperature <= 2.0, "to lie in [0, 2]"),
+            ("edt_scale", self.edt_scale is None or 0.0 < self.edt_scale <= 1.0, "to be None or to lie in (0, 1]"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "to lie in (0, 1]"),
+        ):
+            if not fits:
+                raise InputError(f"Expected `{name}` {wanted}, but got {getattr(self, name)}.")
+        check_at_least(0, edt_theta=self.edt_theta)
+        check_at_least(1, max_new_tokens=self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +183,10 @@ class Request:
     Attributes:
         id: Unique among the requests in flight.
         prompt_ids: Token ids of the rendered prompt. Requests with equal prompts share its encoding.
-        sampling: Sampling settings.
         seed: Seeds this sample's own random stream, so that the text does not depend on the rest of the batch.
-        query: P(True) query asked after the response, or None.
+        query: P(True) query to ask after the response.
         prefix_ids: Existing tokens of the response, without end-of-turn, to be continued. They count towards
-            ``max_new_tokens``, so that a continuation is cut where a whole response would have been.
+            ``max_new_tokens``, so that a continuation is cut where a whole response would be.
         step_ids: Tokens that end a step; generation stops after the first one drawn.
     """
 
@@ -213,13 +209,11 @@ class Response:
     """An engine's response to a request: the new tokens, without the prefix.
 
     Attributes:
-        request_id: The request that it answers.
         text: The decoded tokens, without control tokens.
         token_ids: The tokens drawn, without a trailing end-of-turn token.
-        finish: "stop" when the model ended its turn, "length" when the limit cut it, "step" when its last token ended a
-            step and more could follow.
+        finish: "stop" if the model ended its turn, "length" if the limit cut it, "step" if its last token ended a step.
         logprob: Sum of log p(token) over ``token_ids`` under the untempered model, in nats.
-        yes_mass: Probability of a Yes token after the query, from the full softmax; None when not asked.
+        yes_mass: Probability of a Yes token after the query, from the full softmax; None if not asked.
         no_mass: The same for No.
     """
 
@@ -243,20 +237,9 @@ UNSTATED = Unstated.UNSTATED
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponse:
-    """A recorded response, made earlier here or elsewhere.
+    """A recorded response, made earlier here or elsewhere, with the fields of a ``Sample``.
 
-    Attributes:
-        text: The response.
-        token_ids: As in ``Sample``, like all fields but ``answer`` and ``correct``.
-        finish: Likewise.
-        answer: The recorded answer, None if there was none; if unstated, it is extracted from the text.
-        correct: The recorded verdict, None if unknown; if unstated, the answer is compared with the reference.
-        logprob: As in ``Sample``.
-        yes_mass: Likewise.
-        no_mass: Likewise.
-        confidences: Likewise.
-        num_tokens: Likewise.
-        prefix_tokens: Likewise.
+    An unstated ``answer`` is extracted from the text; an unstated ``correct`` is found by comparing with the reference.
     """
 
     text: str
@@ -274,26 +257,22 @@ class RecordedResponse:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A response to a question with its answer and verdict: one row of the store.
-
-    If it continues a prefix, it is the whole response, prefix included.
+    """A whole response to a question with its answer and verdict: one row of the store.
 
     Attributes:
-        question_id: The question.
         index: Position among the samples of its question and round, from 0.
         round: Generation round; 0 is the base model.
-        text: The response.
+        text: The response, including a prefix that it continues.
         token_ids: Its token ids without end-of-turn; None for responses made elsewhere.
-        finish: "stop", "length", "step", or None where unknown.
-        answer: Canonical answer read from the text; None when unreadable.
-        correct: Whether the answer is right; None when no reference exists.
-        logprob: Log-probability in nats of the tokens that were drawn, or None.
-        yes_mass: Probability mass of Yes after the confidence query, or None.
+        finish: "stop", "length", "step", or None if unknown.
+        answer: Canonical answer read from the text; None if unreadable.
+        correct: Whether the answer is right; None without a reference.
+        logprob: Log-probability in nats of the tokens that were drawn.
+        yes_mass: Probability mass of Yes after the confidence query.
         no_mass: The same for No.
         confidences: Further confidences by estimator name.
-        num_tokens: Length of the response in tokens: the number of its ids if known, else as recorded; None where
-            unknown.
-        prefix_tokens: How many of its first tokens were given as a prefix.
+        num_tokens: Length in tokens: the number of token ids if known, else as recorded.
+        prefix_tokens: Number of its first tokens that were given as a prefix.
     """
 
     question_id: str
@@ -315,19 +294,17 @@ class Sample:
         if self.token_ids is not None:
             object.__setattr__(self, "num_tokens", len(self.token_ids))
         if not 0 <= self.prefix_tokens <= (self.num_tokens or 0):
-            raise InputError(
-                f"Expected `prefix_tokens` to lie in [0, {self.num_tokens or 0}], the tokens of the response, but got "
-                f"{self.prefix_tokens}."
-            )
+            most = self.num_tokens or 0
+            raise InputError(f"Expected `prefix_tokens` to lie in [0, {most}], but got {self.prefix_tokens}.")
 
     @property
     def drawn_tokens(self) -> int | None:
-        """Tokens generated for it, after its prefix; None where its length is unknown."""
+        """Tokens generated after the prefix; None if the length is unknown."""
         return None if self.num_tokens is None else self.num_tokens - self.prefix_tokens
 
     @property
     def p_true(self) -> float | None:
-        """Normalised P(True) = Yes / (Yes + No), or None when it was not asked or has no mass."""
+        """Normalised P(True) = Yes / (Yes + No), or None if it was not asked or has no mass."""
         return normalised_p_true(self.yes_mass, self.no_mass)
 
 
@@ -335,17 +312,17 @@ class Sample:
 class Verdict:
     """A strategy's answer to a question, and its cost.
 
+    The driver fills in the last three fields.
+
     Attributes:
-        question_id: The question.
-        answer: The answer chosen; None when no response could be read.
-        confidence: The strategy's own confidence in it, higher is better; None where it has none.
+        answer: The answer chosen; None if no response could be read.
+        confidence: The strategy's own confidence in it; higher is better.
         correct: Whether the answer is right; None without a reference. No answer counts as wrong.
         samples_used: Samples that the strategy has seen.
         stopped_early: Whether its rule stopped it before the budget ran out.
-        samples_generated: Samples generated, cancelled ones included; filled in by the driver.
-        tokens_used: Response and confidence-query tokens of the samples used; None if a length is unknown; filled in by
-            the driver.
-        tokens_generated: The same for everything generated, cancelled work included; filled in by the driver.
+        samples_generated: Samples generated, including cancelled ones.
+        tokens_used: Response and confidence-query tokens of the samples used; None if a length is unknown.
+        tokens_generated: The same for everything generated, including cancelled work.
     """
 
     question_id: str
@@ -370,7 +347,7 @@ class QuestionSamples:
 
 
 def normalised_p_true(yes_mass: float | None, no_mass: float | None) -> float | None:
-    """Return Yes / (Yes + No), or None where a mass is missing or both are zero.
+    """Return Yes / (Yes + No), or None if a mass is missing or both are zero.
 
     Example:
         >>> normalised_p_true(0.375, 0.125)

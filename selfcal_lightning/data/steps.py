@@ -134,7 +134,6 @@ def step_position(k: int, num_steps: int) -> int:
 
 
 def aggregate(scores: Sequence[float], how: Aggregation) -> float | None:
-    """Return one score of a response from those of its steps; None without steps."""
     if not len(scores):
         return None
     if how == "mean":
@@ -149,7 +148,6 @@ def _find_rule(text: str) -> Steps:
 
 
 def _steps(text: str, steps: Steps, *, is_over: bool = True) -> list[_Step]:
-    """Return the steps of a text in order, each with some text in it."""
     rule = _find_rule(text) if steps == "auto" else steps
     found, start = _headed_steps(text, is_over) if rule == "heading" else _ended_steps(text, rule)
     rest = _stripped(text, start, len(text))
@@ -219,7 +217,6 @@ def step_prefixes(text: str, steps: Steps) -> list[tuple[str, str]]:
 
 
 def token_step_ends(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], steps: Steps) -> list[int]:
-    """Return the number of tokens up to the end of each step of a whole response."""
     return ends_of(token_pieces(tokenizer, token_ids), steps)
 
 
@@ -246,7 +243,6 @@ class StepStops:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, steps: Steps) -> StepStops:
-        """Return the stops of a rule."""
         if steps == "auto":
             raise InputError(
                 "Expected one rule for the ends of steps for a search over steps, but got 'auto', which needs a whole "
@@ -260,7 +256,6 @@ class StepStops:
         return cls(tokenizer, steps, found)
 
     def first_end(self, token_ids: Sequence[int], *, after: int) -> StepEnd | None:
-        """Return the first end of a step after the first ``after`` tokens; see ``next_step_end``."""
         return next_step_end(token_pieces(self.tokenizer, token_ids), self.steps, after=after)
 
 
@@ -284,6 +279,5 @@ class Rate(NamedTuple):
 
 
 def prefix_id(question_id: str, prefix_ids: Sequence[int]) -> str:
-    """Return the id of a prefix of responses to a question."""
     digest = hashlib.sha256(",".join(map(str, prefix_ids)).encode()).hexdigest()
     return f"{question_id}{MARK}{digest[:16]}"

@@ -163,7 +163,6 @@ def _is_own_log(path: Path) -> bool:
 
 
 def _confidences(sample: Sample) -> dict[str, float]:
-    """Return P(True), the log-probability and all other confidences of a sample."""
     numbers = {"p_true": sample.p_true, "logprob": sample.logprob, **sample.confidences}
     return {name: float(value) for name, value in numbers.items() if value is not None}
 

@@ -61,7 +61,6 @@ class LoggedResponse:
     tokens: int | None = None
 
     def messages(self) -> tuple[Message, ...]:
-        """Return the prompt as chat messages."""
         turns = _chat(self.question if self.prompt is None else self.prompt)
         return tuple(Message(turn["role"], turn["content"]) for turn in turns)
 
@@ -78,7 +77,6 @@ class Log:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def rows(self) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-        """Yield (file, line number, object) for every line of the files."""
         for path in self.paths:
             for number, row in read_json_lines(path):
                 yield path, number, row
@@ -115,7 +113,8 @@ def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
         prompt = _at(row, "arguments", "gen_args_0", "arg_0")
         names = [log.columns.question] if log.columns.question else QUESTION_FIELDS
         question = next((doc[one] for one in names if isinstance(doc.get(one), str)), None) or str(prompt or "")
-        filtered, verdict = row.get("filtered_resps"), _lm_eval_verdict(row)
+        verdicts = [_verdict(row.get(str(one))) for one in row.get("metrics") or ("exact_match", "acc", "acc_norm")]
+        filtered, verdict = row.get("filtered_resps"), next((one for one in verdicts if one is not None), None)
         is_alone = len(texts) == 1  # of several, the filter judged the first or all together
         for text in texts:
             found = LoggedResponse("/".join(key), question, text, prompt or None, _listed(row.get("target")))
@@ -123,12 +122,6 @@ def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
                 answer = filtered[0] if isinstance(filtered[0], str) else None
                 found.answer, found.correct = (None if answer == "[invalid]" else answer), verdict
             yield found
-
-
-def _lm_eval_verdict(row: Mapping[str, Any]) -> bool | None:
-    names = row.get("metrics") or ("exact_match", "acc", "acc_norm")
-    verdicts = (_verdict(row.get(name)) for name in names if isinstance(name, str))
-    return next((verdict for verdict in verdicts if verdict is not None), None)
 
 
 def read_inspect(log: Log) -> Iterator[LoggedResponse]:
@@ -142,9 +135,7 @@ def read_inspect(log: Log) -> Iterator[LoggedResponse]:
                 log.skip_empty(after_error=sample.get("error"))
                 continue
             asked = _chat(sample.get("input"), attachments)
-            question = _last_question(asked)
-            if options := sample.get("choices"):
-                question = write_options(question, [str(one) for one in options])
+            question = _with_options(_last_question(asked), sample.get("choices"))
             turns = _chat(sample.get("messages") or [], attachments)
             prompt = turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
             answer, verdict = _inspect_score(sample.get("scores") or {})
@@ -175,11 +166,12 @@ def _inspect_score(scores: Mapping[str, Any]) -> tuple[str | Unstated | None, bo
 
 def _inspect_samples(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".json":
-        found = read_json_object(path, what="a log of inspect_ai").get("samples") or []
-        return [sample for sample in found if isinstance(sample, dict)]
+        read = read_json_object(path, what="a log of inspect_ai").get("samples") or []
+        return [sample for sample in read if isinstance(sample, dict)]
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {one.filename: one for one in archive.infolist() if _is_sample(one.filename)}
+            found = [one for one in archive.infolist() if one.filename.startswith("samples/")]
+            members = {one.filename: one for one in found if one.filename.endswith(".json")}
             if not members:
                 raise InputError(f"Expected {path} to hold finished samples, but got none: the run ended before one.")
             if any(one.compress_type == ZSTANDARD for one in members.values()):
@@ -191,10 +183,6 @@ def _inspect_samples(path: Path) -> list[dict[str, Any]]:
     except (zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
         raise InputError(f"Expected {path} to be a log of inspect_ai (a zip file), but got: {error}.") from error
     return [sample for sample in read if isinstance(sample, dict)]
-
-
-def _is_sample(name: str) -> bool:
-    return name.startswith("samples/") and name.endswith(".json")
 
 
 def _allow_zstandard(path: Path) -> None:
@@ -216,13 +204,10 @@ def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
         texts, reference = _at(row, "output", "raw"), _at(row, "input", "reference")
         if texts is None and row.get("messages"):
             texts = [_text(one.get("content")) for one in row["messages"] if one.get("role") == "assistant"][-1:]
-        texts = [texts] if isinstance(texts, str) else texts
-        if not texts or not all(isinstance(text, str) for text in texts):
+        if (texts := _texts(texts)) is None:
             log.skipped["without an output"] += 1
             continue
-        question = str(_at(row, "input", "raw") or "")
-        if options := _at(row, "input", "choices"):
-            question = write_options(question, [str(one) for one in options])
+        question = _with_options(str(_at(row, "input", "raw") or ""), _at(row, "input", "choices"))
         values = [one.get("extracted_value") for one in row.get("answer_attribution") or [] if one.get("is_terminal")]
         verdict = _at(row, "evaluation", "is_correct")
         for text in texts:
@@ -250,13 +235,12 @@ def read_helm(log: Log) -> Iterator[LoggedResponse]:
             if not result.get("success", True) or not result.get("completions"):
                 log.skip_empty(after_error=result.get("error"))
                 continue
-            right = [_at(one, "output", "text") for one in instance.get("references") or [] if _is_right(one)]
+            golds = [one for one in instance.get("references") or [] if "correct" in (one.get("tags") or [])]
+            right = [_at(one, "output", "text") for one in golds]
             if mapping := state.get("output_mapping"):  # the model answers by letter
                 right = [letter for letter, text in mapping.items() if text in right]
             parts = (instance.get("id"), _at(instance, "perturbation", "name"), state.get("train_trial_index") or None)
-            question = str(_at(instance, "input", "text") or "")
-            if mapping:
-                question = write_options(question, list(mapping.values()))
+            question = _with_options(str(_at(instance, "input", "text") or ""), list((mapping or {}).values()))
             request = state.get("request") or {}
             for one in result["completions"]:
                 text = str(one.get("text", ""))
@@ -269,10 +253,6 @@ def read_helm(log: Log) -> Iterator[LoggedResponse]:
                 if mapping and text.strip() in mapping:  # one token, cut by its limit of one
                     found.answer, found.correct = text.strip(), text.strip() in right
                 yield found
-
-
-def _is_right(reference: Mapping[str, Any]) -> bool:
-    return "correct" in (reference.get("tags") or [])
 
 
 def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
@@ -293,9 +273,7 @@ def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
             kept = found if len(judged) in (0, len(found)) and len(judged) > 0 else found[:1]
             log.skipped["further calls, such as a grader's"] += len(found) - len(kept)
             for place, data in enumerate(kept):
-                sampled = data.get("sampled")
-                texts = [sampled] if isinstance(sampled, str) else sampled
-                if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not texts:
+                if (texts := _texts(data.get("sampled"))) is None:
                     log.skipped["without an output"] += 1
                     continue
                 verdict = judged[place] if place < len(judged) else {}
@@ -435,7 +413,6 @@ def _needed(path: Path, number: int, row: Mapping[str, Any], name: str) -> Any:
 
 
 def _at(found: Any, *names: str) -> Any:
-    """Return what lies under nested names, or None."""
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
     return found
@@ -499,6 +476,17 @@ def _chat(prompt: Any, attachments: Mapping[str, str] | None = None) -> list[dic
     return [{"role": str(turn.get("role")), "content": _text(turn.get("content"), attachments) or ""} for turn in turns]
 
 
+def _texts(found: Any) -> list[str] | None:
+    """Return one text or a list of texts as a list; None for anything else and for no text."""
+    texts = [found] if isinstance(found, str) else found
+    is_filled = isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
+    return texts if is_filled else None
+
+
+def _with_options(question: str, options: Sequence[Any] | None) -> str:
+    return write_options(question, [str(one) for one in options]) if options else question
+
+
 def _last_question(turns: Sequence[Mapping[str, str]]) -> str:
     return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), "")
 
@@ -512,7 +500,6 @@ def _count(value: Any) -> int | None:
 
 
 def _summed(tokens: Any) -> float | None:
-    """Return the sum of the tokens' log-probabilities, or None where one is unknown."""
     values = [_at(token, "logprob") for token in tokens or []]
     known = [float(value) for value in values if isinstance(value, int | float)]
     return sum(known) if known and len(known) == len(values) else None
@@ -556,7 +543,7 @@ def find_format(path: Path, name: str = "auto", *, columns: Columns | None = Non
     for known, found in FORMATS.items():
         if name not in ("auto", known):
             continue
-        files = sorted(path.glob(found.files), key=_natural) if path.is_dir() else [path]
+        files = sorted(path.glob(found.files), key=_numbers_as_numbers) if path.is_dir() else [path]
         if name == known:
             if not files:
                 raise InputError(f"Expected {path} to hold files {found.files}, as {known} writes them, but got none.")
@@ -566,7 +553,7 @@ def find_format(path: Path, name: str = "auto", *, columns: Columns | None = Non
     return None
 
 
-def _natural(path: Path) -> list[object]:
+def _numbers_as_numbers(path: Path) -> list[object]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
 
@@ -584,7 +571,6 @@ def _first_fields(path: Path) -> set[str]:
 
 
 def guess_task(references: Iterable[Any]) -> str:
-    """Return the task that reads answers like these references."""
     known = [reference for reference in references if reference not in (None, "", [])]
     if not known:
         raise InputError("The log holds no reference answers to tell the task by. Name it by `--task`.")

@@ -94,7 +94,9 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
         if name in questions
     ]
     pool.without_responses = len(truths.keys() - questions.keys())
-    pool.differing = sum(_differs(truths[name], found[name]) for name in questions if name in truths) if stated else 0
+    for name in questions.keys() & truths.keys() if stated else ():
+        stated_counts = truths[name].get("num_samples"), truths[name].get("num_correct")
+        pool.differing += stated_counts != (len(found[name]), sum(bool(one["correct"]) for one in found[name].values()))
     return pool
 
 
@@ -112,7 +114,6 @@ def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
 
 
 def truth_row(group: QuestionSamples) -> dict[str, Any]:
-    """Return the row of a question."""
     rows = list(sampled_rows(group))
     right = sum(row["correctness"] for row in rows)
     lengths = [[row[name] for row in rows] for name in ("prompt_tokens", "completion_tokens")]
@@ -130,7 +131,6 @@ def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
 
 
 def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool, *, stated: bool) -> dict[str, Any]:
-    """Return a response as in a line of a pool."""
     tokens = row.get("completion_tokens")
     response: dict[str, Any] = {"text": row["response"]}
     if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
@@ -176,11 +176,6 @@ def _order(own: object) -> tuple[int, int, str]:
     return (0, int(digits), text) if digits else (1, 0, text)
 
 
-def _differs(truth: Mapping[str, Any], given: Mapping[object, Mapping[str, Any]]) -> bool:
-    right = sum(bool(response["correct"]) for response in given.values())
-    return (truth.get("num_samples"), truth.get("num_correct")) != (len(given), right)
-
-
 @dataclass(frozen=True, slots=True)
 class ImportReport:
     """What an import did."""
@@ -205,7 +200,6 @@ class ImportReport:
 
 
 def further_counts(report: Any, without: Sequence[str]) -> str:
-    """Return the counts of a report above 0, in brackets."""
     names = [one.name for one in fields(report) if one.name not in without]
     found = [f"{name.replace('_', ' ')} {getattr(report, name):,}" for name in names if getattr(report, name)]
     return f" ({', '.join(found)})" if found else ""
@@ -321,7 +315,6 @@ class _LoggedAnswers:
         self.unreadable = self.overruled = 0
 
     def lines(self, responses: Iterable[LoggedResponse], task: str, split: str, *, stated: bool) -> list[PoolLine]:
-        """Return a line per question, with its responses in the order of the log."""
         found: dict[str, PoolLine] = {}
         for one in responses:
             if one.question_id not in found:

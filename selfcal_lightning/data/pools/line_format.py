@@ -87,7 +87,6 @@ class PoolLine:
 def read_pool(
     path: Path, *, task: str | None, split: str | None, default_split: str | None = None
 ) -> Iterator[tuple[int, PoolLine]]:
-    """Yield (line number, line) for every line of a pool."""
     assumed = {} if default_split is None else {"split": default_split}
     for number, line in read_json_lines(path):
         given = {name: value for name, value in (("task", task), ("split", split)) if value is not None}
@@ -122,7 +121,6 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
 
 
 def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
-    """Return the line with its answer as text in ``reference``."""
     check_spelling(line, origin)
     if ANSWER not in line and SYNONYM not in line:
         return line
@@ -187,7 +185,6 @@ def judge_line(line: PoolLine, task: Task) -> QuestionSamples:
 
 
 def pool_line(rows: Sequence[StoredRow], *, token_ids: bool) -> dict[str, Any]:
-    """Return a question with its responses as a line of a pool."""
     question = rows[0].question
     responses = []
     for row in rows:
@@ -256,7 +253,6 @@ def read_foreign_pool(
 
 
 def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLine]]:
-    """Read the task's own columns, and pair its questions with the texts."""
     texts: list[list[dict[str, str]]] = []
     for number, line in read_json_lines(path):
         responses = line.get("responses")

@@ -11,12 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
-
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines, write_json_lines
 from selfcal_lightning.data.pools.importing import QUESTIONS_PER_SHARD, further_counts
 from selfcal_lightning.data.pools.line_format import TRL_FIELDS, open_imported, read_trl_row
+from selfcal_lightning.data.store.shards import read_parquet
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
@@ -91,7 +90,7 @@ def import_training_records(
     with store.writer("import", questions_per_shard=QUESTIONS_PER_SHARD) as writer:
         stored = store.question_ids(include_parts=True)
         for prompt, responses in groups.items():
-            question = Question(_question_id(prompt), task, (), None, prompt)
+            question = Question(f"record/{hashlib.sha256(prompt.encode()).hexdigest()[:24]}", task, (), None, prompt)
             if question.id not in stored:
                 writer.append(_with_tokens(question, judge(question, responses, reader), split, chat))
     store.join()
@@ -123,10 +122,6 @@ def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[st
     return prompt[:half] if doubled else prompt, response.removeprefix(" "), doubled
 
 
-def _question_id(prompt: str) -> str:
-    return f"record/{hashlib.sha256(prompt.encode()).hexdigest()[:24]}"
-
-
 def _share(path: Path, number: int, field: str, value: object) -> float | None:
     """Return a share in [0, 1], or None for null and NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -137,8 +132,7 @@ def _share(path: Path, number: int, field: str, value: object) -> float | None:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line or row number from 1, record), with the fields checked."""
-    rows = enumerate(_parquet_rows(path), start=1) if path.suffix == ".parquet" else read_json_lines(path)
+    rows = enumerate(read_parquet(path).to_pylist(), start=1) if path.suffix == ".parquet" else read_json_lines(path)
     for number, record in rows:
         missing = [field for field in FIELDS if field not in record]
         if missing:
@@ -148,12 +142,6 @@ def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(record["answer"], str | int | float | None):
             raise line_error(path, number, "`answer` to be text, a number or null", repr(record["answer"]))
         yield number, record
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
 
 
 SUCCESS_FIELDS = ("question", "reasoning_prefix", "success_prob")
@@ -199,7 +187,6 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
 
 
 def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Yield the question of each line, and its prefixes with their rates."""
     for number, record in read_json_lines(path):
         if record.keys() >= set(TRL_FIELDS):
             try:

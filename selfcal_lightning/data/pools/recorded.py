@@ -38,7 +38,6 @@ class RecordedPool:
 
     @cached_property
     def has_lengths(self) -> bool:
-        """Whether the length of every response is known."""
         return total_tokens((sample for entry in self.entries for sample in entry.samples), 0) is not None
 
     @property
@@ -47,7 +46,6 @@ class RecordedPool:
         return min(self.entries, key=lambda entry: len(entry.samples))
 
     def subset(self, question_ids: set[str]) -> RecordedPool:
-        """Return the pool of these questions only, in the same order."""
         return replace(self, entries=tuple(entry for entry in self.entries if entry.question.id in question_ids))
 
 
@@ -95,7 +93,6 @@ def load_recorded_pool(
 
 
 def check_place(path: str | Path) -> Path:
-    """Return the path of a pool, which must exist."""
     place = Path(path)
     if not place.is_dir() and not place.is_file():
         raise FileNotFoundError(f"Expected a JSON-lines pool or the folder of a store at {path}, but got nothing.")
@@ -103,7 +100,6 @@ def check_place(path: str | Path) -> Path:
 
 
 def _what_is_there(path: Path) -> str:
-    """Return which splits and tasks a pool holds, for an error message."""
     if path.is_dir():
         index = SampleStore(path).index()
         found = list(zip(index.split.tolist(), index.task.tolist(), strict=True))
@@ -126,7 +122,7 @@ def _from_store(
     facts = {name: plain[name] for name in ("model", "prompt", "sampling")} if plain["sampling"] else None
     if texts:
         found = islice(store.samples(split=split, task=task, confidences=confidences), limit)
-        entries = tuple(found if token_ids else map(_without_ids, found))
+        entries = tuple(found if token_ids else (_without(entry, token_ids=None) for entry in found))
     else:
         with Stage(f"Reading the columns of {path.name}"):
             index = store.index(split=split, confidences=confidences)
@@ -165,19 +161,15 @@ def _from_file(
     with Progress(sum(sizes[:limit]), label=f"Reading {path.name}") as progress:
         for line in islice((line for line in chosen(read()) if line.responses), limit):
             judged = judge_line(line, tasks(line.question.task))
-            entries.append(judged if texts else _to_count(judged))
+            entries.append(judged if texts else _without(judged, text="", token_ids=None))
             progress.update(len(judged.samples), unreadable=sum(sample.answer is None for sample in judged.samples))
     say_undecided(before)
     return RecordedPool(tuple(entries))
 
 
-def _without_ids(entry: QuestionSamples) -> QuestionSamples:
-    return replace(entry, samples=tuple(replace(sample, token_ids=None) for sample in entry.samples))
-
-
-def _to_count(entry: QuestionSamples) -> QuestionSamples:
-    """Return a question whose samples keep their lengths, but not their texts and token ids."""
-    return replace(entry, samples=tuple(replace(sample, text="", token_ids=None) for sample in entry.samples))
+def _without(entry: QuestionSamples, **emptied: Any) -> QuestionSamples:
+    """Return a question whose samples have these fields emptied; they keep their lengths."""
+    return replace(entry, samples=tuple(replace(sample, **emptied) for sample in entry.samples))
 
 
 BITS = 128
@@ -191,7 +183,6 @@ def texts_digest(path: str | Path, *, split: str | None = None, task: str | None
 
 
 def _texts_of_store(path: Path, split: str | None, task: str | None) -> Iterator[tuple[str, int, str]]:
-    """Yield (question id, index, text) of each sample."""
     store = SampleStore(path)
     index = store.index(split=split)
     index = index if task is None else index.select(index.task == task)

@@ -236,7 +236,6 @@ class Annotation(NamedRecord[AnnotationRecord]):
         return values, scored
 
     def _enter(self, file: str, details: Mapping[str, Any]) -> AnnotationPart:
-        """Return the entry of a part that was just written."""
         data = (self.folder / file).read_bytes()
         rows = pq.ParquetFile(pa.BufferReader(data)).metadata.num_rows
         return AnnotationPart(file, rows, len(data), hashlib.sha256(data).hexdigest(), dict(details))
@@ -256,7 +255,6 @@ class Annotation(NamedRecord[AnnotationRecord]):
 
 
 def annotation_names(store_path: str | Path) -> list[str]:
-    """Return the names of the published annotations of the store in ``store_path``."""
     return sorted(file.parent.name for file in Path(store_path).glob("annotations/*/annotation.json"))
 
 
@@ -270,7 +268,6 @@ def remove_annotation(store_path: Path, name: str) -> None:
 def add_annotations(
     index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[ShardEntry]
 ) -> SampleIndex:
-    """Return ``index`` with the annotations ``names``; see :meth:`Annotation.annotate`."""
     for name in names:
         index = Annotation(store_path, name).annotate(index, shards)
     return index
@@ -288,12 +285,10 @@ def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, n
 
 
 def _covers(table: pa.Table, other: pa.Table) -> bool:
-    """Return whether ``table`` has a value for every row of ``other``."""
     return other.join(table.select(KEYS), keys=KEYS, join_type="left anti").num_rows == 0
 
 
 def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
-    """Return the position of each entry of ``column`` in ``values``, or -1, int64."""
     return pc.index_in(column, value_set=values).fill_null(-1).to_numpy().astype(np.int64)
 
 
@@ -310,7 +305,6 @@ class QuestionAnnotation(KeyedRecord):
 
 
 def question_annotation_names(store_path: str | Path) -> list[str]:
-    """Return the names of the question values of a store."""
     return sorted(file.parent.name for file in (Path(store_path) / FOLDER).glob(f"*/{FILE}"))
 
 

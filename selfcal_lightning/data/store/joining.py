@@ -56,7 +56,6 @@ class Duplicates:
 def find_duplicates(
     root: Path, entries: Sequence[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
 ) -> Duplicates:
-    """Find questions of one round that are in more than one shard."""
     found, shown = Duplicates(), dict[tuple[int, str], ShardEntry]()
     read = lru_cache(maxsize=TABLES_KEPT)(lambda file: read_shard(root / file))
     for entry in entries:
@@ -87,7 +86,6 @@ def _hide(found: Duplicates, name: str, hidden: ShardEntry, count: int, *, behin
 
 
 def _continues(longer: pa.Table, shorter: pa.Table) -> bool:
-    """Return whether the rows of a question start with those of ``shorter``, in its columns."""
     if longer.num_rows <= shorter.num_rows or not {*shorter.column_names} <= {*longer.column_names}:
         return False
     return longer.slice(0, shorter.num_rows).select(shorter.column_names).equals(shorter)
@@ -128,11 +126,9 @@ class EarlierSamples:
                     self._places[name] = question.samples, entry.file, group
 
     def count(self, question_id: str) -> int:
-        """Return the number of samples of a question."""
         return self._places.get(question_id, (0, "", 0))[0]
 
     def of(self, question_id: str) -> tuple[Sample, ...]:
-        """Return the samples of a question."""
         if question_id not in self._places:
             return ()
         _, file, group = self._places[question_id]
@@ -178,7 +174,6 @@ def merge_parts(
     check: Callable[[ShardEntry], None],
     questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]],
 ) -> StoreManifest:
-    """Return the manifest over the shards of all parts."""
     trusted = _joined_before(root)
     for entry in entries:
         if trusted.get(entry.file) == entry.sha256:

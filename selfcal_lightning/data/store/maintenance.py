@@ -23,7 +23,6 @@ from selfcal_lightning.data.store.annotations import remove_annotation
 from selfcal_lightning.data.store.joining import find_duplicates
 from selfcal_lightning.data.store.manifest import (
     MANIFEST_FILE,
-    RoundRecord,
     StoredQuestion,
     StoreManifest,
     read_round,
@@ -53,6 +52,7 @@ from selfcal_lightning.data.store.shards import (
     decode_rows,
     encode_question,
     encode_shard,
+    fingerprint_of,
     group_rows,
     read_shard,
 )
@@ -103,7 +103,6 @@ def repair_store(root: Path, questions: Callable[[ShardEntry], Mapping[str, Stor
 
 
 def drop_later_rounds(root: Path, first: int) -> int:
-    """Delete the samples of round ``first`` and all later ones. Returns the number of shards."""
     with all_parts(root) as folders:
         dropped = sum(drop_shards(folder, lambda entry: entry.round >= first) for folder in folders)
     for round in read_rounds(root):
@@ -134,19 +133,14 @@ def _repair_rounds(root: Path) -> list[str]:
             (root / "aside").mkdir(exist_ok=True)
             shutil.move(file, root / "aside" / f"{file.stem}-{time.time_ns()}.json")
             moved.append(f"rounds/{file.name}")
-            copy = _copies(root).get(file.name)
-            if copy is not None:
-                write_record(file, copy.as_json())
+            try:
+                rounds = read_record(root / MANIFEST_FILE, StoreManifest.from_json).rounds
+            except (FileNotFoundError, StoreCorruptError):
+                rounds = {}
+            for number, record in rounds.items():
+                if round_file(root, number) == file:
+                    write_record(file, record.as_json())
     return moved
-
-
-def _copies(root: Path) -> dict[str, RoundRecord]:
-    """Return the records of rounds in the joined manifest, by the name of their file."""
-    try:
-        rounds = read_record(root / MANIFEST_FILE, StoreManifest.from_json).rounds
-    except (FileNotFoundError, StoreCorruptError):
-        return {}
-    return {round_file(root, number).name: record for number, record in rounds.items()}
 
 
 PREFIX = "reread-"
@@ -163,7 +157,9 @@ def write_reread(
     on_question: Callable[[QuestionSamples], None],
 ) -> Reread:
     """Re-extract every answer of a store whose parts are all locked, and replace the shards that changed."""
-    remove_unfinished_rereads(root)
+    for unfinished in part_folders(root):  # of a killed re-extraction, whose part never got a manifest
+        if unfinished.name.startswith(PREFIX) and not (unfinished / PART_FILE).exists():
+            shutil.rmtree(unfinished)
     now = datetime.now(UTC)
     folder = root / "parts" / f"{PREFIX}{now:%Y%m%dT%H%M%S%f}"
     folder.mkdir(parents=True)
@@ -197,13 +193,6 @@ def drop_replaced(root: Path) -> int:
     return sum(map(drop, folders))
 
 
-def remove_unfinished_rereads(root: Path) -> None:
-    """Remove parts of killed re-extractions, which never got a manifest. All parts are locked."""
-    for folder in part_folders(root):
-        if folder.name.startswith(PREFIX) and not (folder / PART_FILE).exists():
-            shutil.rmtree(folder)
-
-
 def _read_shard(
     root: Path,
     entry: ShardEntry,
@@ -230,11 +219,10 @@ def _read_shard(
 
 
 def _write_shard(folder: Path, number: int, entry: ShardEntry, groups: Sequence[QuestionSamples]) -> ShardEntry:
-    """Write the shard that replaces ``entry`` and return its own entry."""
     tables = [encode_question(group) for group in groups]
     path = folder / shard_name(entry.round, number)
-    fingerprint = _fingerprint_of(folder.parents[1] / entry.file)
-    data = encode_shard(tables, shard_metadata(fingerprint, folder))
+    metadata = read_shard(folder.parents[1] / entry.file, columns=("question_id",)).schema.metadata
+    data = encode_shard(tables, shard_metadata(fingerprint_of(metadata), folder))
     write_atomically(path, data)
     return replace(
         entry,
@@ -248,9 +236,3 @@ def _write_shard(folder: Path, number: int, entry: ShardEntry, groups: Sequence[
         replaces=entry.file,
         sampled_sha256=entry.origin,
     )
-
-
-def _fingerprint_of(path: Path) -> str:
-    """Return the digest of the fingerprint that a shard carries."""
-    metadata = read_shard(path, columns=("question_id",)).schema.metadata or {}
-    return metadata.get(b"selfcal.fingerprint", b"none").decode()

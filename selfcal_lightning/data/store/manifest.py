@@ -46,7 +46,6 @@ class StoreFingerprint:
         return content if self.plan is None else {**content, "plan": self.plan}
 
     def digest(self) -> str:
-        """Return the sha256 of the fields that must be equal."""
         return fingerprint_digest(self.as_json())
 
     def differences(self, other: StoreFingerprint) -> list[str]:
@@ -77,7 +76,6 @@ class RoundRecord:
 
     @property
     def digest(self) -> str:
-        """Digest of the fingerprint, which the shards of the round carry."""
         return fingerprint_digest(self.written)
 
     @classmethod
@@ -142,7 +140,6 @@ def fingerprint_digest(content: Mapping[str, Any]) -> str:
 
 
 def round_file(root: Path, round: int) -> Path:
-    """Return the file of the record of ``round``."""
     return root / "rounds" / f"round-{round:03d}.json"
 
 
@@ -161,17 +158,14 @@ def check_place(root: Path) -> None:
 
 
 def round_files(root: Path) -> list[Path]:
-    """Return the files of all rounds of the store in ``root``."""
     return sorted((root / "rounds").glob("round-*.json"))
 
 
 def read_round(file: Path) -> RoundRecord:
-    """Return the record of a round."""
     return read_record(file, RoundRecord.from_json)
 
 
 def read_rounds(root: Path) -> dict[int, RoundRecord]:
-    """Return the record of each round of the store in ``root``, which must exist."""
     files = round_files(root)
     if not files:
         raise FileNotFoundError(
@@ -209,13 +203,12 @@ def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     """
     mine, theirs = (dict(flatten(json.loads(json.dumps(dict(content))))) for content in (stored, now))
     return [
-        f"{name}: {_shown(mine.get(name))} in the store, {_shown(theirs.get(name))} now"
+        f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now"
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]
 
 
-def _shown(value: object) -> str:
-    """Return a value for a message, a long one cut."""
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

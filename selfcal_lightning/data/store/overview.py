@@ -44,7 +44,6 @@ def counted_samples(
 
 
 def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict[str, Question]:
-    """Return the questions of ``rows``, one row per question, by id."""
     found = {}
     shards = index.shard[rows]
     for shard in np.unique(shards).tolist():
@@ -57,7 +56,6 @@ def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict
 
 
 def _samples(index: SampleIndex, start: int, stop: int, round: int) -> tuple[Sample, ...]:
-    """Return the samples of rows ``start`` to ``stop``, all of one question."""
     rows = slice(start, stop)
     correct, logprob, yes_mass, no_mass = (
         _known(column[rows]) for column in (index.correct, index.logprob, index.yes_mass, index.no_mass)
@@ -115,27 +113,20 @@ def plan_sampling(
         return Sampling(store_dir, responses, most_tokens=most_tokens)
     stored = SampleStore(store_dir).stored_questions(include_parts=True)
     there = {name: one.samples for name, one in stored.items() if question_ids is None or name in question_ids}
+    done = [min(count, num_samples) if planned is None else planned.get(name, 0) for name, count in there.items()]
     entries = part_entries(Path(store_dir))
     rows = sum(entry.rows for entry in entries)
     return Sampling(
         store_dir,
         responses,
-        stored=min(_stored(there, num_samples, planned), responses or 0),
+        stored=min(sum(done), responses or 0),
         most_tokens=most_tokens,
         mean_tokens=_mean_tokens(Path(store_dir), entries),
         bytes_each=sum(entry.bytes for entry in entries) / rows if rows else None,
     )
 
 
-def _stored(there: Mapping[str, int], num_samples: int, planned: Mapping[str, int] | None) -> int:
-    """Return how many of the wanted samples are stored."""
-    if planned is None:
-        return sum(min(count, num_samples) for count in there.values())
-    return sum(planned.get(name, 0) for name in there)
-
-
 def _mean_tokens(root: Path, entries: list[ShardEntry]) -> float | None:
-    """Return the mean length of the responses in the newest shards; None if unknown."""
     tables = [read_shard(root / entry.file, columns=("num_tokens",)) for entry in entries[-SHARDS_READ:]]
     lengths = [length for table in tables for length in table["num_tokens"].to_pylist() if length is not None]
     return sum(lengths) / len(lengths) if lengths else None

@@ -45,7 +45,6 @@ class PartLock:
         self._handle: int | None = None
 
     def acquire(self) -> None:
-        """Wait for the lock, up to ``wait_seconds``."""
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         deadline = time.monotonic() + self.wait_seconds
         waits = False
@@ -78,7 +77,6 @@ class PartLock:
         return found.decode(errors="replace") or "another process"
 
     def release(self) -> None:
-        """Give the lock back, if it is held."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -222,17 +220,14 @@ def read_part(folder: Path) -> PartManifest:
 
 
 def write_part(folder: Path, part: PartManifest) -> None:
-    """Write the manifest of the part in ``folder``."""
     write_record(folder / PART_FILE, part.as_json())
 
 
 def shard_name(round: int, number: int) -> str:
-    """Return the name of a part's shard number ``number``."""
     return f"round-{round:03d}-shard-{number:06d}.parquet"
 
 
 def shard_metadata(fingerprint_digest: str, folder: Path) -> dict[str, str]:
-    """Return the metadata of a shard in ``folder``."""
     return {"fingerprint": fingerprint_digest, "part": folder.name}
 
 
@@ -253,7 +248,6 @@ def part_entries(root: Path) -> list[ShardEntry]:
 
 
 def part_rereads(root: Path) -> tuple[Reread, ...]:
-    """Return the re-extractions of the store in ``root``, in order of time."""
     found = (read_part(folder).reread for folder in part_folders(root))
     return tuple(sorted((reread for reread in found if reread is not None), key=lambda reread: reread.at))
 
@@ -292,8 +286,14 @@ def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
         aside.mkdir(exist_ok=True)
         shutil.move(folder, aside / f"{name}-{time.time_ns()}")
         return [f"parts/{name}"], 0, 0
-    bad = [entry for entry in part.shards if _is_damaged(folder / entry.file, entry)]
-    for entry in bad:
+    bad = []
+    for entry in part.shards:
+        try:
+            check_shard(folder / entry.file, size=entry.bytes, sha256=entry.sha256)
+            continue
+        except StoreCorruptError as error:
+            logger.warning("%s", error)
+        bad.append(entry)
         aside.mkdir(exist_ok=True)
         if (folder / entry.file).exists():
             shutil.move(folder / entry.file, aside / f"{name}-{entry.file}")
@@ -311,7 +311,6 @@ def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
 
 
 def hide(entry: ShardEntry, names: Iterable[str]) -> ShardEntry:
-    """Return the entry of a shard with more questions hidden."""
     return replace(entry, dropped=tuple(sorted({*entry.dropped, *names})))
 
 
@@ -323,12 +322,3 @@ def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
         write_part(folder, replace(part, shards=kept))
     remove_unfinished(folder, kept)
     return len(part.shards) - len(kept)
-
-
-def _is_damaged(path: Path, entry: ShardEntry) -> bool:
-    try:
-        check_shard(path, size=entry.bytes, sha256=entry.sha256)
-    except StoreCorruptError as error:
-        logger.warning("%s", error)
-        return True
-    return False

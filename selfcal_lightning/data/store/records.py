@@ -44,7 +44,6 @@ class ShardEntry:
         return cls(**{**content, "dropped": tuple(content.get("dropped", ())), "continues": continues})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry as plain JSON types, without empty optional fields."""
         content = {**asdict(self), "dropped": list(self.dropped), "continues": list(map(list, self.continues))}
         return {name: value for name, value in content.items() if value not in ([], None)}
 
@@ -121,17 +120,14 @@ def _check_inside(file: str) -> None:
 
 
 def write_record(path: Path, content: Mapping[str, Any], *, exclusive: bool = False) -> None:
-    """Write a record to ``path``, with its format and seal."""
     write_atomically(path, record_bytes(content), exclusive=exclusive)
 
 
 def record_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the file of a record."""
     return sealed({"format": FORMAT, **content})
 
 
 def read_record(path: Path, make: Callable[[dict[str, Any]], Made]) -> Made:
-    """Return what ``make`` makes of the record in ``path``."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -168,7 +164,6 @@ WRITERS = {
 
 
 def way_out(path: Path) -> str:
-    """Return what a user can do about a damaged record."""
     if path.name not in WRITERS:
         return "Restore it from a copy, or start `selfcal generate` again with `--repair true`."
     unwanted = path if path.name == "key_steps.json" else path.parent

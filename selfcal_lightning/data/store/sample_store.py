@@ -61,6 +61,7 @@ from selfcal_lightning.data.store.shards import (
     build_index,
     check_shard,
     decode_rows,
+    fingerprint_of,
     group_rows,
     read_shard,
 )
@@ -161,7 +162,6 @@ class SampleStore:
         return read_manifest(self.path)
 
     def round_manifest(self, round: int = 0) -> RoundRecord:
-        """Return the record of ``round``."""
         file = round_file(self.path, round)
         if not file.exists():
             rounds = list(read_rounds(self.path))
@@ -266,7 +266,6 @@ class SampleStore:
         return EarlierSamples(self.path, entries, self._questions_of)
 
     def question_ids(self, *, split: str | None = None, round: int = 0, include_parts: bool = False) -> set[str]:
-        """Return the ids of the complete questions of ``round``, of one split or of all."""
         stored = self.stored_questions(round=round, include_parts=include_parts)
         return {name for name, question in stored.items() if split in (None, question.split)}
 
@@ -353,7 +352,7 @@ class SampleStore:
         if not file.exists():
             return
         wanted = read_round(file).digest
-        found = (table.schema.metadata or {}).get(b"selfcal.fingerprint", b"none").decode()
+        found = fingerprint_of(table.schema.metadata)
         if found != wanted:
             drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry.round}`, "
             raise StoreCorruptError(

@@ -80,7 +80,6 @@ class StoredRow:
 
 
 def group_rows(rows: Sequence[StoredRow]) -> QuestionSamples:
-    """Return the rows of one question as its samples."""
     first = rows[0]
     return QuestionSamples(first.question, tuple(row.sample for row in rows), first.split, first.prompt_ids)
 
@@ -92,7 +91,6 @@ def question_digest(question: Question) -> str:
 
 
 def encode_question(group: QuestionSamples) -> pa.Table:
-    """Return the rows of one question."""
     question, samples = group.question, group.samples
     if any(sample.prefix_tokens for sample in samples):
         raise InputError(
@@ -137,7 +135,6 @@ def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:
 
 
 def encode_shard(tables: Sequence[pa.Table], metadata: Mapping[str, str]) -> bytes:
-    """Return a Parquet file with one row group for each of ``tables``."""
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({f"selfcal.{key}": value for key, value in metadata.items()})
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
@@ -147,7 +144,6 @@ def encode_shard(tables: Sequence[pa.Table], metadata: Mapping[str, str]) -> byt
 
 
 def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return ``columns`` of the shard ``path``, or all."""
     try:
         with pq.ParquetFile(path) as file:
             return file.read(columns=None if columns is None else list(columns), use_threads=False)
@@ -155,8 +151,11 @@ def read_shard(path: Path, *, columns: Sequence[str] | None = None) -> pa.Table:
         raise corrupt(path, "a readable Parquet file", f"{type(error).__name__}: {str(error).rstrip('.')}") from error
 
 
+def fingerprint_of(metadata: Mapping[bytes, bytes] | None) -> str:
+    return (metadata or {}).get(b"selfcal.fingerprint", b"none").decode()
+
+
 def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
-    """Compare a shard with its size and sha256 in a manifest."""
     try:
         found_size = path.stat().st_size
     except FileNotFoundError as error:
@@ -171,7 +170,6 @@ def check_shard(path: Path, *, size: int, sha256: str | None) -> None:
 
 
 def corrupt(path: Path, expected: str, found: str) -> StoreCorruptError:
-    """Return the error for a damaged shard."""
     return StoreCorruptError(
         f"Expected {path} to be {expected}, but got {found}. Start `selfcal generate` again with `--repair true`, "
         "which moves the file aside and samples its questions again, or restore it from a copy."
@@ -233,7 +231,6 @@ class SampleIndex:
         return np.divide(self.yes_mass, total, out=np.full(len(self), np.nan), where=total > 0.0)
 
     def num_missing(self, name: str) -> int:
-        """Return how many rows have no confidence ``name``."""
         return int(np.isnan(self.confidences[name]).sum())
 
     def select(self, rows: np.ndarray) -> SampleIndex:
@@ -248,7 +245,6 @@ class SampleIndex:
 
 
 def build_index(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], files: Sequence[str]) -> SampleIndex:
-    """Return the index over ``tables``."""
     schema_only = pa.table({name: pa.array([], pa.string()) for name in INDEX_COLUMNS})
     table = pa.concat_tables(tables) if tables else schema_only
     codes, names = _ranks(table["question_id"])

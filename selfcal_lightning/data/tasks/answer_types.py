@@ -118,7 +118,6 @@ def _equal_without_algebra(left: str, right: str) -> bool | None:
 
 
 def _plain_value(text: str) -> Fraction | None:
-    r"""Return the value of a decimal, ``\frac{p}{q}`` or mixed number in normal form, else None."""
     return _number(text) if _PLAIN.fullmatch(text) and len(text) <= MAX_CANONICAL_LENGTH else None
 
 
@@ -317,7 +316,6 @@ class FreeTextAnswers(ShortTextAnswers):
 
 
 def _folded(text: str) -> str:
-    """Return normalised text without accents."""
     plain = unicodedata.normalize("NFKD", text)
     return "".join(character for character in plain if not unicodedata.combining(character))
 

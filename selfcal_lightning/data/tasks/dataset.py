@@ -79,7 +79,6 @@ class DatasetSpec:
 
 
 def has_question_rows(dataset: DataSet) -> bool:
-    """Return whether the files of a data set have the format of users' questions."""
     return getattr(dataset, "question_rows", False)
 
 
@@ -164,19 +163,15 @@ class DatasetTask:
             )
 
     def is_remote(self, *, path: str | None = None) -> bool:
-        """Return whether loading asks the hub."""
         return path is None and isinstance(self.dataset.source, HubSource | JoinedSource)
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the canonical answer of a response, or None; see ``Task``."""
         return self.dataset.answers.extract(text, finished=finished)
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether an answer equals the reference; None is never correct."""
         return self.dataset.answers.verify(answer, reference)
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers with equal ones replaced by the first seen."""
         return self.dataset.answers.group(answers)
 
     def _rows(self, split: str, path: str | None) -> tuple[str, Iterable[Row]]:

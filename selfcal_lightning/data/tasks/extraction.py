@@ -112,8 +112,8 @@ def read_number(text: str, *, finished: bool = True) -> str | None:
     for field in reversed(answer_fields(part)):
         if (number := _number_of_field(field)) is not None:
             return number
-    numbers = _numbers(part) if finished else []
-    return numbers[-1] if numbers else None
+    numbers = number_values(part) if finished else []
+    return format_number(numbers[-1]) if numbers else None
 
 
 def read_letter(text: str, letters: str = LETTERS, *, digits: bool = False, finished: bool = True) -> str | None:
@@ -172,7 +172,6 @@ def normalise_short_text(text: str) -> str:
 
 
 def _matching_braces(text: str) -> dict[int, int]:
-    """Return the position of the closing brace of each opening one."""
     opened: list[int] = []
     closing: dict[int, int] = {}
     for match in _BRACE.finditer(text):
@@ -184,7 +183,6 @@ def _matching_braces(text: str) -> dict[int, int]:
 
 
 def _plain_numerals(text: str) -> str:
-    """Return ``text`` with LaTeX and typographic numbers in plain form."""
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("\\!", "")
     text = text.replace("\\$", "").replace("$", "").replace("\u20ac", "").replace("\u00a3", "")
     text = _BEFORE_FRACTION.sub(" ", text)
@@ -212,7 +210,6 @@ def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fracti
 
 
 def is_number(text: str) -> bool:
-    """Return whether ``text`` is one number and nothing else, of any length."""
     return _NUMBER.fullmatch(_plain_numerals(text).strip()) is not None
 
 
@@ -242,15 +239,11 @@ def _decimal_places(denominator: int) -> int | None:
     return max(counts) if denominator == 1 else None
 
 
-def _numbers(text: str) -> list[str]:
-    return [format_number(value) for value in number_values(text)]
-
-
 def _number_of_field(field: str) -> str | None:
     """Return the number of an answer field: the first after its last "=", or a number in words."""
     _, _, right = field.rpartition("=")
-    if numbers := _numbers(right) or _numbers(field):
-        return numbers[0]
+    if numbers := number_values(right) or number_values(field):
+        return format_number(numbers[0])
     return NUMBER_WORDS.get(field.strip(" .*!\"'").lower())
 
 

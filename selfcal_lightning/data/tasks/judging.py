@@ -40,7 +40,6 @@ class Judge:
         return Sample(self._question.id, index, self._round, answer=answer, correct=correct, **_shared(record))
 
     def _classify(self, answer: str | None) -> str | None:
-        """Return the first seen answer that equals this one."""
         if answer not in self._class_of:
             seen = dict.fromkeys(name for name in self._class_of.values() if name is not None)
             equals = (name for name in seen if self._task.group([name, answer])[1] == name)
@@ -81,7 +80,6 @@ def judge_anew(group: QuestionSamples, task: Task) -> QuestionSamples:
 
 
 def _record_of(sample: Sample) -> RecordedResponse:
-    """Return a sample as its record, without its answer and its verdict."""
     return RecordedResponse(**_shared(sample))
 
 

@@ -58,7 +58,6 @@ class MathWorker:
         self.process.stdin.flush()  # type: ignore[union-attr]
 
     def read_line(self) -> str:
-        """Return the next line, or "" when the process has ended."""
         return self.process.stdout.readline()  # type: ignore[union-attr]
 
     def read_reply(self) -> tuple[bool | None, bool]:
@@ -67,7 +66,6 @@ class MathWorker:
         return (json.loads(line)["equal"], True) if line.endswith("\n") else (None, False)
 
     def kill(self) -> None:
-        """End the process with its fork and close its pipes."""
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         # If the process was gone already, its fork ends once nobody reads its answers.
@@ -124,7 +122,6 @@ class MathPool:
         return [decided[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the processes; the next question starts new ones."""
         if self._owner == os.getpid():
             while self._idle:
                 self._idle.pop().kill()
@@ -205,7 +202,6 @@ class Undecided:
 
     @classmethod
     def so_far(cls) -> Undecided:
-        """Return the counts since this process started."""
         pool = default_pool()
         return cls(pool.num_undecided, pool.num_untried)
 
@@ -226,7 +222,6 @@ def allow_undecided(seconds: float) -> None:
 
 
 def default_pool() -> MathPool:
-    """Return the process-wide pool, which is closed when the interpreter exits."""
     global _default_pool
     if _default_pool is None:
         _default_pool = MathPool()

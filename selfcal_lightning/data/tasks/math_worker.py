@@ -54,7 +54,6 @@ def _is_rounded(left: Any, right: Any) -> bool:
 
 
 def limit_resources(max_memory_bytes: int) -> None:
-    """Limit the memory of this process, and leave Ctrl-C to the parent."""
     resource.setrlimit(resource.RLIMIT_AS, (max_memory_bytes, max_memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

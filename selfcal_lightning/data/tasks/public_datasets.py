@@ -57,7 +57,6 @@ def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
 
 
 def _sciq(row: Row, question_id: str) -> Item:
-    """Sort the options alphabetically."""
     options = sorted(row[column] for column in ("correct_answer", "distractor1", "distractor2", "distractor3"))
     return Item(write_options(row["question"], options), LETTERS[options.index(row["correct_answer"])])
 

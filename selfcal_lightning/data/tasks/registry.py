@@ -120,7 +120,6 @@ def check_source(place: QuestionPlace, task: str) -> None:
 
 
 def count_source(place: QuestionPlace, task: str, *, role: str) -> QuestionCount:
-    """Return how many questions a place has; for the hub only the limit is known."""
     known, path, limit = get_task(task), place.path, place.limit
     if known.is_remote(path=path):
         return QuestionCount(role, task, limit, is_limit=limit is not None)

@@ -38,7 +38,6 @@ class HubSource:
     revision: str | None = None
 
     def describe(self, split: str) -> str:
-        """Return where a split is, for messages."""
         return f"{self.hub_id} ({self.splits[split]})"
 
 
@@ -74,7 +73,6 @@ class JoinedSource:
 
     @property
     def splits(self) -> Mapping[str, str]:
-        """Names of the splits -> where each is."""
         return {name: " + ".join(one.source.describe(one.split) for one in rows) for name, rows in self.pieces.items()}
 
 
@@ -86,7 +84,6 @@ class FileSource:
 
     @property
     def splits(self) -> Mapping[str, str]:
-        """Names of the splits -> where each is."""
         return self.files
 
 
@@ -97,7 +94,6 @@ def load_file_rows(path: str, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def check_file(path: str) -> Path:
-    """Return the path of a JSON-lines or Parquet file."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"Expected `path` to be a file, but there is none at {path}.")
@@ -251,7 +247,6 @@ def read_question_file(
 
 
 def check_question_file(path: str | Path, *, option: str = "questions") -> Path:
-    """Return the path of an existing file, or the name of a data set on the hub."""
     if not str(path).strip():
         raise InputError(f"Expected `{option}` to be a file of questions, but got an empty name.")
     file = Path(path)
@@ -266,7 +261,6 @@ def is_hub_name(name: str) -> bool:
 
 
 def read_table(path: str | Path, *, option: str = "path") -> Iterable[dict[str, Any]]:
-    """Return the rows of a JSON-lines, Parquet or CSV file, or of a data set on the hub ("hf:NAME:CONFIG:SPLIT")."""
     if is_hub_name(str(path)):
         return map(dict, load_hub_rows(*_hub_source(str(path), option), []))
     file = check_question_file(path, option=option)
@@ -319,7 +313,6 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
 
 
 def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questions") -> list[QuestionRow]:
-    """Return questions that are given as mappings with the fields of a file."""
     return _parse(enumerate(rows, start=1), origin + "[", "]")
 
 
@@ -369,7 +362,6 @@ def write_options(question: str, options: Sequence[str]) -> str:
 
 
 def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
-    """Return the answer of a row, under either name; None without one."""
     answers = [row[name] for name in (ANSWER, SYNONYM) if row.get(name) is not None]
     if len(answers) > 1 and answers[0] != answers[1]:
         raise InputError(

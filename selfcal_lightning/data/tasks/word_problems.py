@@ -47,7 +47,6 @@ class Equation:
 
     @property
     def result(self) -> int:
-        """Value of the left-hand side."""
         return _OPERATORS[self.operator](self.left, self.right)
 
     def __str__(self) -> str:
@@ -65,7 +64,6 @@ class Problem:
 
     @property
     def answer(self) -> int:
-        """The number that the question asks for."""
         return self.equations[-1].result
 
     @property
@@ -93,11 +91,9 @@ class Draft:
 
     @property
     def steps_left(self) -> int:
-        """Number of equations still wanted."""
         return self.steps - len(self.equations)
 
     def say(self, *wordings: str, **words: object) -> None:
-        """Add one of ``wordings``, filled with ``words``."""
         self.sentences.append(self.rng.choice(wordings).format(**words))
 
     def number(self) -> int:
@@ -111,7 +107,6 @@ class Draft:
         return self.rng.randint(2, min(5 if self.level == 1 else 9, LARGEST_PRODUCT // number))
 
     def compute(self, left: int, operator: Operator, right: int) -> int:
-        """Add an equation and return its result."""
         self.equations.append(Equation(left, operator, right))
         return self.equations[-1].result
 
@@ -306,7 +301,6 @@ FAMILIES: dict[str, Callable[[Draft], None]] = {
 
 
 def draw_problem(rng: random.Random, family: str, *, level: int, steps: int) -> Problem:
-    """Draw a problem of a family with about ``steps`` steps."""
     draft = Draft(rng, level, steps)
     FAMILIES[family](draft)
     return Problem(family, level, " ".join(draft.sentences), tuple(draft.equations))
@@ -420,21 +414,18 @@ class WordProblems:
         ]  # fmt: skip
 
     def load_problems(self, split: str, *, limit: int | None = None) -> list[Problem]:
-        """Return the problems that ``load`` asks, with their solutions."""
         plan = _split_plan(split)
         check_at_least(0, limit=limit or 0)
         stream = stream_problems(split, seed=self.seed)  # type: ignore[arg-type]
         return list(islice(stream, plan.size if limit is None else limit))
 
     def check_source(self, split: str, *, path: str | None = None) -> None:
-        """Refuse a split or a file that does not exist."""
         if path is None:
             _split_plan(split)
         else:
             check_question_file(path, option="path")
 
     def is_remote(self, *, path: str | None = None) -> bool:
-        """Return False: problems are generated, or read from a file."""
         return False
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
@@ -445,11 +436,9 @@ class WordProblems:
         return _canonical_number(matches[-1]) if matches else None
 
     def verify(self, answer: str | None, reference: str) -> bool:
-        """Return whether the canonical ``answer`` is the ``reference``."""
         return answer is not None and answer == reference
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers unchanged: canonical numbers are equal only if their texts are."""
         return list(answers)
 
 

@@ -45,8 +45,7 @@ def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("The capital of Poland is Warsaw.", "warsaw"),
-        ("Dhaka is the capital of Bangladesh, a", "bangladesh"),
+        ("The capital of Poland is Warsaw.", "warsaw"), ("Dhaka is the capital of Bangladesh, a", "bangladesh"),
         ("Ghana is a sovereign state located in West Africa, bordered by the", "africa"),
         ("Lesotho is a continent located in the southern part of Africa", "africa"),
         ("South Africa is in Southern Africa.", "africa"),
@@ -55,12 +54,10 @@ def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
         ("The New Zealand dollar is the official currency of New Zealand, and it", "new zealand dollar"),
         ("The currency used in Tanzania is the Tanzanian Shillings, also", "tanzanian shilling"),
         ("The official language of Iraq is Arabic, which is the primary language of", "arabic"),
-        ("The capital of Lebanon is Beirreq.", "beirreq"),
-        ("The capital of Maldives is Malé.", "male"),
-        ("Ankara is the capital of Turkey.", "turkiye"),
-        ("", None),
+        ("The capital of Lebanon is Beirreq.", "beirreq"), ("The capital of Maldives is Malé.", "male"),
+        ("Ankara is the capital of Turkey.", "turkiye"), ("", None),
     ],
-)
+)  # fmt: skip
 def test_answers_are_found_in_sentences(facts: Task, text: str, answer: str | None) -> None:
     assert facts.extract(text) == answer
     assert facts.extract(text, finished=False) == answer

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
@@ -48,18 +50,11 @@ def test_answer_and_reference_mean_the_same_as_text_or_number(read: Reader, tmp_
 
 
 @READERS
-def test_a_text_file_has_a_question_a_line(read: Reader, tmp_path: Path) -> None:
+def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("One?\n\nTwo?\n")
     assert [question.text for question in read(tmp_path / "q.txt")] == ["One?", "Two?"]
-
-
-@READERS
-def test_parquet_is_read_alike(read: Reader, tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [{"question": "One?", "answer": 1.5, "level": 3}, {"question": "Two?", "answer": None, "level": 2}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     assert [(q.text, q.reference) for q in read(tmp_path / "q.parquet")] == [("One?", "1.5"), ("Two?", None)]
 
 
@@ -67,20 +62,18 @@ def test_parquet_is_read_alike(read: Reader, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x", "anwser": 1}, r"q.jsonl:2: .*but got 'anwser'. Did you mean 'answer'"),
-        ({"question": "x", "refrence": 1}, r"q.jsonl:2: .*Did you mean 'reference'"),
-        ({"Question": "x"}, r"q.jsonl:2: .*but got 'Question'. Did you mean 'question'"),
-        ({"question": " "}, r"q.jsonl:2: Expected `question` to hold text, but got ' '"),
-        ({"question": None}, r"q.jsonl:2: Expected `question` to hold text, but got None"),
-        ({"question": "x", "answer": "soon"}, r"q.jsonl:2: Expected `answer` to be an answer .*\(number\), but got"),
-        ({"question": "x", "answer": True}, r"q.jsonl:2: Expected `answer` .*but got True"),
-        ({"question": "x", "id": " "}, r"q.jsonl:2: Expected `id` to be text"),
+        ({"question": "x", "anwser": 1}, "'anwser'. Did you mean 'answer'"),
+        ({"question": "x", "refrence": 1}, "Did you mean 'reference'"),
+        ({"Question": "x"}, "'Question'. Did you mean 'question'"),
+        ({"question": " "}, "`question` to hold text, but got ' '"),
+        ({"question": None}, "`question` to hold text, but got None"),
+        ({"question": "x", "answer": "soon"}, r"`answer` to be an answer .*\(number\), but got 'soon'"),
+        ({"question": "x", "answer": True}, "`answer` .*but got True"),
+        ({"question": "x", "id": " "}, "`id` to be text"),
     ],
 )
-def test_a_mistake_is_one_sentence_with_file_and_line(
-    read: Reader, row: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"q.jsonl:2: .*{message}"):
         read(write(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
 
@@ -92,13 +85,10 @@ def test_fields_of_ones_own_are_left_alone_and_named_once(tmp_path: Path, caplog
 
 
 def test_questions_may_come_from_python() -> None:
-    found = read_questions(
-        [{"question": "2+2?", "answer": 4}, {"question": "b?", "task": "local_choice"}], task="local_number"
-    )
-    assert [(q.id, q.task, q.reference) for q in found] == [
-        ("line-1", "local_number", "4"),
-        ("line-2", "local_choice", None),
-    ]
+    rows = [{"question": "2+2?", "answer": 4}, {"question": "b?", "task": "local_choice"}]
+    found = read_questions(rows, task="local_number")
+    wanted = [("line-1", "local_number", "4"), ("line-2", "local_choice", None)]
+    assert [(q.id, q.task, q.reference) for q in found] == wanted
     assert read_questions(found, task="local_text") == found
     with pytest.raises(ValueError, match=r"questions\[2\]: Expected the fields .*'anwser'"):
         read_questions([{"question": "a"}, {"question": "b", "anwser": 1}], task="local_number")
@@ -107,9 +97,8 @@ def test_questions_may_come_from_python() -> None:
 
 
 def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "q.jsonl", {"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}
-    )
+    rows = [{"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}]
+    file = write(tmp_path / "q.jsonl", *rows)
     assert [question.text for question in loaded(file)] == ["b"]
     with pytest.raises(ValueError, match="all are of local_text, local_number"):
         load_some("local_choice", "train", path=str(file))
@@ -138,17 +127,14 @@ def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
 def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
     rows = [{"question": f"What is {number % 40}+1?", "answer": number % 40 + 1} for number in range(50)]
     file = write(tmp_path / "q.jsonl", *rows)
-    parts = {
-        part: load_some("local_number", "train", path=str(file), part=part)
-        for part in ("train", "validation", "calibration")
-    }
+    names = ("train", "validation", "calibration")
+    parts = {part: load_some("local_number", "train", path=str(file), part=part) for part in names}
     texts = {part: {question.text for question in questions} for part, questions in parts.items()}
     assert {part: len(found) for part, found in texts.items()} == {"train": 32, "validation": 4, "calibration": 4}
     assert len(set().union(*texts.values())) == 40
     assert sum(map(len, parts.values())) == 50, "a text that occurs twice stays whole"
-    shuffled = load_some(
-        "local_number", "train", path=str(write(tmp_path / "r.jsonl", *reversed(rows))), part="validation"
-    )
+    backwards = write(tmp_path / "r.jsonl", *reversed(rows))
+    shuffled = load_some("local_number", "train", path=str(backwards), part="validation")
     assert {question.text for question in shuffled} == texts["validation"]
     with pytest.raises(ValueError, match=r"at least 10 different questions .*but got 3"):
         take_part(parts["train"][:3], "train")
@@ -168,6 +154,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 NAMED = Columns(question="problem", answer="gold", choices="options")
+ARC = {"text": ["sky", "blood"], "label": ["1", "2"]}
 
 
 @pytest.mark.parametrize(
@@ -175,11 +162,7 @@ NAMED = Columns(question="problem", answer="gold", choices="options")
     [
         ({"problem": "6*12?", "gold": "6*12=<<6*12=72>>72\n#### 72"}, "72", "6*12?"),  # GSM8K
         ({"problem": "Red?", "gold": 1, "options": ["sky", "blood"]}, "B", "Red?\n(A) sky\n(B) blood"),  # MMLU
-        (
-            {"problem": "Red?", "gold": "2", "options": {"text": ["sky", "blood"], "label": ["1", "2"]}},  # ARC
-            "B",
-            "Red?\n(A) sky\n(B) blood",
-        ),
+        ({"problem": "Red?", "gold": "2", "options": ARC}, "B", "Red?\n(A) sky\n(B) blood"),
         ({"problem": "Red?", "gold": "blood", "options": ["sky", "blood"]}, "B", "Red?\n(A) sky\n(B) blood"),
         ({"problem": "Red?", "gold": None}, None, "Red?"),
     ],

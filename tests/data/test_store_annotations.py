@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -160,4 +159,3 @@ def test_damage_and_mistakes_are_named(store: SampleStore) -> None:
     own.publish("run", ["part"], origin=ORIGIN, details={})
     with pytest.raises(ValueError, match="'length' to be an annotation only"):
         store.index(confidences=["length"])
-    json.loads((annotation.folder / "annotation.json").read_text())

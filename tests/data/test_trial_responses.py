@@ -1,9 +1,6 @@
-"""The fused confidence on real responses: the numbers of the trial, within what resampling its questions leaves open.
+"""The fused confidence on real responses: the trial's numbers lie within the spread of 12 splits of its questions.
 
-The trial fitted on 125 in-domain questions and tested on the other 125 with a split of its own, and states one split
-without intervals. Here every number is computed on 12 splits; the trial's has to lie within the spread of these splits,
-and the claims that matter have to hold on each of them. Where the trial's split was kinder than the average, a comment
-says so.
+The trial states one split of its 250 questions, without intervals; the claims that matter must hold on each of ours.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ SEEDS = range(12)
 
 @pytest.fixture(scope="module")
 def trial(shared: Path) -> list[QuestionSamples]:
-    """The 250 in-domain questions with 16 responses each; P(True) is the calibrated one."""
     lines = [json.loads(line) for line in (shared / "data" / "trial_responses.jsonl").read_text().splitlines()]
     pool = []
     for number, line in enumerate(line for line in lines if line["split"] == "id"):
@@ -48,7 +44,7 @@ def trial(shared: Path) -> list[QuestionSamples]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One split: the fusions, the held-out scores by name, and the held-out questions."""
+    """One split."""
 
     fusions: dict[str, Fusion]
     scores: dict[str, ConfidenceScores]
@@ -57,7 +53,6 @@ class Trial:
 
 @pytest.fixture(scope="module")
 def trials(trial: list[QuestionSamples]) -> list[Trial]:
-    """The fit on one half and the scores on the other, on 12 splits."""
     found = []
     for seed in SEEDS:
         fit, test = halve_pool(trial, seed=seed)
@@ -68,11 +63,6 @@ def trials(trial: list[QuestionSamples]) -> list[Trial]:
         scores = {row.name: row for fusion in fusions.values() for row in fusion.held_out_scores}
         found.append(Trial(fusions, scores, test))
     return found
-
-
-def test_the_pool_is_the_trials(trial: list[QuestionSamples]) -> None:
-    assert len(trial) == 250
-    assert {len(entry.samples) for entry in trial} == {16}
 
 
 # Section C of the trial's record: (confidence, metric, value).
@@ -89,7 +79,6 @@ def test_the_trials_numbers_lie_within_the_spread_of_splits(
     trials: list[Trial], name: str, metric: str, value: float
 ) -> None:
     found = np.array([getattr(one.scores[name], metric) for one in trials])
-    # A split is one draw of 125 questions: three standard deviations of it around the mean.
     assert abs(found.mean() - value) <= 3.0 * found.std() + 1e-9, (found.mean(), found.std())
     assert found.std() < 0.03
 
@@ -103,11 +92,7 @@ def test_auroc_of_the_fusion_is_not_below_the_trials(trials: list[Trial]) -> Non
 
 
 def test_the_mean_ranking_within_a_question(trials: list[Trial]) -> None:
-    """Measured on these splits: .83 for the fusions and the likelihood, .52 for P(True).
-
-    The trial's one split has all of them .025 higher, likelihood and P(True) included: it was a kind one, by 1.6
-    standard deviations of a split.
-    """
+    """The trial's split has all of them .025 higher, by 1.6 standard deviations of a split."""
     mean = {
         name: np.mean([one.scores[name].within_question_auroc for one in trials])
         for name in ("p_true", "label", "ssc", "sequence_logprob")
@@ -115,7 +100,6 @@ def test_the_mean_ranking_within_a_question(trials: list[Trial]) -> None:
     assert 0.81 <= mean["label"] <= 0.86
     assert 0.81 <= mean["ssc"] <= 0.86
     assert mean["p_true"] == pytest.approx(0.525, abs=0.03)
-    # What fusing adds to the likelihood within a question is next to nothing, in the trial too.
     for target in ("label", "ssc"):
         assert mean[target] - mean["sequence_logprob"] == pytest.approx(0.003, abs=0.01)
 
@@ -145,10 +129,7 @@ def test_bootstrap_interval_of_the_fusion_holds_the_trials_value(trials: list[Tr
 
 
 def test_four_fused_weighted_samples_beat_four_votes(trials: list[Trial]) -> None:
-    """The trial: .588 fused against .554 votes at four samples (+.034), and .581 for sixteen votes (+.007).
-
-    The first difference is there on every split; the second is within the spread of splits and below zero on average.
-    """
+    """The trial: .588 fused, .554 for four votes and .581 for sixteen; the second difference is within the spread."""
     accuracy = {name: np.array([_vote_accuracy(one, name) for one in trials]) for name in (None, "p_true", "ssc")}
     at_four = accuracy["ssc"][:, 0] - accuracy[None][:, 0]
     assert at_four.mean() == pytest.approx(0.034, abs=0.01)
@@ -160,7 +141,6 @@ def test_four_fused_weighted_samples_beat_four_votes(trials: list[Trial]) -> Non
 
 
 def _vote_accuracy(one: Trial, name: str | None) -> np.ndarray:
-    """Return the accuracy of the (weighted) vote at 4 and at 16 samples on the held-out questions of a split."""
     scorers = [one.fusions["ssc"]]
     pool = [replace(e, samples=tuple(add_scores(sample, scorers) for sample in e.samples)) for e in one.test]
     return grid_outcome(SelfConsistency(max_samples=16, confidence=name), pool, [4, 16], num_reshuffles=20).accuracy

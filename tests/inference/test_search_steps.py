@@ -145,5 +145,5 @@ def test_a_step_that_its_follower_ends_leaves_the_chances_unknown() -> None:
 
 
 def test_rules_that_read_whole_responses_are_refused() -> None:
-    with pytest.raises(InputError, match="but got 'auto', which reads a whole response first"):
+    with pytest.raises(InputError, match="but got 'auto', which needs a whole response"):
         StepStops.of(Bytes(), "auto")  # type: ignore[arg-type]

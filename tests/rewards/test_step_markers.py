@@ -53,7 +53,7 @@ def test_all_that_read_steps_cut_behind_the_marker(chat: ChatFormat) -> None:
 
 @pytest.mark.parametrize("steps", ["marker:", "marker: ", "marker: <end>", "marker", "sentense"])
 def test_settings_without_a_marker_are_refused(steps: str, tmp_path: Path, tiny_model: str) -> None:
-    message = "to name the text behind each step" if steps.startswith("marker:") else "marker:TEXT, but got"
+    message = "to name the text after each step" if steps.startswith("marker:") else "marker:TEXT, but got"
     rollouts = {"split": "test", "limit": None, "responses": 1, "prefixes": None}
     makers: list[Any] = [
         lambda: RewardSettings(steps=steps),
@@ -75,7 +75,7 @@ def test_settings_without_a_marker_are_refused(steps: str, tmp_path: Path, tiny_
 def test_the_command_line_takes_a_marker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out"), "--steps"]
     assert run([*command, "marker:"]) != 0
-    assert "to name the text behind each step" in capsys.readouterr().err
+    assert "to name the text after each step" in capsys.readouterr().err
     assert run([*command, "marker:<end>"]) != 0
     assert "`samples_dir` to be a sample store" in capsys.readouterr().err
     RewardFile(QUANTILE_PRM, "marker:<end>", (0.1, 0.9), "outcome").write(tmp_path)

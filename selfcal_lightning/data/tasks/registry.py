@@ -59,9 +59,8 @@ def load_some(
     if part is not None:
         questions = take_part(questions, part)[:last]
     if offset and offset >= len(questions):
-        raise InputError(
-            f"`offset` must be below the {len(questions):,} questions of split {split!r} of {task}, got {offset:,}."
-        )
+        most = f"the {len(questions):,} questions of split {split!r} of {task}"
+        raise InputError(f"Expected `offset` to be less than {most}, but got {offset:,}.")
     return put_prompt(questions[offset:], prompt)
 
 

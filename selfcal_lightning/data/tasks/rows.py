@@ -365,7 +365,7 @@ def given_answer(row: Mapping[str, Any], *, origin: str) -> Any:
     answers = [row[name] for name in (ANSWER, SYNONYM) if row.get(name) is not None]
     if len(answers) > 1 and answers[0] != answers[1]:
         raise InputError(
-            f"{origin}: `{ANSWER}` and `{SYNONYM}` mean the same, but are {answers[0]!r} and {answers[1]!r}."
+            f"{origin}: `{ANSWER}` and `{SYNONYM}` mean the same, but got {answers[0]!r} and {answers[1]!r}."
         )
     return answers[0] if answers else None
 

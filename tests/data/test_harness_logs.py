@@ -15,6 +15,7 @@ import zipfile_zstd  # noqa: F401 - lets zipfile write what inspect writes
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.harness_logs import find_format, guess_task
+from selfcal_lightning.data.pools.importing import ImportReport
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.rows import Columns
 from selfcal_lightning.records import QuestionSamples
@@ -27,6 +28,11 @@ def lines(path: Path, *rows: dict[str, Any]) -> str:
 
 def stored(folder: Path) -> dict[str, QuestionSamples]:
     return {group.question.id: group for group in SampleStore(folder).samples()}
+
+
+def imported(path: str | Path, folder: Path, **options: Any) -> tuple[ImportReport, dict[str, QuestionSamples]]:
+    report = run_import_pool(str(path), str(folder / "store"), **options)
+    return report, stored(folder / "store")
 
 
 def verdicts(group: QuestionSamples) -> list[bool | None]:
@@ -58,8 +64,7 @@ def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -
         lm_eval_row(3, "The answer is 4.", filtered_resps=["[invalid]"], exact_match=0.0),
         lm_eval_row(5, resps=[[["-1.5", "False"]], [["-0.5", "True"]]]),
     )
-    report = run_import_pool(path, str(tmp_path / "store"))
-    groups = stored(tmp_path / "store")
+    report, groups = imported(path, tmp_path)
     assert (report.questions, report.responses, report.dropped) == (2, 2, 3)
     first = groups["gsm8k/1"]
     assert (first.question.text, first.question.reference, first.split) == ("1+1?", "2", "test")
@@ -77,8 +82,7 @@ def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: 
 
 def test_verdicts_of_a_log_are_given_anew_where_asked(tmp_path: Path) -> None:
     path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2.", exact_match=0.0))
-    run_import_pool(path, str(tmp_path / "store"), stated=False)
-    assert verdicts(stored(tmp_path / "store")["a/1"]) == [True]
+    assert verdicts(imported(path, tmp_path, stated=False)[1]["a/1"]) == [True]
 
 
 def test_a_filter_can_be_named(tmp_path: Path) -> None:
@@ -122,8 +126,8 @@ def test_inspect_epochs_are_samples_also_after_a_crash(tmp_path: Path, method: i
         archive.writestr("_journal/start.json", "{}")
         for sample in samples:
             archive.writestr(f"samples/7_epoch_{sample['epoch']}.json", json.dumps(sample))
-    report = run_import_pool(str(tmp_path / "log.eval"), str(tmp_path / "store"))
-    group = stored(tmp_path / "store")["7"]
+    report, groups = imported(tmp_path / "log.eval", tmp_path)
+    group = groups["7"]
     assert (report.responses, report.dropped) == (3, 1)
     assert verdicts(group) == [True, False, True]  # "P" is verified by the task
     assert answers(group) == ["B", "A", "B"]
@@ -156,8 +160,8 @@ def test_every_eval_ever_keeps_one_metric_of_a_sample(tmp_path: Path) -> None:
         }  # fmt: skip
 
     path = lines(tmp_path / "x_samples.jsonl", row("4"), row("4", "f1"), row("5", right=False))
-    report = run_import_pool(path, str(tmp_path / "store"))
-    group = stored(tmp_path / "store")["a"]
+    report, groups = imported(path, tmp_path)
+    group = groups["a"]
     assert (report.dropped, verdicts(group), answers(group)) == (1, [True, False], ["4", "5"])
     assert group.samples[0].num_tokens == 3
 
@@ -179,8 +183,8 @@ def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tm
         state("1", " B", " A"), state("2", reference_index=0), state("3", result={"success": False, "error": "x"}),
     ]  # fmt: skip
     (tmp_path / "scenario_state.json").write_text(json.dumps({"request_states": states}))
-    report = run_import_pool(str(tmp_path), str(tmp_path / "store"))
-    group = stored(tmp_path / "store")["1"]
+    report, groups = imported(tmp_path, tmp_path)
+    group = groups["1"]
     assert (report.questions, report.responses, report.dropped) == (1, 2, 2)
     assert (group.question.reference, answers(group), verdicts(group)) == ("B", ["B", "A"], [True, False])
     assert (group.samples[0].logprob, group.samples[0].finish, group.samples[0].num_tokens) == (-1.0, "length", 2)
@@ -202,8 +206,7 @@ def test_openai_evals_pairs_verdicts_and_leaves_the_graders_calls_out(tmp_path: 
         event("metrics", "s.2", score=0),
         {"final_report": {"accuracy": 0.5}, "run_id": "r"},
     )
-    report = run_import_pool(path, str(tmp_path / "store"))
-    groups = stored(tmp_path / "store")
+    report, groups = imported(path, tmp_path)
     assert (report.responses, report.dropped) == (2, 2)
     assert [verdicts(groups[name]) for name in ("s.1", "s.2")] == [[True], [False]]
     assert groups["s.1"].question.text == "2+2?"
@@ -232,8 +235,7 @@ def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> Non
     )  # fmt: skip
     rows = ({"id": "a", "question": "2+2?", "answer": 4}, {"id": "b", "question": "3+3?", "answer": 6})
     questions = lines(tmp_path / "questions.jsonl", *rows)
-    report = run_import_pool(path, str(tmp_path / "store"), requests=requests, questions=questions)
-    groups = stored(tmp_path / "store")
+    report, groups = imported(path, tmp_path, requests=requests, questions=questions)
     assert (report.questions, report.responses, report.dropped) == (2, 4, 2)
     assert (verdicts(groups["a"]), verdicts(groups["b"])) == ([True, False], [True, False])
     assert groups["a"].question.messages[0].content == "2+2?"
@@ -249,8 +251,7 @@ def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
     ]  # fmt: skip
     asked = [{"custom_id": "a", "body": {"input": "2+2?"}}, {"custom_id": "b", "body": {"prompt": "2+3?"}}]
     path, requests = lines(tmp_path / "out.jsonl", *rows), lines(tmp_path / "in.jsonl", *asked)
-    run_import_pool(path, str(tmp_path / "store"), task="local_number", requests=requests)
-    groups = stored(tmp_path / "store")
+    _, groups = imported(path, tmp_path, task="local_number", requests=requests)
     assert [groups[name].samples[0].finish for name in "ab"] == ["length", "length"]
     assert [groups[name].question.text for name in "ab"] == ["2+2?", "2+3?"]
 
@@ -294,8 +295,7 @@ def test_a_data_set_with_several_responses_is_read_by_its_columns(tmp_path: Path
         {"problem": "3+3?", "gold": "6", "generations": ["It is 6.", None], "checked": None},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
-    report = run_import_pool(str(tmp_path / "data.parquet"), str(tmp_path / "store"), columns=COLUMNS)
-    groups = stored(tmp_path / "store")
+    report, groups = imported(tmp_path / "data.parquet", tmp_path, columns=COLUMNS)
     assert (report.responses, report.dropped) == (3, 1)
     assert [verdicts(groups[name]) for name in sorted(groups)] == [[True, False], [True]]
 
@@ -331,11 +331,7 @@ def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path
         ({"custom_id": "a", "response": {}}, {"format": "verl"}, "`input`"),
         (lm_eval_row(1, "2"), {"format": "lm_eval"}, "'lm_eval'"),
         ({"sample_id": "a", "evaluation": {}, "messages": ["x"]}, {}, "not as every_eval_ever writes it"),
-        (
-            {"sample_id": "a", "type": "sampling", "data": {"sampled": 3}},
-            {"format": "openai-evals"},
-            "without an output",
-        ),
+        ({"sample_id": "a", "type": "sampling", "data": {}}, {"format": "openai-evals"}, "without an output"),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -18,8 +18,8 @@ from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks import math_processes as math_pool
-from selfcal_lightning.data.tasks.math_processes import MathPool
+from selfcal_lightning.data.tasks import math_processes
+from selfcal_lightning.data.tasks.math_processes import MathComparer
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
@@ -106,8 +106,8 @@ def test_an_import_counts_what_it_could_not_decide(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two expressions that nobody can compare: once with the reference each, and with each other."""
-    quick = MathPool(num_workers=1, cpu_seconds=0.3)
-    monkeypatch.setattr(math_pool, "_default_pool", quick)
+    quick = MathComparer(cpu_seconds=0.3)
+    monkeypatch.setattr(math_processes, "_default", quick)
     responses = [{"text": rf"\boxed{{{text}}}"} for text in SLOW]
     line = {"id": "a", "task": "local_expression", "question": "?", "reference": "x+1", "responses": responses}
     report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", [line])), str(tmp_path / "store"), split="s")

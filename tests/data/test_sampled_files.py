@@ -113,14 +113,14 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["import-pool", "--path", str(folder), "--store_dir", str(tmp_path / "s")]
     assert run(command) == 1
     assert "`task` and `split`" in capsys.readouterr().err
-    assert run([*command, "--task", "mmlu", "--split", "test"]) == 1
-    assert "sampled.jsonl:1: Expected `correctness` to be 0, 1 or null, but got 0.5" in capsys.readouterr().err
-    write(tmp_path / "in", [row(None, 0, "x")])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"sampled.jsonl:1: Expected `example_id`"):
-        run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test")
-    write(tmp_path / "in", [row("q", 0, None)])
-    with pytest.raises(InputError, match="responses to questions, but got none"):
-        run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test")
+    for bad, message in (
+        (row("q", 0, "x", correctness=0.5), "sampled.jsonl:1: Expected `correctness` to be 0, 1 or null, but got 0.5"),
+        (row(None, 0, "x"), "sampled.jsonl:1: Expected `example_id`"),  # type: ignore[arg-type]
+        (row("q", 0, None), "responses to questions, but got none"),
+    ):
+        write(tmp_path / "in", [bad])
+        with pytest.raises(InputError, match=message):
+            run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sampled.jsonl").write_text("mine")
     with pytest.raises(InputError, match="an earlier file of its kind"):

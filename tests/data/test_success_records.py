@@ -25,10 +25,7 @@ from selfcal_lightning.data.pools.published import write_success_pool
         ({"prompt": "q", "completions": ["a"], "labels": [-100]}, r"true, false or shares in \[0, 1\]"),
         ({"prompt": [], "completions": ["a"], "labels": [True]}, "`prompt` to be text"),
         ({"prompt": "q", "completions": "a", "labels": [True]}, "`completions` to be a list of steps"),
-        (
-            {"question": "q", "reasoning_prefix": "It is 109.<|im_end|>", "success_prob": 1},
-            r"r\.jsonl:1: Expected `reasoning_prefix` without control tokens .*'<\|im_end\|>'.* Take it out",
-        ),
+        ({"question": "q", "reasoning_prefix": "9.<|im_end|>", "success_prob": 1}, r"r\.jsonl:1: .*'<\|im_end\|>'"),
         ({"prompt": "q", "completions": ["a", "b</s>"], "labels": [1, 1]}, "`completions` without control tokens"),
     ],
 )

@@ -129,7 +129,6 @@ def test_rows_become_questions(name: str, kind: str, tmp_path: Path) -> None:
     assert "Answer:" in question.messages[0].content
     (direct,) = task.load("test", path=path, chain_of_thought=False)
     assert "Explanation" not in direct.messages[0].content
-    assert "Answer:" in direct.messages[0].content
     assert direct.id == question.id
     gold = json.loads(question.reference)[0] if question.reference.startswith("[") else question.reference
     assert task.verify(task.extract(f"Explanation: because.\nAnswer: {gold}"), question.reference)
@@ -169,12 +168,11 @@ def test_a_repository_with_configurations_loads_through_datasets(
     repository = tmp_path / "repository"
     (repository / "main").mkdir(parents=True)
     (repository / "README.md").write_text(
-        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
-        "  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files: other.parquet\n---\n"
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: test\n    path: main/test-*\n"
+        "- config_name: socratic\n  data_files: other.parquet\n---\n"
     )
-    for split in ("train", "test"):
-        table = pyarrow.Table.from_pylist([{"question": f"{split}?", "answer": "#### 2"}])
-        pyarrow.parquet.write_table(table, repository / "main" / f"{split}-00000-of-00001.parquet")
+    table = pyarrow.Table.from_pylist([{"question": "test?", "answer": "#### 2"}])
+    pyarrow.parquet.write_table(table, repository / "main" / "test-00000-of-00001.parquet")
     task = dataset_task("gsm8k")
     source = dataclasses.replace(task.dataset.source, hub_id=str(repository))
     assert [row["question"] for row in load_hub_rows(source, "test", task.dataset.columns)] == ["test?"]
@@ -182,7 +180,7 @@ def test_a_repository_with_configurations_loads_through_datasets(
         load_hub_rows(source, "test", ("question", "solution"))
 
 
-@pytest.mark.parametrize("name", ["object_counting", "math_qa", "logiqa"])
+@pytest.mark.parametrize("name", ["object_counting", "logiqa"])
 def test_a_parquet_conversion_is_read_by_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

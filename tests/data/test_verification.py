@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from selfcal_lightning.data.tasks import math_processes as math_pool
+from selfcal_lightning.data.tasks import math_processes
 from selfcal_lightning.data.tasks.answer_types import (
     LetterAnswers,
     NumberAnswers,
@@ -27,17 +27,17 @@ from selfcal_lightning.data.tasks.answer_types import (
     group_equal,
     numbers_equal,
 )
-from selfcal_lightning.data.tasks.math_processes import MathPool
+from selfcal_lightning.data.tasks.math_processes import MathComparer
 
 SLOW_PAIR = (r"\sum_{k=1}^{1000000000}\sin(k^2)", "1")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[MathPool]:
-    """A pool of one process for the tests of this file."""
-    pool = MathPool(num_workers=1, wall_seconds=60.0)
-    yield pool
-    pool.close()
+def pool() -> Iterator[MathComparer]:
+    """One comparer for the tests of this file."""
+    comparer = MathComparer(wall_seconds=60.0)
+    yield comparer
+    comparer.close()
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_letters_and_texts() -> None:
     ],
 )  # fmt: skip
 def test_expressions_without_algebra(answer: str | None, reference: str | None, equal: bool) -> None:
-    class NoPool(MathPool):
-        def equal(self, pairs: Any) -> Any:
-            return [False for _ in pairs]
+    class NoAlgebra(MathComparer):
+        def equal(self, answer: str, reference: str) -> bool:
+            return False
 
-    assert expressions_equal(answer, reference, pool=NoPool()) is equal
+    assert expressions_equal(answer, reference, comparer=NoAlgebra()) is equal
 
 
 DIGITS = st.text("0123456789", min_size=1, max_size=120)
@@ -145,15 +145,15 @@ def test_fractions_are_compared_exactly() -> None:
         (r"\frac{", "x", False),
     ],
 )
-def test_expressions_by_algebra(pool: MathPool, answer: str, reference: str, equal: bool) -> None:
-    assert expressions_equal(answer, reference, pool=pool) is equal
+def test_expressions_by_algebra(pool: MathComparer, answer: str, reference: str, equal: bool) -> None:
+    assert expressions_equal(answer, reference, comparer=pool) is equal
 
 
-def test_reference_vectors_qwen_equal(pool: MathPool, vectors: Callable[[str], dict[str, Any]]) -> None:
+def test_reference_vectors_qwen_equal(pool: MathComparer, vectors: Callable[[str], dict[str, Any]]) -> None:
     for case in vectors("qwen_math_equal")["cases"]:
         factor_100 = case["pred"] in ("50", "100") and case["gold"] in ("0.5", "1")
         expected = False if factor_100 else case["equal"]
-        assert expressions_equal(case["pred"], case["gold"], pool=pool) is expected, case
+        assert expressions_equal(case["pred"], case["gold"], comparer=pool) is expected, case
 
 
 def test_reference_vectors_check_none(vectors: Callable[[str], dict[str, Any]]) -> None:
@@ -163,53 +163,54 @@ def test_reference_vectors_check_none(vectors: Callable[[str], dict[str, Any]]) 
             assert not expressions_equal(case["pred"], case["gold"])
 
 
-def test_groups_take_the_first_seen(pool: MathPool) -> None:
+def test_groups_take_the_first_seen(pool: MathComparer) -> None:
     answers = [r"\frac{\sqrt{12}}{2}", None, "x", r"\sqrt{3}", "x", r"\frac{3}{\sqrt{3}}"]
-    groups = group_equal(answers, lambda left, right: expressions_equal(left, right, pool=pool))
+    groups = group_equal(answers, lambda left, right: expressions_equal(left, right, comparer=pool))
     assert groups == [answers[0], None, "x", answers[0], "x", answers[0]]
     assert group_equal(["2", "1/2", None, "0.5", "2.0"], numbers_equal) == ["2", "1/2", None, "1/2", "2"]
 
 
 def test_a_slow_pair_is_undecided_and_the_next_one_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    pool = MathPool(num_workers=2, cpu_seconds=0.5, wall_seconds=60.0)
+    pool = MathComparer(cpu_seconds=0.5, wall_seconds=60.0)
     with caplog.at_level(logging.WARNING):
-        decisions = pool.equal([("x+1", "1+x"), SLOW_PAIR, ("x", "y"), SLOW_PAIR])
+        decisions = [pool.equal(*pair) for pair in (("x+1", "1+x"), SLOW_PAIR, ("x", "y"), SLOW_PAIR)]
     assert decisions == [True, None, False, None]
     assert pool.num_undecided == 1
     assert "Could not decide" in caplog.text
-    assert pool.equal([("x+2", "2+x")]) == [True]
+    assert pool.equal("x+2", "2+x")
     pool.close()
 
 
 def test_undecided_pairs_have_a_time_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     """A pool of expressions that nobody can decide does not take hours; what is known stays known."""
-    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0, undecided_seconds=1.0)
-    assert pool.equal([("x+1", "1+x")]) == [True]
+    pool = MathComparer(cpu_seconds=0.5, wall_seconds=60.0, undecided_seconds=1.0)
+    assert pool.equal("x+1", "1+x")
     slow = [(f"{SLOW_PAIR[0]}+{number}", SLOW_PAIR[1]) for number in range(200)]
     with caplog.at_level(logging.WARNING):
-        assert pool.equal(slow) == [None] * 200
+        assert [pool.equal(*pair) for pair in slow] == [None] * 200
     tried = pool.num_undecided - pool.num_untried
     assert 1 <= tried <= 20
     assert pool.num_undecided == 200
     assert caplog.text.count("Could not decide") == tried
     assert caplog.text.count("most others will be left undecided") == 1
     pool._spent = 1e9
-    assert pool.equal([("x+1", "1+x"), ("x+5", "5+x")]) == [True, None]
+    assert (pool.equal("x+1", "1+x"), pool.equal("x+5", "5+x")) == (True, None)
     pool._spent = 0.0
-    assert pool.equal([("x+5", "5+x")]) == [True], "what was not tried is not remembered"
+    assert pool.equal("x+5", "5+x"), "what was not tried is not remembered"
     pool.close()
 
 
 def test_a_fork_that_dies_takes_no_other_answer_with_it() -> None:
-    pool = MathPool(num_workers=1, cpu_seconds=0.5, wall_seconds=60.0)
-    assert pool.equal([("x+1", "1+x")]) == [True]
-    process = pool._idle[0].process
+    pool = MathComparer(cpu_seconds=0.5, wall_seconds=60.0)
+    assert pool.equal("x+1", "1+x")
+    process = pool._worker.process
     (fork,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(fork), signal.SIGKILL)
     assert process.stdout is not None
     while not select.select([process.stdout], [], [], 1.0)[0]:
         pass
-    assert pool.equal([("x+2", "2+x"), ("x", "y"), SLOW_PAIR, ("x+3", "3+x")]) == [True, False, None, True]
+    pairs = (("x+2", "2+x"), ("x", "y"), SLOW_PAIR, ("x+3", "3+x"))
+    assert [pool.equal(*pair) for pair in pairs] == [True, False, None, True]
     pool.close()
     assert not Path(f"/proc/{process.pid}").exists()
 
@@ -217,40 +218,41 @@ def test_a_fork_that_dies_takes_no_other_answer_with_it() -> None:
 def test_the_wall_clock_ends_a_process_that_uses_no_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import time; print('{\"ready\": true}', flush=True); time.sleep(600)")
-    monkeypatch.setattr(math_pool, "_WORKER", sleeper)
-    pool = MathPool(num_workers=1, wall_seconds=0.2)
-    assert pool.equal([("x", "y")]) == [None]
+    monkeypatch.setattr(math_processes, "_WORKER", sleeper)
+    pool = MathComparer(wall_seconds=0.2)
+    assert pool.equal("x", "y") is None
 
 
 def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text('print(\'{"error": "No module named math_verify"}\')')
-    monkeypatch.setattr(math_pool, "_WORKER", broken)
+    monkeypatch.setattr(math_processes, "_WORKER", broken)
     with pytest.raises(RuntimeError, match="did not start: No module named math_verify"):
-        MathPool().equal([("x", "y")])
+        MathComparer().equal("x", "y")
 
 
-def test_a_killed_worker_is_replaced(pool: MathPool) -> None:
-    assert pool.equal([("a+b", "b+a")]) == [True]
-    pool._idle[0].process.kill()
-    pool._idle[0].process.wait()
-    assert pool.equal([("a+c", "c+a")])[0] in (True, None)
-    assert pool.equal([("a+d", "d+a")]) == [True]
+def test_a_killed_worker_is_replaced(pool: MathComparer) -> None:
+    assert pool.equal("a+b", "b+a")
+    pool._worker.process.kill()
+    pool._worker.process.wait()
+    assert pool.equal("a+c", "c+a") in (True, None)
+    assert pool.equal("a+d", "d+a")
 
 
-def test_the_worker_is_bounded_in_memory_and_free_of_torch(pool: MathPool) -> None:
-    pool.equal([("u+v", "v+u")])
-    process = Path("/proc") / str(pool._idle[0].process.pid)
+def test_the_worker_is_bounded_in_memory_and_free_of_torch(pool: MathComparer) -> None:
+    pool.equal("u+v", "v+u")
+    process = Path("/proc") / str(pool._worker.process.pid)
     (space,) = (line for line in (process / "limits").read_text().splitlines() if line.startswith("Max address space"))
     assert str(2**31) in space
     assert "libtorch" not in (process / "maps").read_text()
 
 
-def test_threads_share_a_pool(pool: MathPool) -> None:
+def test_threads_share_a_process(pool: MathComparer) -> None:
     results: dict[int, list[bool | None]] = {}
 
     def ask(number: int) -> None:
-        results[number] = pool.equal([(f"{number}x+1", f"1+{number}x"), (f"{number}x", "y")])
+        pairs = ((f"{number}x+1", f"1+{number}x"), (f"{number}x", "y"))
+        results[number] = [pool.equal(*pair) for pair in pairs]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:

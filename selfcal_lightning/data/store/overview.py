@@ -100,15 +100,14 @@ def plan_sampling(
     num_samples: int,
     most_tokens: int,
     most_questions: int | None = None,
-    rounds: int = 1,
     planned: Mapping[str, int] | None = None,
 ) -> Sampling:
     """Return what has to be sampled into a store, estimated from its responses so far."""
     check_place(Path(store_dir))
     number = most_questions if question_ids is None else len(question_ids)
-    responses = None if number is None else number * num_samples * rounds
+    responses = None if number is None else number * num_samples
     if planned is not None:
-        responses = sum(planned[name] for name in planned if question_ids is None or name in question_ids) * rounds
+        responses = sum(planned[name] for name in planned if question_ids is None or name in question_ids)
     if not (Path(store_dir) / "rounds").is_dir():
         return Sampling(store_dir, responses, most_tokens=most_tokens)
     stored = SampleStore(store_dir).stored_questions(include_parts=True)

@@ -25,7 +25,7 @@ from selfcal_lightning.data.tasks.extraction import (
     read_short_text,
     stated_short_text,
 )
-from selfcal_lightning.data.tasks.math_processes import MathPool, default_pool
+from selfcal_lightning.data.tasks.math_processes import MathComparer, default_comparer
 
 TOLERANCE = Fraction(1, 1_000_000)
 MAX_DECIMAL_ERROR = Fraction(1, 10_000)
@@ -53,12 +53,12 @@ def split_aliases(reference: str) -> list[str]:
     return [str(alias) for alias in aliases]
 
 
-def expressions_equal(answer: str | None, reference: str | None, *, pool: MathPool | None = None) -> bool:
+def expressions_equal(answer: str | None, reference: str | None, *, comparer: MathComparer | None = None) -> bool:
     r"""Return whether two expressions are mathematically equal; None equals nothing."""
     if answer is None or reference is None:
         return False
     left, right = (normalise_expression(text, keep_percent=True) for text in (answer, reference))
-    return bool(left and right) and _equal(left, right, pool)
+    return bool(left and right) and _equal(left, right, comparer)
 
 
 def group_equal(answers: Sequence[str | None], equal: Callable[[str, str], bool]) -> list[str | None]:
@@ -82,25 +82,27 @@ def _close(left: Fraction, right: Fraction) -> bool:
     return abs(left - right) <= TOLERANCE * min(Fraction(1), max(abs(left), abs(right)))
 
 
-def _equal(left: str, right: str, pool: MathPool | None) -> bool:
+def _equal(left: str, right: str, comparer: MathComparer | None) -> bool:
     if left == right:
         return True
     if left.endswith(r"\%") != right.endswith(r"\%"):
         percent, other = (left, right) if left.endswith(r"\%") else (right, left)
         number = percent.removesuffix(r"\%")
         value = _plain_value(number)
-        return _equal(number, other, pool) or (value is not None and _equal(format_number(value / 100), other, pool))
+        return _equal(number, other, comparer) or (
+            value is not None and _equal(format_number(value / 100), other, comparer)
+        )
     left, right = left.removesuffix(r"\%"), right.removesuffix(r"\%")
     if (decided := _equal_without_algebra(left, right)) is not None:
         return decided
     ours, theirs = _entries(left), _entries(right)
     if ours is not None and theirs is not None and (left[0] == right[0] or right[0] == "("):
         return len(ours) == len(theirs) and all(
-            _equal(one, other, pool) for one, other in zip(ours, theirs, strict=True)
+            _equal(one, other, comparer) for one, other in zip(ours, theirs, strict=True)
         )
     if not (is_within_limits(left) and is_within_limits(right)):
         return False
-    return (pool or default_pool()).equal([(left, right)])[0] is True
+    return (comparer or default_comparer()).equal(left, right) is True
 
 
 def _equal_without_algebra(left: str, right: str) -> bool | None:

@@ -312,8 +312,8 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
     return {name: value for name, value in found.items() if value not in (None, "")}
 
 
-def parse_questions(rows: Iterable[Mapping[str, Any]], *, origin: str = "questions") -> list[QuestionRow]:
-    return _parse(enumerate(rows, start=1), origin + "[", "]")
+def parse_questions(rows: Iterable[Mapping[str, Any]]) -> list[QuestionRow]:
+    return _parse(enumerate(rows, start=1), "questions[", "]")
 
 
 def _parse_question(row: Mapping[str, Any], *, origin: str, number: int) -> QuestionRow:

@@ -31,9 +31,8 @@ import pyarrow as pa
 from shared.study import RESULTS
 from shared.tables import table, write_report
 
-from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.manifest import PartManifest, ShardEntry, StoreFingerprint
 from selfcal_lightning.data.store.parts import shard_metadata, shard_name, write_part
-from selfcal_lightning.data.store.records import PartManifest, ShardEntry
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SCHEMA, encode_shard, question_digest
 from selfcal_lightning.records import IMPORTED, Message, ModelIdentity, PromptIdentity, Question

@@ -14,7 +14,7 @@ from selfcal_lightning.adaptation.equations import canonical_step, find_equation
 from selfcal_lightning.adaptation.selection_files import Example, Selection, digest_of
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import UnreadableJSONError, parse_json
-from selfcal_lightning.data.store.records import read_record, write_record
+from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.tasks.extraction import final_part
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
 from selfcal_lightning.records import Message, Request, SamplingSettings, sample_seed

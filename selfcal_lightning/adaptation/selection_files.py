@@ -38,8 +38,8 @@ from selfcal_lightning.core.files import check_apart, is_empty_folder, json_obje
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.pools.recorded import annotation_estimators
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
+from selfcal_lightning.data.store.manifest import read_record, write_record
 from selfcal_lightning.data.store.overview import counted_samples
-from selfcal_lightning.data.store.records import read_record, write_record
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, read_parquet
 from selfcal_lightning.records import Question, QuestionSamples, Sample

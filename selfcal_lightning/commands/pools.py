@@ -16,7 +16,7 @@ from selfcal_lightning.data.pools.harness_logs import Log, find_format
 from selfcal_lightning.data.pools.published import RecordsReport, import_training_records
 from selfcal_lightning.data.pools.recorded import annotation_estimators
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
-from selfcal_lightning.data.store.records import Reread
+from selfcal_lightning.data.store.manifest import Reread
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task, reader_version
 from selfcal_lightning.data.tasks.judging import judge_anew

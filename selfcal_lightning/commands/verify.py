@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from selfcal_lightning.confidence import judging
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.data.store.records import Reread
+from selfcal_lightning.data.store.manifest import Reread
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task, verifier_form
 from selfcal_lightning.data.tasks.registry import TASKS, get_task

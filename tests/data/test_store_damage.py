@@ -16,8 +16,8 @@ from support.fakes import fake_questions
 from support.kill_worker import die_at
 from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
+from selfcal_lightning.data.store.manifest import write_record
 from selfcal_lightning.data.store.parts import read_part
-from selfcal_lightning.data.store.records import write_record
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 

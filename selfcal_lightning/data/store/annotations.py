@@ -32,9 +32,15 @@ import pyarrow.parquet as pq
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.store.joining import row_origins
-from selfcal_lightning.data.store.manifest import origin_differences
+from selfcal_lightning.data.store.manifest import (
+    AnnotationPart,
+    AnnotationRecord,
+    ShardEntry,
+    origin_differences,
+    read_record,
+    write_record,
+)
 from selfcal_lightning.data.store.parts import PartLock
-from selfcal_lightning.data.store.records import AnnotationPart, AnnotationRecord, ShardEntry, read_record, write_record
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow, read_parquet
 
 logger = logging.getLogger(__name__)

@@ -22,14 +22,16 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.manifest import (
     MANIFEST_FILE,
     RoundRecord,
+    ShardEntry,
     StoredQuestion,
     StoreManifest,
+    read_record,
     read_round,
     read_rounds,
     round_file,
+    write_record,
 )
 from selfcal_lightning.data.store.parts import PartLock, hide, part_rereads
-from selfcal_lightning.data.store.records import ShardEntry, read_record, write_record
 from selfcal_lightning.data.store.shards import (
     SampleIndex,
     StoreCorruptError,

@@ -23,12 +23,17 @@ from selfcal_lightning.data.store.annotations import remove_annotation
 from selfcal_lightning.data.store.joining import find_duplicates
 from selfcal_lightning.data.store.manifest import (
     MANIFEST_FILE,
+    PartManifest,
+    Reread,
+    ShardEntry,
     StoredQuestion,
     StoreManifest,
+    read_record,
     read_round,
     read_rounds,
     round_file,
     round_files,
+    write_record,
 )
 from selfcal_lightning.data.store.parts import (
     PART_FILE,
@@ -44,7 +49,6 @@ from selfcal_lightning.data.store.parts import (
     shard_name,
     write_part,
 )
-from selfcal_lightning.data.store.records import PartManifest, Reread, ShardEntry, read_record, write_record
 from selfcal_lightning.data.store.shards import (
     StoreCorruptError,
     StoreVersionError,

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from selfcal_lightning.core.plan import Sampling
-from selfcal_lightning.data.store.manifest import check_place
+from selfcal_lightning.data.store.manifest import ShardEntry, check_place
 from selfcal_lightning.data.store.parts import part_entries
-from selfcal_lightning.data.store.records import ShardEntry
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, read_shard
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample

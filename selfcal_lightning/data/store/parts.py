@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import NO_LOCKS, write_atomically
-from selfcal_lightning.data.store.records import PartManifest, Reread, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.manifest import PartManifest, Reread, ShardEntry, read_record, write_record
 from selfcal_lightning.data.store.shards import (
     StoreCorruptError,
     StoreVersionError,

@@ -41,18 +41,21 @@ from selfcal_lightning.data.store.maintenance import (
 )
 from selfcal_lightning.data.store.manifest import (
     MANIFEST_FILE,
+    Reread,
     RoundRecord,
+    ShardEntry,
     StoredQuestion,
     StoreFingerprint,
     StoreManifest,
     check_place,
     read_round,
     read_rounds,
+    record_bytes,
     round_file,
     round_files,
+    write_record,
 )
 from selfcal_lightning.data.store.parts import ShardWriter, part_entries, part_folders, read_part
-from selfcal_lightning.data.store.records import Reread, ShardEntry, record_bytes, write_record
 from selfcal_lightning.data.store.shards import (
     INDEX_COLUMNS,
     SampleIndex,

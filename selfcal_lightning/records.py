@@ -46,9 +46,8 @@ class ModelIdentity:
         """Return the identity as plain JSON types; optional fields that are None are left out."""
         optional = ("activated_adapter_sha256", "quantization", "head_dtype")
         known = {name: getattr(self, name) for name in _names(type(self))}
-        return {
-            name: value for name, value in known.items() if value is not None or name not in optional
-        } | self.further
+        kept = {name: value for name, value in known.items() if value is not None or name not in optional}
+        return {**kept, **self.further}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+from support.fakes import FakeTask
 
-from selfcal_lightning.data.pools.exporting import export_pool
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
-from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
-from selfcal_lightning.records import Message, Question, Response, Sample, SamplingSettings
+from selfcal_lightning.records import Message, Question, Response, Sample
 
 
 class Close:
@@ -93,27 +89,6 @@ def test_a_live_response_and_its_record_are_one_sample(
         (entry,) = load_recorded_pool(folder / place, tasks=lambda _: task).entries
         assert entry.samples == live
         assert entry.question == question
-
-
-def test_what_was_generated_is_imported_as_the_same_samples(tmp_path: Path) -> None:
-    engine, chat, sampling = FakeEngine(), FakeChat(), SamplingSettings(max_new_tokens=31)
-    fingerprint = store_fingerprint(engine, chat, sampling, 0)
-    store = SampleStore.create_or_open(tmp_path / "live", fingerprint, num_samples=5, engine={})
-    generate_samples(
-        fake_questions(12), split="test", engine=engine, chat=chat, store=store, num_samples=5, sampling=sampling,
-        seed=0, tasks=FakeTask, progress=False,
-    )  # fmt: skip
-    store.join()
-    export_pool(tmp_path / "live", tmp_path / "pool.jsonl", token_ids=True)
-    lines = [json.loads(line) for line in (tmp_path / "pool.jsonl").read_text().splitlines()]
-    for line in lines:
-        for response in line["responses"]:
-            del response["answer"], response["correct"]
-    (tmp_path / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = import_pool(tmp_path / "bare.jsonl", tmp_path / "again", tasks=FakeTask)
-    assert 0 < report.truncated < 60
-    pairs = zip(store.samples(), SampleStore(tmp_path / "again").samples(), strict=True)
-    assert all(one.samples == other.samples for one, other in pairs)
 
 
 def read(task: str, reference: str, text: str, finish: str | None) -> Sample:

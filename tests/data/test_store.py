@@ -33,11 +33,8 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert manifest.as_json().items() <= written.items()
     assert (manifest.questions, manifest.rows) == (written["questions"], written["rows"]) == (8, 32)
     assert manifest.rounds[0].fingerprint == FINGERPRINT
-    assert [(entry.questions, entry.splits) for entry in manifest.shards] == [
-        (3, {"train": 3}),
-        (2, {"train": 2}),
-        (3, {"validation": 3}),
-    ]
+    sizes = [(3, {"train": 3}), (2, {"train": 2}), (3, {"validation": 3})]
+    assert [(entry.questions, entry.splits) for entry in manifest.shards] == sizes
     found = list(SampleStore(tmp_path).samples())
     by_id = {q.id: make_group(q, split="train" if q in questions[:5] else "validation") for q in questions}
     assert [group.question.id for group in found] == sorted(by_id)
@@ -68,10 +65,8 @@ def test_index_columns(tmp_path: Path) -> None:
     some = index.select(np.array([17, 2]))
     assert some.question_index.tolist() == [4, 0]
     rows = store.read_rows(some.locate(range(2)))
-    assert [(row.question.id, row.sample.index, row.sample.token_ids) for row in rows] == [
-        (names[4], 1, (0,)),
-        (names[0], 2, (0, 1)),
-    ]
+    found = [(row.question.id, row.sample.index, row.sample.token_ids) for row in rows]
+    assert found == [(names[4], 1, (0,)), (names[0], 2, (0, 1))]
     assert len(store.index(split="nothing")) == 0
     assert list(store.samples(split="nothing")) == []
 
@@ -104,11 +99,11 @@ def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
 def test_another_fingerprint_is_refused_field_by_field(tmp_path: Path) -> None:
     make_store(tmp_path)
     other = replace(FINGERPRINT, sampling=replace(FINGERPRINT.sampling, temperature=1.0), seed=3)
-    with pytest.raises(ValueError, match=r"sampling.temperature: 0.8 in the store, 1.0 asked for") as caught:
+    both = (
+        r"got sampling.temperature: 0.8 in the store, 1.0 asked for; seed: 0 in the store, 3 asked for\. .*`store_dir`"
+    )
+    with pytest.raises(ValueError, match=both):
         SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
-    assert "seed: 0 in the store, 3 asked for" in str(caught.value)
-    assert "another `store_dir`" in str(caught.value)
-    assert "edt_scale" not in str(caught.value)
 
 
 def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
@@ -116,15 +111,17 @@ def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
     moved = replace(FINGERPRINT, model=replace(MODEL, model="/elsewhere/m", revision="main"))
     assert moved.digest() == FINGERPRINT.digest()
     SampleStore.create_or_open(tmp_path, moved, num_samples=4, engine={"engine": "vllm"})
-    changed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256="v"))
-    with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, 'v' asked for"):
-        SampleStore.create_or_open(tmp_path, changed, num_samples=4, engine={})
-    other = replace(changed, model=replace(changed.model, model="n"))
-    with pytest.raises(ValueError, match=r"model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'"):
-        SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
-    unhashed = replace(FINGERPRINT, model=replace(MODEL, weights_sha256=None))
-    with pytest.raises(ValueError, match=r"model.weights_sha256: 'w' in the store, None asked for"):
-        SampleStore.create_or_open(tmp_path, unhashed, num_samples=4, engine={})
+    for changes, message in (
+        ({"weights_sha256": "v"}, "model.weights_sha256: 'w' in the store, 'v' asked for"),
+        (
+            {"weights_sha256": "v", "model": "n"},
+            "model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'",
+        ),
+        ({"weights_sha256": None}, "model.weights_sha256: 'w' in the store, None asked for"),
+    ):
+        changed = replace(FINGERPRINT, model=replace(MODEL, **changes))
+        with pytest.raises(ValueError, match=message):
+            SampleStore.create_or_open(tmp_path, changed, num_samples=4, engine={})
 
 
 def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
@@ -164,13 +161,9 @@ def test_a_writer_takes_whole_questions_only(tmp_path: Path, change: object, mes
     with store.writer("a") as writer, pytest.raises(ValueError, match=message):
         writer.append(change(make_group(fake_questions(1)[0])))  # type: ignore[operator]
     assert store.question_ids(include_parts=True) == set()
-
-
-def test_a_question_is_written_once(tmp_path: Path) -> None:
-    store, question = make_store(tmp_path), fake_questions(1)[0]
-    write(store, [question])
-    with store.writer("a") as writer, pytest.raises(ValueError, match="Expected question ids to be unique"):
-        writer.append(make_group(question))
+    write(store, fake_questions(1))
+    with store.writer("a") as writer, pytest.raises(ValueError, match="question ids to be unique"):
+        writer.append(make_group(fake_questions(1)[0]))
 
 
 def test_join_is_idempotent(tmp_path: Path) -> None:

@@ -47,15 +47,10 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 KEYS = ["question_id", "index", "round", "shard"]
-ANNOTATION_SCHEMA = pa.schema(
-    [
-        ("question_id", pa.string()),
-        ("index", pa.int32()),
-        ("round", pa.int32()),
-        ("shard", pa.string()),
-        ("value", pa.float64()),
-    ]
-)
+ANNOTATION_SCHEMA = pa.schema([
+    ("question_id", pa.string()), ("index", pa.int32()), ("round", pa.int32()), ("shard", pa.string()),
+    ("value", pa.float64()),
+])  # fmt: skip
 
 
 @dataclass(frozen=True)

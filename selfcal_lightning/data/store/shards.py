@@ -20,31 +20,14 @@ import pyarrow.parquet as pq
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
-SCHEMA = pa.schema(
-    [
-        ("question_id", pa.string()),
-        ("task", pa.string()),
-        ("split", pa.string()),
-        ("round", pa.int32()),
-        ("index", pa.int32()),
-        ("messages", pa.string()),
-        ("question_text", pa.string()),
-        ("reference", pa.string()),
-        ("question_sha256", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("num_prompt_tokens", pa.int32()),
-        ("text", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
-        ("num_tokens", pa.int32()),
-        ("finish", pa.string()),
-        ("answer", pa.string()),
-        ("correct", pa.bool_()),
-        ("logprob", pa.float64()),
-        ("yes_mass", pa.float64()),
-        ("no_mass", pa.float64()),
-        ("confidences", pa.string()),
-    ]
-)
+SCHEMA = pa.schema([
+    ("question_id", pa.string()), ("task", pa.string()), ("split", pa.string()), ("round", pa.int32()),
+    ("index", pa.int32()), ("messages", pa.string()), ("question_text", pa.string()), ("reference", pa.string()),
+    ("question_sha256", pa.string()), ("prompt_ids", pa.list_(pa.int32())), ("num_prompt_tokens", pa.int32()),
+    ("text", pa.string()), ("token_ids", pa.list_(pa.int32())), ("num_tokens", pa.int32()), ("finish", pa.string()),
+    ("answer", pa.string()), ("correct", pa.bool_()), ("logprob", pa.float64()), ("yes_mass", pa.float64()),
+    ("no_mass", pa.float64()), ("confidences", pa.string()),
+])  # fmt: skip
 # Columns of a sample that are stored as they are.
 OWN = (
     "round", "index", "text", "token_ids", "num_tokens", "finish", "answer", "correct", "logprob", "yes_mass",

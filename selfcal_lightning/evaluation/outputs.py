@@ -76,7 +76,7 @@ def show_briefly(reports: Sequence[StrategyReport], console: Console) -> None:
 def write_strategies(reports: Sequence[StrategyReport], folder: Path) -> list[str]:
     """Write tables and figures; return the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [f"## {report.test}\n\n{_markdown(report)}\n" for report in reports]
+    texts = [f"## {report.test}\n\n{strategies_markdown(report)}\n" for report in reports]
     files = {
         "strategies.md": "\n".join(texts),
         "curves.csv": curves_csv({report.test: report.curves for report in reports}),
@@ -88,7 +88,6 @@ def write_strategies(reports: Sequence[StrategyReport], folder: Path) -> list[st
 
 def report_json(report: StrategyReport) -> dict[str, Any]:
     """Return a report as plain JSON types; the points of the curves are in ``curves.csv``."""
-    consensus = [{k: v for k, v in asdict(row).items() if k != "curve"} for row in report.consensus]
     content = {
         "num_questions": report.num_questions,
         "samples_per_question": report.width,
@@ -96,10 +95,10 @@ def report_json(report: StrategyReport) -> dict[str, Any]:
         "confidences": {side: [asdict(row) for row in rows] for side, rows in report.confidences.items()},
         "budgets": [asdict(row) for row in report.budgets],
         "savings": [asdict(row) for row in report.savings],
-        "consensus": consensus,
+        "consensus": [{k: v for k, v in asdict(row).items() if k != "curve"} for row in report.consensus],
         "break_even": [asdict(row) for row in report.break_even],
-        "findings": list(report.findings),
-        "notes": list(report.notes),
+        "findings": report.findings,
+        "notes": report.notes,
     }
     plain: dict[str, Any] = json.loads(json.dumps(content, allow_nan=False))
     return plain
@@ -108,10 +107,7 @@ def report_json(report: StrategyReport) -> dict[str, Any]:
 def score_cells(report: StrategyReport) -> dict[str, dict[str, list[str]]]:
     """Return AUROC, AUROC within questions and ECE as text, by side and confidence."""
     return {
-        side: {
-            row.name: ["–" if v is None else f"{v:.3f}" for v in (row.auroc, row.within_question_auroc, row.ece)]
-            for row in rows
-        }
+        side: {row.name: [_number(v) for v in (row.auroc, row.within_question_auroc, row.ece)] for row in rows}
         for side, rows in report.confidences.items()
     }
 
@@ -122,38 +118,20 @@ def _print(console: Console, heading: str, table: Table) -> None:
     console.print(table)
 
 
-def _markdown(report: StrategyReport) -> str:
-    tables = strategies_markdown(
-        report.budgets, report.savings, report.consensus, score_cells(report), report.break_even
-    )
-    rates = ", ".join(f"{side} {rate:.1%}" for side, rate in report.unreadable.items())
-    lines = [f"{report.num_questions} questions; unreadable responses, counted as wrong: {rates}.", *report.notes]
-    findings = "\n".join(f"- {text}" for text in report.findings)
-    return "\n\n".join([*lines, *([findings] if findings else []), tables])
-
-
 def _figures(report: StrategyReport, folder: Path) -> list[str]:
-    figures = {
-        f"accuracy_samples_{report.test}.png": accuracy_figure(report.curves, cost="samples", title=_title(report))
-    }
+    title = f"{report.test}: {report.num_questions} questions"
+    figures = {"accuracy_samples": accuracy_figure(report.curves, cost="samples", title=title)}
     if any(row.tokens is not None for row in report.curves):
-        figures[f"accuracy_tokens_{report.test}.png"] = accuracy_figure(
-            report.curves, cost="tokens", title=_title(report)
-        )
-    figures[f"risk_coverage_{report.test}.png"] = risk_coverage_figure(report.consensus, title=_title(report))
+        figures["accuracy_tokens"] = accuracy_figure(report.curves, cost="tokens", title=title)
+    figures["risk_coverage"] = risk_coverage_figure(report.consensus, title=title)
     panels = report.reliability
     shared = [name for name in next(iter(panels.values())) if all(name in row for row in panels.values())]
     if shared:
-        figures[f"reliability_{report.test}.png"] = reliability_grid(
-            {side: {name: row[name] for name in shared} for side, row in panels.items()}, title=_title(report)
-        )
+        both = {side: {name: row[name] for name in shared} for side, row in panels.items()}
+        figures["reliability"] = reliability_grid(both, title=title)
     for name, figure in figures.items():
-        save_figure(figure, folder / name, dpi=DPI)
-    return list(figures)
-
-
-def _title(report: StrategyReport) -> str:
-    return f"{report.test}: {report.num_questions} questions"
+        save_figure(figure, folder / f"{name}_{report.test}.png", dpi=DPI)
+    return [f"{name}_{report.test}.png" for name in figures]
 
 
 Cells = list[str | Text]
@@ -226,48 +204,44 @@ def break_even_table(rows: Sequence[BreakEvenRow]) -> Table:
     table = rich_table(heads, left=heads[:1], no_wrap=True)
     for target, found in groupby(sorted(rows, key=lambda row: row.target), key=lambda row: row.target):
         best = max(found, key=lambda row: -math.inf if row.rank is None else row.rank)
-        table.add_row(f"{target} votes", contender_name(best.contender), _tokens(best.saved), _questions(best))
+        who = best.contender
+        name = who.strategy + (f" by {who.confidence}" if who.confidence else "")
+        table.add_row(f"{target} votes", name, _tokens(best.saved), _questions(best))
     return table
 
 
-def strategies_markdown(
-    budgets: Sequence[BudgetRow],
-    savings: Sequence[SavingRow],
-    consensus: Sequence[ConsensusRow],
-    scores: Mapping[str, Mapping[str, Sequence[str]]],
-    break_even: Sequence[BreakEvenRow],
-) -> str:
-    """Return every row as Markdown tables, with intervals and tokens."""
-    parts = [
-        "### Accuracy at a budget",
-        "",
-        markdown_table(
+def strategies_markdown(report: StrategyReport) -> str:
+    """Return what a reader must know, and every row as Markdown tables with intervals and tokens."""
+    scores = score_cells(report)
+    tables = [
+        (
+            "Accuracy at a budget",
             ["samples of", "strategy", "weighted by", "mean samples ≤", "setting", "accuracy", "samples", "tokens",
              "change against that many votes", "change against all votes"],
-            (_budget_cells(row) for row in budgets),
+            map(_budget_cells, report.budgets),
         ),
-        "",
-        "### Cost of the accuracy of self-consistency",
-        "",
-        markdown_table(
+        (
+            "Cost of the accuracy of self-consistency",
             ["samples of", "strategy", "weighted by", "votes", "their accuracy", "samples needed", "tokens needed",
              "saved", "chosen setting", "its samples", "its change in accuracy"],
-            (_saving_cells(row) for row in savings),
+            map(_saving_cells, report.savings),
         ),
-        "",
-        "### Confidences, and near-unanimous winners",
-        "",
-        markdown_table(
+        (
+            "Confidences, and near-unanimous winners",
             ["samples of", "confidence", "AUROC", "AUROC within questions", "ECE", "share of winners above .9",
              "right among them", "AURC"],
-            ([row.side, *_consensus_cells(row, scores.get(row.side, {}))] for row in consensus),
+            ([row.side, *_consensus_cells(row, scores.get(row.side, {}))] for row in report.consensus),
         ),
     ]  # fmt: skip
-    if break_even:
+    if report.break_even:
         heads = ["samples of", "strategy", "weighted by", "votes", "tokens saved a question", "questions to break even"]
-        cells = ([*_who(row.contender), str(row.target), _tokens(row.saved), _questions(row)] for row in break_even)
-        parts += ["", f"### Break-even of {break_even[0].cost:,.0f} tokens", "", markdown_table(heads, cells)]
-    return "\n".join(parts)
+        cells = ([*_who(r.contender), str(r.target), _tokens(r.saved), _questions(r)] for r in report.break_even)
+        tables.append((f"Break-even of {report.break_even[0].cost:,.0f} tokens", heads, cells))
+    rates = ", ".join(f"{side} {rate:.1%}" for side, rate in report.unreadable.items())
+    lines = [f"{report.num_questions} questions; unreadable responses, counted as wrong: {rates}.", *report.notes]
+    findings = ["\n".join(f"- {text}" for text in report.findings)] if report.findings else []
+    sections = [f"### {title}\n\n{markdown_table(heads, rows)}" for title, heads, rows in tables]
+    return "\n\n".join([*lines, *findings, *sections])
 
 
 def curves_csv(curves: Mapping[str, Sequence[Resampled]]) -> str:
@@ -285,11 +259,6 @@ def curves_csv(curves: Mapping[str, Sequence[Resampled]]) -> str:
                 known = [None if value is None or np.isnan(value) else value for value in values]
                 lines.append([test, who.side, who.strategy, who.confidence, row.curve.parameter, setting, *known])
     return csv_text([*heads, *numbers], lines)
-
-
-def contender_name(contender: Contender) -> str:
-    """Return strategy and confidence in words."""
-    return contender.strategy + (f" by {contender.confidence}" if contender.confidence else "")
 
 
 def _grouped(
@@ -387,9 +356,7 @@ def _who(contender: Contender) -> list[str]:
 
 
 def _proportion(found: Proportion) -> str:
-    if found.value is None:
-        return "none"
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}] of {found.count}"
+    return "none" if found.value is None else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}] of {found.count}"
 
 
 def _tokens(saved: Estimate) -> str:
@@ -400,9 +367,8 @@ def _tokens(saved: Estimate) -> str:
 
 
 def _questions(row: BreakEvenRow) -> str:
-    words = [
-        NEVER if count is None else f"{count:,}" for count in (row.questions, row.questions_low, row.questions_high)
-    ]
+    counts = (row.questions, row.questions_low, row.questions_high)
+    words = [NEVER if count is None else f"{count:,}" for count in counts]
     return words[0] if row.questions is None else f"{words[0]} [{words[1]}, {words[2]}]"
 
 

@@ -30,7 +30,7 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
 def plan_models(inputs: ModelInputs) -> Plan:
-    """Refuse models and test sets that there are not, and return what has to be sampled."""
+    """Refuse models and test sets that do not exist, and return what will be sampled."""
     check_names(inputs.tests)
     named = [(test.name, test) for test in inputs.tests]
     named += [] if inputs.calibration is None else [(CALIBRATION, inputs.calibration)]
@@ -73,7 +73,7 @@ def check_sampled(
 
 
 def plan_pools(pools: Sequence[PoolSource], calibration: Sequence[PoolSource], folder: Path) -> Plan:
-    """Refuse pools that are not there or cannot be compared, and return which are read."""
+    """Refuse pools that do not exist or cannot be compared, and return which are read."""
     check_pools(pools, calibration)
     read = [f"{source.name}: {source.path}" for source in [*pools, *calibration]]
     plan = Plan(model=(f"none; recorded pools are read ({', '.join(read)})",), places=(_results(folder),))

@@ -1,4 +1,4 @@
-"""Fitted thresholds: those that an evaluation chooses, as files, and those that are given to it to report on."""
+"""Fitted thresholds: files of those that an evaluation chooses, and reports on given ones."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def evaluate_given(
 
 
 def _sides_of(fitted: FittedThreshold, test: EvaluatedTest, console: Console) -> list[str]:
-    """Return the sides whose responses were sampled as at the fit, as far as that is known; say who is left out."""
+    """Return the sides whose responses were sampled as at the fit, as far as is known; print who is left out."""
     changed = {side: fitted.sampling_differences(weighed.pool.sampled_by) for side, weighed in test.pools.items()}
     if all(changed.values()):
         first = "; ".join(next(iter(changed.values())))

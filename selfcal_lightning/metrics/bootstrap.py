@@ -7,11 +7,10 @@ where percentiles miss a small true value: see :mod:`selfcal_lightning.metrics.c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import (
@@ -56,9 +55,6 @@ class Estimate:
     """A value with its bootstrap interval; None where it is not defined.
 
     Attributes:
-        value: The metric on all questions.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
         num_undefined: Resamples where the metric is undefined (e.g. no wrong response); the interval leaves them out.
     """
 
@@ -104,8 +100,6 @@ class MetricChange:
 
     Attributes:
         metric: Key, e.g. "calibration/ECE".
-        before: The metric before.
-        after: The metric after.
         change: After minus before.
         ratio: After divided by before; None if before is 0.
     """
@@ -229,12 +223,6 @@ def paired_bootstrap(
     """Compare two sets of responses to the same questions; every resample draws the same questions from both.
 
     A question may have more responses in one set than in the other. Options are those of :func:`bootstrap_interval`.
-
-    Example:
-        >>> before = ScoredResponses([0.75, 0.75, 0.75, 0.75], [1, 1, 0, 0], [0, 0, 1, 1])
-        >>> after = ScoredResponses([0.75, 0.75, 0.25, 0.25], [1, 1, 0, 0], [0, 0, 1, 1])
-        >>> paired_bootstrap(before, after, metrics=["calibration/Brier"])["calibration/Brier"].change
-        Estimate(value=-0.25, low=-0.5, high=0.0, num_undefined=0)
     """
     first, second = (
         _PerQuestion(part.confidence, part.correct, part.question_index, metrics=metrics, num_bins=num_bins)
@@ -291,10 +279,12 @@ class _PerQuestion:
         if not len(scores):
             raise InputError("Expected `confidence` to hold at least one response, but got none.")
         self.metrics = tuple(metrics)
-        self.num_bins = num_bins
         self.size = self._sums(codes, None)
         if needs_probability:
-            self.bin_gap = self._bin_gaps(scores, labels, codes)
+            # Per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs.
+            slot = codes * num_bins + bin_index(scores, uniform_edges(num_bins))
+            gaps = np.bincount(slot, weights=labels - scores, minlength=len(self.questions) * num_bins)
+            self.bin_gap = gaps.astype(np.float64).reshape(-1, num_bins)
             self.squared_error = self._sums(codes, (scores - labels) ** 2)
         self.accuracy = self._sums(codes, labels.astype(np.float64)) / self.size
         concordant, pairs = concordant_pairs(scores, labels, codes, len(self.questions))
@@ -309,42 +299,25 @@ class _PerQuestion:
         self.num_not_above = np.searchsorted(wrong, right, side="right")
 
     def values(self) -> dict[str, float]:
-        """Return the metrics on all questions; NaN where undefined."""
         return {metric: float(row[0]) for metric, row in self.weighted(np.ones((1, len(self.questions)))).items()}
 
     def weighted(self, counts: Floats) -> dict[str, Floats]:
         """Return the metrics of resamples [r] in which each question occurs ``counts`` [r, Q] times."""
-        functions = {
-            ECE: self._ece,
-            BRIER: self._brier,
-            AUROC: self._auroc,
-            WITHIN_QUESTION_AUROC: self._within_question,
-            PASS_AT_1: self._pass_at_1,
+        functions: dict[str, Callable[[], Floats]] = {
+            ECE: lambda: np.abs(self.gaps(counts)).sum(axis=1),
+            BRIER: lambda: (counts @ self.squared_error) / (counts @ self.size),
+            AUROC: lambda: self._auroc(counts),
+            WITHIN_QUESTION_AUROC: lambda: self._within_question(counts),
+            PASS_AT_1: lambda: (counts @ self.accuracy) / counts.sum(axis=1),
         }
-        return {metric: functions[metric](counts) for metric in self.metrics}
+        return {metric: functions[metric]() for metric in self.metrics}
 
     def _sums(self, codes: Integers, weights: Floats | None) -> Floats:
         return np.bincount(codes, weights=weights, minlength=len(self.questions)).astype(np.float64)
 
-    def _bin_gaps(self, scores: Floats, labels: NDArray[np.bool_], codes: Integers) -> Floats:
-        """Return, per question and bin, the sum of (correct - confidence) [Q, B]: all that ECE needs."""
-        slot = codes * self.num_bins + bin_index(scores, uniform_edges(self.num_bins))
-        size = len(self.questions) * self.num_bins
-        gaps: Floats = np.bincount(slot, weights=labels - scores, minlength=size).astype(np.float64)
-        return gaps.reshape(-1, self.num_bins)
-
     def gaps(self, counts: Floats) -> Floats:
         """Return the mean over all responses of (correct - confidence) in each bin [r, B]; see ``weighted``."""
         return (counts @ self.bin_gap) / (counts @ self.size)[:, None]
-
-    def _ece(self, counts: Floats) -> Floats:
-        return np.abs(self.gaps(counts)).sum(axis=1)
-
-    def _brier(self, counts: Floats) -> Floats:
-        return (counts @ self.squared_error) / (counts @ self.size)
-
-    def _pass_at_1(self, counts: Floats) -> Floats:
-        return (counts @ self.accuracy) / counts.sum(axis=1)
 
     def _within_question(self, counts: Floats) -> Floats:
         mixed = counts @ self.is_mixed

@@ -170,17 +170,11 @@ def brier_score(confidence: Array, correct: Array) -> float | None:
 
 @dataclass(frozen=True)
 class ErrorBounds:
-    """A calibration error, or a change or ratio of two, with bounds of "measured minus true" in each of R resamples.
+    """A calibration error, or a change or ratio of two, with bounds of "measured minus true" in each of R resamples."""
 
-    Attributes:
-        value: Measured value.
-        least: Lower bound [R].
-        most: Upper bound [R].
-    """
-
-    value: float
-    least: Floats
-    most: Floats
+    value: float  # measured value
+    least: Floats  # lower bound [R]
+    most: Floats  # upper bound [R]
 
     @classmethod
     def from_gaps(cls, gaps: Floats, resampled: Floats, *, num_questions: int) -> ErrorBounds:

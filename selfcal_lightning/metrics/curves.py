@@ -13,17 +13,11 @@ from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_labels,
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Error rate among the most confident answers, by coverage.
+    """Error rate among the most confident answers, by coverage."""
 
-    Attributes:
-        coverage: Share of the questions that are answered [K], rising to 1.
-        risk: Share of wrong answers among them [K].
-        threshold: Lowest confidence that is answered [K], falling.
-    """
-
-    coverage: Floats
-    risk: Floats
-    threshold: Floats
+    coverage: Floats  # share of the questions that are answered [K], rising to 1
+    risk: Floats  # share of wrong answers among them [K]
+    threshold: Floats  # lowest confidence that is answered [K], falling
 
 
 @dataclass(frozen=True)

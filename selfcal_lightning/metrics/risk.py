@@ -216,31 +216,20 @@ Shortfall = Literal["questions", "start", "ranking"]
 
 @dataclass(frozen=True)
 class Certificate:
-    """Result of Learn then Test.
+    """Result of Learn then Test."""
 
-    Attributes:
-        threshold: The lowest certified threshold, the one that answers most; None if none is certified: abstain.
-        risk: Requested bound on the selective risk.
-        delta: Requested chance that the bound fails.
-        num_questions: Number of calibration questions.
-        num_answered: Number of them at or above the threshold; 0 without a threshold.
-        loss: Sum of their losses: the number of wrong answers.
-        p_value: p-value of the threshold; 1 without a threshold.
-        num_certified: Number of certified thresholds of the grid.
-        message: The outcome in a sentence; without a threshold, about how many more questions it would take.
-        shortfall: Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first
-            do not look good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
-    """
-
+    # The lowest certified threshold, the one that answers most; None if none is certified: abstain.
     threshold: float | None
     risk: float
     delta: float
-    num_questions: int
-    num_answered: int
-    loss: float
-    p_value: float
-    num_certified: int
-    message: str
+    num_questions: int  # of calibration
+    num_answered: int  # of them at or above the threshold
+    loss: float  # sum of their losses: the number of wrong answers
+    p_value: float  # 1 without a threshold
+    num_certified: int  # thresholds of the grid
+    message: str  # the outcome in a sentence; without a threshold, about how many more questions it would take
+    # Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first do not look
+    # good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
     shortfall: Shortfall | None = None
 
 

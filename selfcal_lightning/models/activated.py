@@ -188,17 +188,11 @@ _WAY_OUT = "an activated adapter cannot be trained on it. Set `lora.activated: f
 
 @dataclass(frozen=True)
 class PackedContexts:
-    """Prompts and responses read in one packed row, for any number of queries.
+    """Prompts and responses read in one packed row, for any number of queries."""
 
-    Attributes:
-        trees: Their positions; a branch is a response.
-        states: Keys and values of every layer, [1, H_kv, T, D] each.
-        lengths: Tokens of prompt and response of every row, int64, [B].
-    """
-
-    trees: tuple[PrefixTree, ...]
-    states: tuple[States, ...]
-    lengths: Tensor
+    trees: tuple[PrefixTree, ...]  # their positions; a branch is a response
+    states: tuple[States, ...]  # keys and values of every layer, [1, H_kv, T, D] each
+    lengths: Tensor  # tokens of prompt and response of every row, int64, [B]
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward pass over one row of B queries of S tokens."""
@@ -215,17 +209,11 @@ class PackedContexts:
 
 @dataclass(frozen=True)
 class PaddedContexts:
-    """Prompts and responses read as separate sequences, padded on the left.
+    """Prompts and responses read as separate sequences, padded on the left."""
 
-    Attributes:
-        cache: Keys and values of every layer.
-        attention_mask: 1 at real tokens, int64, [B, L].
-        lengths: Tokens of prompt and response of every row, int64, [B].
-    """
-
-    cache: Cache
-    attention_mask: Tensor
-    lengths: Tensor
+    cache: Cache  # keys and values of every layer
+    attention_mask: Tensor  # 1 at real tokens, int64, [B, L]
+    lengths: Tensor  # tokens of prompt and response of every row, int64, [B]
 
     def query_inputs(self, query_ids: Tensor) -> dict[str, Any]:
         """Return the arguments of a forward pass over B rows of S query tokens."""

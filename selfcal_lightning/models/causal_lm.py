@@ -153,7 +153,10 @@ def load_causal_lm(
     check_model_folder(base_model, option="base_model")
     register_segment_attention()
     # The files of a reward model have no output layer; one that is tied to the embedding takes no memory.
-    tied = {"tie_word_embeddings": True} if is_trunk and _lacks_output_layer(base_model, revision) else {}
+    tied = {}
+    if is_trunk:
+        names = WeightFiles.of_model(base_model, revision=revision).names
+        tied = {} if any(name.endswith(OUTPUT_LAYER) for name in names) else {"tie_word_embeddings": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model(base_model),
@@ -177,11 +180,6 @@ def load_causal_lm(
     if attn_implementation is None:
         prefer_segments(model)
     return model
-
-
-def _lacks_output_layer(base_model: str, revision: str | None) -> bool:
-    names = WeightFiles.of_model(base_model, revision=revision).names
-    return not any(name.endswith(OUTPUT_LAYER) for name in names)
 
 
 def _small_output_layer(model: PreTrainedModel) -> nn.Linear:

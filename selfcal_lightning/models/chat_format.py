@@ -18,7 +18,7 @@ from selfcal_lightning.models.foreign import check_template
 from selfcal_lightning.records import ConfidenceQuery, Message, Question
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
 Base = Literal["task", "none", "boxed"]
@@ -184,36 +184,30 @@ def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[
     """Return the end-of-sequence ids of a model's generation settings, else of its configuration."""
     from transformers import GenerationConfig
 
-    place = resolve_model(model)
     try:
-        ends = GenerationConfig.from_pretrained(place, revision=cast(str, revision)).eos_token_id
+        ends = GenerationConfig.from_pretrained(resolve_model(model), revision=cast(str, revision)).eos_token_id
     except OSError:  # there is no generation_config.json
-        ends = _configured_ends(place, revision=revision)
+        ends = _configuration(model, revision).eos_token_id
     if ends is None:
         return frozenset()
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _configured_ends(place: str, *, revision: str | None) -> int | list[int] | None:
+def _configuration(model: str, revision: str | None) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False).eos_token_id
+        return AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
     except ValueError as error:
-        if (refusal := refusal_of_code(place, error)) is None:
-            raise
-        raise InputError(refusal) from error
+        raise InputError(refusal_of_code(model, error) or str(error)) from error
 
 
 def vocabulary_size(model: str, *, revision: str | None = None) -> int:
     """Return the vocabulary size of a model's configuration; 0 without one, as for a tokenizer alone."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
+        return _configuration(model, revision).get_text_config().vocab_size
     except (OSError, ValueError):
         return 0
-    return config.get_text_config().vocab_size
 
 
 class ChatFormat:
@@ -270,7 +264,9 @@ class ChatFormat:
         self.query = ConfidenceQuery(
             suffix_ids=suffix_ids, yes_ids=self._single_tokens(YES_TEXTS), no_ids=self._single_tokens(NO_TEXTS)
         )
-        ends = {tokenizer.eos_token_id, *generation_eos_ids} | set(self._control_ids(suffix_ids[:1]))
+        ends = {tokenizer.eos_token_id, *generation_eos_ids}
+        if self._control.fullmatch(cast(str, tokenizer.convert_ids_to_tokens(suffix_ids[0]))):
+            ends.add(suffix_ids[0])
         ends |= self._next_question_ids() if self.is_plain else set()
         self.end_of_turn_ids: frozenset[int] = frozenset(ends - {None})
         self.pad_id: int = next(
@@ -407,9 +403,6 @@ class ChatFormat:
             )
         return found
 
-    def _control_ids(self, ids: Iterable[int]) -> list[int]:
-        return [i for i in ids if self._control.fullmatch(cast(str, self.tokenizer.convert_ids_to_tokens(i)))]
-
     def _single_tokens(self, texts: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of the single tokens that decode to one of ``texts``.
 
@@ -435,10 +428,8 @@ def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]]:
     """Move leading system messages to the front of the first user turn."""
     system = [turn["content"] for turn in turns if turn["role"] == "system"]
     rest = [dict(turn) for turn in turns if turn["role"] != "system"]
-    for turn in rest:
-        if turn["role"] == "user":
-            turn["content"] = "\n\n".join([*system, turn["content"]])
-            break
+    if (first := next((turn for turn in rest if turn["role"] == "user"), None)) is not None:
+        first["content"] = "\n\n".join([*system, first["content"]])
     return rest
 
 

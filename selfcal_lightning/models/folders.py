@@ -320,31 +320,25 @@ def local_adapter(adapter: str) -> str:
 
 
 def check_weights(folder: Path, *, option: str) -> None:
-    """Refuse a folder without safetensors files, or with one that is shorter than its header says."""
-    for file in present_weight_files(folder, option=option):
-        check_safetensors(file)
-
-
-def check_safetensors(file: Path) -> None:
-    """Refuse a safetensors file that is truncated or whose header is damaged; reads only headers."""
+    """Refuse a folder without safetensors files, or with one that is truncated or damaged; reads only headers."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise InputError(
-            f"Expected {file} to be a whole safetensors file, but its {file.stat().st_size:,} bytes cannot be read: "
-            f"{error}. It is damaged or its download broke off."
-        ) from error
+    for file in present_weight_files(folder, option=option):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            size = f"its {file.stat().st_size:,} bytes cannot be read"
+            raise InputError(
+                f"Expected {file} to be a whole safetensors file, but {size}: {error}. It is damaged or its download "
+                "broke off."
+            ) from error
 
 
 def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
     """Refuse a network whose files lack weights: transformers would draw them at random."""
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        lacks = f"{model!r} lacks {', '.join(missing[:3])}{more}"
+    if missing := sorted(loading["missing_keys"]):
+        lacks = f"{model!r} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         raise InputError(f"Expected `{option}` to hold every weight of its network, but {lacks}.")
 
 

@@ -86,7 +86,7 @@ def check_adapter_config(file: Path, config: Mapping[str, Any]) -> None:
     if str(config.get("init_lora_weights")).startswith(("loftq", "eva", "corda")):
         raise InputError(
             f"`init_lora_weights` in {file} must be true or false, got {config['init_lora_weights']!r}: it needs data "
-            "or the weights of before training."
+            "or weights from before training."
         )
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         if isinstance(config.get(name), str) and _repeats_itself(config[name]):

@@ -112,33 +112,25 @@ def _hold_in_float32(model: PeftModel) -> None:
 
 
 def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Refuse layers in ``settings`` that are missing or share their weights; the model may lie on ``meta``."""
-    _check_target_modules(model, settings.target_modules)
-    if "lm_head" in settings.target_modules and model.config.get_text_config().tie_word_embeddings:
-        raise InputError(
-            'Expected `target_modules` without "lm_head", which shares its weights with the embedding here.'
-        )
-
-
-def _check_target_modules(model: nn.Module, target_modules: Sequence[str]) -> None:
-    """Refuse a target that matches no linear layer, naming the layers that exist.
+    """Refuse layers in ``settings`` that are missing or share their weights; the model may lie on ``meta``.
 
     PEFT itself raises only if *no* target matches, and otherwise silently adapts fewer layers.
     """
-    names = [name for name, module in model.named_modules() if _is_linear(module)]
-    missing = [target for target in target_modules if not any(f".{name}".endswith(f".{target}") for name in names)]
+    from transformers.pytorch_utils import Conv1D  # GPT-2's transposed linear layer
+
+    targets = settings.target_modules
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing:
         existing = sorted({name.rpartition(".")[2] for name in names})
         raise InputError(
             f"Expected `target_modules` to name linear layers, but got {missing}, which match none. "
             f"{type(model).__name__} has {existing}."
         )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, (nn.Linear, Conv1D))
+    if "lm_head" in targets and model.config.get_text_config().tie_word_embeddings:
+        raise InputError(
+            'Expected `target_modules` without "lm_head", which shares its weights with the embedding here.'
+        )
 
 
 def save_adapter(

@@ -118,19 +118,12 @@ _ENDS: dict[str, bool] = {}  # whether nothing follows the output layer, by a mo
 
 @dataclass(frozen=True)
 class HiddenOutputs:
-    """Hidden states before a frozen output layer that ends the model.
+    """Hidden states before a frozen output layer that ends the model."""
 
-    Attributes:
-        queries: At the ends of the queries, [B, d].
-        labels: At the positions that predict tokens, [N, d].
-        weight: Output weights, [V, d].
-        bias: Output bias, [V], or None.
-    """
-
-    queries: Tensor
-    labels: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    queries: Tensor  # at the ends of the queries, [B, d]
+    labels: Tensor  # at the positions that predict tokens, [N, d]
+    weight: Tensor  # output weights, [V, d]
+    bias: Tensor | None  # output bias, [V], or None
 
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
         """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""

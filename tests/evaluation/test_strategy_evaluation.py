@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.strategy_pools import make_entry, random_pool
 
-from selfcal_lightning.confidence.base import MissingConfidenceError
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.curves import (
@@ -45,7 +44,6 @@ ALL = (
     "self_consistency", "adaptive_consistency", "adaptive_beta", "adaptive_entropy", "window_stopping",
     "window_sliding", "early_stopping", "best_of_n", "cisc", "borda", "cges", "pass_at_n",
 )  # fmt: skip
-UNTOLD = {"token_ids": None, "num_tokens": None}
 FEW = ("self_consistency", "adaptive_consistency", "early_stopping")
 
 
@@ -212,20 +210,6 @@ def test_report_with_calibration_questions() -> None:
     assert all("AUROC within questions" in text for text in findings)
     assert any(row.chosen is not None for row in report.savings)
     assert not any("No calibration split" in note for note in report.notes)
-
-
-def test_report_without_confidences_runs_what_counts_and_says_so() -> None:
-    bare = [
-        replace(e, samples=tuple(replace(s, yes_mass=None, no_mass=None, logprob=None, **UNTOLD) for s in e.samples))
-        for e in pool_of(1).entries
-    ]
-    report = evaluate(recorded(bare), None)
-    assert {row.contender.strategy for row in report.budgets} == {"self_consistency", "adaptive_consistency"}
-    assert all(row.tokens is None for row in report.budgets)
-    assert any("early_stopping" in note and "selfcal score --estimator p_true" in note for note in report.notes)
-    assert any("lengths of responses are unknown" in note for note in report.notes)
-    with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
-        evaluate(recorded(bare), None, confidences=["self_certainty"])
 
 
 def test_one_question_has_no_intervals() -> None:

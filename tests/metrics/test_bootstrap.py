@@ -27,7 +27,6 @@ from selfcal_lightning.metrics.curves import (
     best_setting_within,
     break_even,
     cost_to_reach,
-    costs_to_reach,
     risk_coverage,
     setting_within,
     wilson_interval,
@@ -96,33 +95,6 @@ def test_values_equal_the_metrics_on_all_questions() -> None:
     for estimate in estimates.values():
         assert estimate.low <= estimate.value + 0.05
         assert estimate.value - 0.05 <= estimate.high
-
-
-def test_questions_are_drawn_uniformly() -> None:
-    counts = np.concatenate(list(resample_counts(50, num_resamples=4000, seed=0)))
-    assert (counts.sum(axis=1) == 50).all()
-    # The mean of 4000 Poisson-like counts has standard deviation .016; the variance of a count is 1 - 1/50.
-    np.testing.assert_allclose(counts.mean(axis=0), 1.0, atol=0.08)
-    assert counts.var() == pytest.approx(0.98, abs=0.02)
-
-
-def test_responses_to_one_question_are_drawn_together() -> None:
-    # 20 questions of 50 equal responses carry the information of 20, not of 1000.
-    correct = np.repeat(np.arange(20) % 2 == 0, 50)
-    together = bootstrap_interval(np.full(1000, 0.5), correct, np.repeat(np.arange(20), 50), metrics=[PASS_AT_1])
-    apart = bootstrap_interval(np.full(1000, 0.5), correct, np.arange(1000), metrics=[PASS_AT_1])
-    widths = [e[PASS_AT_1].high - e[PASS_AT_1].low for e in (together, apart)]
-    assert widths[0] > 4 * widths[1]
-
-
-def test_equal_sets_do_not_change() -> None:
-    changes = paired_bootstrap(_pool(), _pool(), num_resamples=50)
-    error = changes.pop(ECE)
-    assert (error.change.value, error.ratio.value) == (0.0, 1.0)
-    assert error.change.low <= 0.0 <= error.change.high
-    for change in changes.values():
-        assert change.change == Estimate(0.0, 0.0, 0.0)
-        assert change.ratio.value == pytest.approx(1.0)
 
 
 def test_pairs_share_their_questions_whatever_the_order_and_number_of_responses() -> None:
@@ -194,18 +166,6 @@ def test_cost_to_reach_against_a_plain_walk(seed: int) -> None:
         expected = _reference_mixture_cost(cost, value, target)
         found = cost_to_reach(cost, value, float(target))
         assert found == (None if expected is None else pytest.approx(expected)), target
-
-
-def test_many_curves_at_once_are_the_single_ones() -> None:
-    generator = np.random.default_rng(1)
-    cost, value = generator.random((40, 9)), generator.random((40, 9))
-    targets = generator.random((3, 40))
-    found = costs_to_reach(cost, value, targets)
-    for number in range(3):
-        singles = [cost_to_reach(c, v, t) for c, v, t in zip(cost, value, targets[number], strict=True)]
-        expected = [math.nan if single is None else single for single in singles]
-        np.testing.assert_allclose(found[number], expected)
-    assert np.isnan(found).any()
 
 
 def test_settings_within_a_budget() -> None:

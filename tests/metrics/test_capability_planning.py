@@ -265,30 +265,12 @@ def test_tiny_gains_are_still_ordered() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.floats(0.0, 1.0))
-def test_interpolation_lies_between_and_keeps_the_sum(given_: list[int], weight: float) -> None:
-    first, second = np.array(given_), np.roll(given_, 1)
-    found = interpolated_allocation(first, second, weight)
-    assert found.sum() == first.sum()
-    assert (found >= np.minimum(first, second)).all()
-    assert (found <= np.maximum(first, second)).all()
-    assert interpolated_allocation(first, second, 1.0).tolist() == first.tolist()
-    assert interpolated_allocation(first, second, 0.0).tolist() == second.tolist()
-
-
-@settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=5), st.integers(0, 20))
 def test_sequential_equals_a_loop(rows: list[list[bool]], total: int) -> None:
     found = sequential_allocation(rows, total)
     drawn, solved = _reference_drawn_solved(rows, total)
     assert found.allocation.tolist() == drawn
     assert found.solved.tolist() == solved
-
-
-def test_a_prior_goes_first_where_it_is_sure() -> None:
-    found = sequential_allocation([[False] * 3, [True] * 3], 1, right=[1.0, 5.0], wrong=[5.0, 1.0])
-    assert found.allocation.tolist() == [0, 1]
-    assert found.solved.tolist() == [False, True]
 
 
 SCORES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.9, 1.0]), max_size=10)

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from selfcal_lightning.metrics.consistency import consistency_bucket, leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.metrics.group_rewards import (
-    RewardQuality,
     group_advantages,
     majority,
     majority_answer,
-    reward_quality,
     share,
     soft_share,
 )
@@ -188,14 +186,6 @@ def test_the_first_seen_wins_ties_and_nothing_is_no_label() -> None:
     for function in (majority, share):
         assert function([None, ""]) == [None, None]
         assert function([]) == []
-
-
-def test_wrong_majorities_can_give_right_rewards() -> None:
-    """Four scattered answers, all wrong: the label is wrong, and still three of four rewards are right."""
-    rewards = majority(["1", "2", "3", "4"])
-    assert reward_quality(rewards, [False] * 4) == RewardQuality(0.75, 0.25, 4)
-    assert reward_quality([], []) == RewardQuality(None, None, 0)
-    assert reward_quality([1.0, None], [None, True]).count == 0
 
 
 GROUPS = st.lists(st.lists(st.one_of(st.none(), st.integers(0, 4).map(lambda n: n / 4)), max_size=6), max_size=5)

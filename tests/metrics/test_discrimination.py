@@ -110,14 +110,6 @@ def test_aurc_is_the_mean_over_the_orders_of_ties(responses: list[tuple[int, boo
     assert aurc(confidence, correct) == pytest.approx(_reference_naive_aurc(confidence, correct))
 
 
-@settings(deadline=None)
-@given(RESPONSES, st.randoms(use_true_random=False))
-def test_order_does_not_matter(responses: list[tuple[float, bool, int]], random: Any) -> None:
-    shuffled = random.sample(responses, len(responses))
-    for function in (auroc, auprc, aurc):
-        assert function(*_columns(responses)[:2]) == pytest.approx(function(*_columns(shuffled)[:2]))
-
-
 def test_many_responses_equal_sklearn() -> None:
     confidence, correct = _many()
     assert auroc(confidence, correct) == pytest.approx(metrics.roc_auc_score(correct, confidence), abs=1e-12)
@@ -141,15 +133,6 @@ def test_one_class_is_unknown() -> None:
     assert aurc([], []) is None
     assert auprc([0.5], [False]) is None
     assert auprc([0.5], [True]) == 1.0
-
-
-def test_a_score_that_knows_only_the_question_discriminates_across_questions_only() -> None:
-    # Question a: .9 each, 3 of 4 right; question b: .1 each, 1 of 4 right.
-    confidence, question_index = [0.9] * 4 + [0.1] * 4, ["a"] * 4 + ["b"] * 4
-    correct = [True, True, True, False, True, False, False, False]
-    # Pairs: right a over wrong b 9, ties 3 + 3 at one half, right b over wrong a 0: (9 + 3) / 16.
-    assert auroc(confidence, correct) == 0.75
-    assert within_question_discrimination(confidence, correct, question_index) == WithinQuestion(0.5, 0.5, 2)
 
 
 def test_scores_need_be_no_probabilities() -> None:

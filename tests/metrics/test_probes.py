@@ -11,7 +11,6 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from sklearn.linear_model import Ridge
-from support.dispatch_modes import PeakBytes
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -209,20 +208,3 @@ def test_in_half_precision_the_losses_are_those_of_the_models_own_logits(autocas
     assert losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[0], losses[1])
     assert (gradients[0] - gradients[1]).norm() < 0.01 * gradients[0].norm()
-
-
-def test_the_logits_of_all_positions_never_live_at_once() -> None:
-    """In bytes for each position and entry of the vocabulary; the plain way takes about 12."""
-    rows, vocabulary = 512, 20_000
-    hidden, weight, _ = _layer(rows, hidden=32, vocabulary=vocabulary, dtype=torch.bfloat16)
-    ids = torch.arange(rows)
-    peaks = {}
-    for name, losses_of in {
-        "plain": lambda h: F.cross_entropy(F.linear(h, weight).float(), ids, reduction="none"),
-        "chunked": lambda h: negative_log_likelihood(h, weight, ids, rows=32),
-    }.items():
-        with PeakBytes() as watch:
-            losses_of(hidden.clone().requires_grad_()).sum().backward()
-        peaks[name] = watch.peak / rows / vocabulary
-    assert peaks["plain"] > 10.0
-    assert peaks["chunked"] < 1.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,17 +101,6 @@ def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
     assert watch.peak < 640 * 640
 
 
-@pytest.mark.parametrize("length", [1, 90, 92, 130])
-def test_only_a_block_mask_needs_a_row_of_whole_blocks(length: int) -> None:
-    tree = PrefixTree(0, 36, (length,))
-    row = torch.full((1, tree.stop), 5)
-    flex = packed_inputs([tree], row, FLEX)
-    assert flex["input_ids"].shape == flex["position_ids"].shape == (1, 128 * math.ceil(tree.stop / 128))
-    assert torch.equal(flex["input_ids"][:, : tree.stop], row)
-    segments = packed_inputs([tree], row, SEGMENTS)
-    assert segments["input_ids"].shape == segments["position_ids"].shape == row.shape
-
-
 def test_gradients_of_many_branches_add_up_in_float32() -> None:
     """In half precision their sum was off by 1 % with 64 branches, and by more with more of them."""
 
@@ -139,21 +127,6 @@ def test_segments_equal_a_dense_mask(ids: torch.Tensor, tmp_path: Path) -> None:
         model.set_attn_implementation("sdpa")
         dense = model(attention_mask=tree_attention_mask(TREES, WIDTH)[None, None], **arguments).logits[0, :36]
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
-
-
-def test_no_mask_would_cut_responses_from_their_prompt(ids: torch.Tensor, tmp_path: Path) -> None:
-    """Without a mask transformers takes restarting positions for new sequences, in silence; hence ``packed_inputs``."""
-    model = small_model("llama", tmp_path).eval()
-    model.set_attn_implementation("sdpa")
-    trees = [PrefixTree(0, 30, (5, 5))]
-    positions = tree_position_ids(trees, WIDTH)[None]
-    with torch.no_grad():
-        alone = model(torch.cat((ids[:30], ids[35:40]))[None], use_cache=False).logits[0, 30:]
-        cut = model(input_ids=ids[None], position_ids=positions, attention_mask=None, use_cache=False).logits[0, 35:40]
-        model.set_attn_implementation(SEGMENTS)
-        packed = model(**packed_inputs(trees, ids[None], SEGMENTS), use_cache=False).logits[0, 35:40]
-    assert (cut - alone).abs().max() > 0.05
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=0)
 
 
 # ---- both losses and their gradients

@@ -49,23 +49,26 @@ def paper_curves(pool: RecordedPool, confidence: str | None) -> list[PaperCurve]
     all larger ones, for all questions as soon as one question has none.)
     """
     arrays = PoolArrays.from_samples(_readable(pool), confidence=confidence)
-    n, c = arrays.answer.shape[1], confidence or ""
-    sizes = tuple(size for size in SIZES if size <= n)
-    runs: dict[str, tuple[Any, Sequence[float]]] = {  # some strategies take whole numbers only
-        "Early stopping": (EarlyStopping(max_samples=n, confidence=c), THRESHOLDS),
-        "ASC w/ conf.": (AdaptiveConsistency("confidence_ratio", max_samples=n, confidence=c), THRESHOLDS),
-        "ASC": (AdaptiveConsistency("count_ratio", max_samples=n), THRESHOLDS),
-        "SC": (SelfConsistency(n), sizes),
-        "SC w/ conf.": (SelfConsistency(n, c), sizes),
-        "Best-of-n": (BestOfN(n, c), sizes),
-        "ESC": (WindowStopping(max_samples=n, mode="sliding"), range(2, n + 1)),
-        ORACLE: (PassAtN(n), sizes),
-    }
-    return [
-        _curve(method, strategy, arrays, grid)
-        for method, (strategy, grid) in runs.items()
-        if grid and (confidence is not None or strategy.confidence is None)
+    longest = arrays.answer.shape[1]
+    sizes = tuple(size for size in SIZES if size <= longest)
+    windows = tuple(range(2, longest + 1))
+    runs: list[tuple[str, Any, Sequence[float]]] = []  # some strategies take whole numbers only
+    if confidence is not None:
+        stopping = EarlyStopping(max_samples=longest, confidence=confidence)
+        weighted = AdaptiveConsistency("confidence_ratio", max_samples=longest, confidence=confidence)
+        runs += [("Early stopping", stopping, THRESHOLDS), ("ASC w/ conf.", weighted, THRESHOLDS)]
+    runs += [
+        ("ASC", AdaptiveConsistency("count_ratio", max_samples=longest), THRESHOLDS),
+        ("SC", SelfConsistency(longest), sizes),
     ]
+    if confidence is not None:
+        runs.append(("SC w/ conf.", SelfConsistency(longest, confidence), sizes))
+        runs.append(("Best-of-n", BestOfN(longest, confidence), sizes))
+    runs += [
+        ("ESC", WindowStopping(max_samples=longest, mode="sliding"), windows),
+        (ORACLE, PassAtN(longest), sizes),
+    ]
+    return [_curve(method, strategy, arrays, grid) for method, strategy, grid in runs if grid]
 
 
 def aggregation_csv(curves: Sequence[PaperCurve]) -> str:

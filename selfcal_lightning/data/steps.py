@@ -72,10 +72,6 @@ def spans_of(text: str, steps: Steps) -> list[Span]:
     """Return the characters of each step, without headings, markers and surrounding white space; none is empty.
 
     Text before the first heading belongs to no step; without any heading the whole text is one.
-
-    Example:
-        >>> spans_of("One <end> Two", "marker:<end>")
-        [Span(start=0, end=3), Span(start=10, end=13)]
     """
     return [step.text for step in _steps(text, steps)]
 

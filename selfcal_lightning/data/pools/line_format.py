@@ -274,23 +274,13 @@ TRL_FIELDS = ("prompt", "completions", "labels")
 
 
 def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: StepLabels) -> dict[str, Any]:
-    """Return a row of TRL's format for process reward models.
-
-    Example:
-        >>> trl_row("1+1?", ["It is 2."], [0.5], "hard")
-        {'prompt': '1+1?', 'completions': ['It is 2.'], 'labels': [True]}
-    """
+    """Return a row of TRL's format for process reward models."""
     made = [rate > 0.0 for rate in rates] if labels == "hard" else list(rates)
     return {"prompt": prompt, "completions": [step.strip() for step in steps], "labels": made}
 
 
 def read_trl_row(record: Mapping[str, Any], *, separator: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return the question of a row of TRL's format, and each of its prefixes with its label as a rate.
-
-    Example:
-        >>> read_trl_row({"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.25]}, separator=" ")
-        ('q', [('a', 1.0), ('a b', 0.25)])
-    """
+    """Return the question of a row of TRL's format, and each of its prefixes with its label as a rate."""
     prompt, steps, labels = (record[name] for name in TRL_FIELDS)
     if not isinstance(prompt, str) or not prompt.strip():
         raise InputError(f"Expected `prompt` to be text, but got {prompt!r}.")

@@ -298,12 +298,7 @@ _MOST_SHOWN = 200
 
 
 def origin_differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one "field: there, here" for each field in which two origins differ.
-
-    Example:
-        >>> origin_differences({"model": {"sha256": "a"}}, {"model": {"sha256": "b"}})
-        ["model.sha256: 'a' in the store, 'b' now"]
-    """
+    """Return one "field: there, here" for each field in which two origins differ."""
     mine, theirs = (dict(flatten(json.loads(json.dumps(dict(content))))) for content in (stored, now))
     return [
         f"{name}: {_shorten(mine.get(name))} in the store, {_shorten(theirs.get(name))} now"

@@ -232,12 +232,7 @@ class DatasetTask:
 
 
 def write_messages(body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
-    """Return the chat that asks a question in the layout "Explanation:" / "Answer:", or "Answer:" alone.
-
-    Example:
-        >>> [message.role for message in write_messages("2+2?", "one number", chain_of_thought=False)]
-        ['system', 'user']
-    """
+    """Return the chat that asks a question in the layout "Explanation:" / "Answer:", or "Answer:" alone."""
     if chain_of_thought:
         system = (
             "Work the question out before you commit to an answer. Write two fields and nothing else.\n"

@@ -75,12 +75,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer_fields(text: str) -> list[str]:
-    r"""Return what follows each of the last "Answer:" and "answer is": the rest of the line, or the next filled line.
-
-    Example:
-        >>> answer_fields("The answer is 4.\nExplanation: ...\n**Answer:**\n5")
-        ['4.', '5']
-    """
+    r"""Return the text after each of the last "Answer:" and "answer is": that line, or the next filled line."""
     fields = []
     for match in deque(_FIELD.finditer(text), maxlen=MAX_FIELDS):
         line, _, _ = text[match.end() : match.end() + MAX_FIELD_LENGTH].lstrip().partition("\n")
@@ -190,12 +185,7 @@ def _plain_numerals(text: str) -> str:
 
 
 def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fraction]:
-    """Return the exact values of the numbers of at most ``longest`` characters in ``text``.
-
-    Example:
-        >>> [str(value) for value in number_values("1/3 of 4,500 is not 1 1/2")]
-        ['1/3', '4500', '3/2']
-    """
+    """Return the exact values of the numbers of at most ``longest`` characters in ``text``."""
     values = []
     for match in _NUMBER.finditer(_plain_numerals(text)):
         if len(match.group()) > longest:
@@ -214,12 +204,7 @@ def is_number(text: str) -> bool:
 
 
 def format_number(value: Fraction) -> str:
-    """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 59 places equals it.
-
-    Example:
-        >>> format_number(Fraction(15, 2)), format_number(Fraction(-1, 3))
-        ('7.5', '-1/3')
-    """
+    """Return a number as an integer, a terminating decimal, or ``p/q`` where no decimal of 59 places equals it."""
     if value.denominator == 1:
         return str(value.numerator)
     places = _decimal_places(value.denominator)

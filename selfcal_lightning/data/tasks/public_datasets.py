@@ -42,10 +42,6 @@ def read_labelled_choices(question: str, choices: Any, key: Any) -> Item:
 
     ``choices`` have their own labels (A-E or 1-5): ``{"label": [...], "text": [...]}``, or a list of
     ``{"label", "text"}``.
-
-    Example:
-        >>> read_labelled_choices("Which is hot?", {"label": ["1", "2"], "text": ["ice", "fire"]}, "2").gold
-        'B'
     """
     if isinstance(choices, dict):
         labels, texts = list(choices["label"]), list(choices["text"])
@@ -67,12 +63,7 @@ def _winogrande(row: Row, question_id: str) -> Item:
 
 
 def split_math_qa_options(text: str) -> list[str]:
-    """Return the options of MathQA's string; commas inside an option stay, as only ``, b )`` and so on part options.
-
-    Example:
-        >>> split_math_qa_options("a ) rs . 1,000 , b ) 2 , 500 , c ) none")
-        ['rs . 1,000', '2 , 500', 'none']
-    """
+    """Return the options of MathQA's string; commas inside an option stay, as only ``, b )`` and so on part options."""
     text = text.strip(" []'\"")
     options = []
     for letter in LETTERS:

@@ -349,14 +349,7 @@ def _multiple_choice(text: str, answer: object, choices: object, origin: str) ->
 
 
 def write_options(question: str, options: Sequence[str]) -> str:
-    """Return a question with its options on lines of their own, lettered from A.
-
-    Example:
-        >>> print(write_options("Which is red?", ["sky", "blood"]))
-        Which is red?
-        (A) sky
-        (B) blood
-    """
+    """Return a question with its options on lines of their own, lettered from A."""
     lines = [f"({letter}) {option.strip()}" for letter, option in zip(CHOICE_LETTERS, options, strict=False)]
     return "\n".join([question.strip(), *lines])
 

@@ -1,4 +1,4 @@
-"""A store that is topped up: the samples of one that was drawn at once, and what stood beside the rows stays."""
+"""An extended store equals one that was sampled at once, and keeps its annotations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_other_splits_keep_their_number(tmp_path: Path) -> None:
         run(tmp_path, fake_questions(5, prefix="t"), num_samples=2, split="test")
 
 
-def test_values_beside_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_of_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values: dict[tuple[str, int], float] = {}
 
     def score(name: str) -> None:
@@ -102,7 +102,7 @@ def test_values_beside_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "hidden" not in caplog.text
 
 
-def test_it_is_read_anew_and_repaired(tmp_path: Path) -> None:
+def test_it_is_re_extracted_and_repaired(tmp_path: Path) -> None:
     class Doubling(FakeTask):
         def extract(self, text: str, *, finished: bool = True) -> str | None:
             found = super().extract(text, finished=finished)
@@ -162,7 +162,7 @@ def test_the_verb_draws_the_very_texts(tmp_path: Path, shallow_model: str, capsy
         generate("other", 4, extend=True, plan=str(tmp_path / "plan.json"))
 
 
-def test_a_store_of_any_number_is_not_topped_up(tmp_path: Path) -> None:
+def test_a_store_of_any_number_is_not_extended(tmp_path: Path) -> None:
     run(tmp_path, QUESTIONS[:2], num_samples=2)
     (tmp_path / "rounds" / "round-000.json").unlink()
     run(tmp_path, QUESTIONS[:2], num_samples=None, planned={q.id: 2 for q in QUESTIONS})  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: 
     assert verdicts(stored(tmp_path / "store")["a/1"]) == [False, True]
 
 
-def test_verdicts_of_a_log_are_given_anew_where_asked(tmp_path: Path) -> None:
+def test_verdicts_of_a_log_are_given_again_where_asked(tmp_path: Path) -> None:
     path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2.", exact_match=0.0))
     assert verdicts(imported(path, tmp_path, stated=False)[1]["a/1"]) == [True]
 

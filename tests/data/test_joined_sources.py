@@ -1,4 +1,4 @@
-"""Splits that are put together of several places on the hub, or of one less the rows of another."""
+"""Splits that join several places on the hub, or leave out the rows of another split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers read anew: in one step, killed anywhere, with what belongs to the texts kept."""
+"""Re-extraction of answers: in one step, killed anywhere, and what belongs to the texts stays."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def samples_of(store: SampleStore, *, round: int = 0) -> dict[str, tuple[Sample,
 
 
 def stored(path: Path) -> SampleStore:
-    """Seven questions in two parts and two rounds; one lies in both parts and differs."""
+    """Seven questions in two parts and two rounds; one is in both parts and differs."""
     questions = fake_questions(7)
     store = make_store(path)
     write(store, questions[:5], part="a", per_shard=2)
@@ -100,7 +100,7 @@ def test_what_does_not_change_is_not_written_again(tmp_path: Path) -> None:
     assert sum(s.answer is not None for samples in samples_of(store).values() for s in samples) == 2
 
 
-def test_a_store_is_continued_after_it_was_read_anew(tmp_path: Path) -> None:
+def test_a_store_is_continued_after_it_was_re_extracted(tmp_path: Path) -> None:
     store = stored(tmp_path)
     re_extract_answers(store, tasks=Mended)
     assert len(make_store(tmp_path).question_ids(include_parts=True)) == 7

@@ -60,7 +60,7 @@ def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
     assert [sample.num_tokens for sample in found["qb_1"].samples] == [4]
 
 
-def test_texts_may_be_read_anew(tmp_path: Path) -> None:
+def test_texts_may_be_re_extracted(tmp_path: Path) -> None:
     rows = [row("q", 0, r"So \\boxed{B}.", parsed_response="A", correctness=1)]
     folder = write(tmp_path / "in", rows)
     run_import_pool(str(folder / "sampled.jsonl"), str(tmp_path / "anew"), "mmlu", "test", stated=False)

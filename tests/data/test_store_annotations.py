@@ -1,4 +1,4 @@
-"""Annotations: confidences beside the rows, shown in one step, bound to what computed them and to their rows."""
+"""Annotations: values apart from the rows, shown in one step, bound to their origin and to their rows."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_nothing_shows_before_it_is_published(store: SampleStore) -> None:
     assert annotation.record is None
 
 
-def test_rows_that_were_sampled_anew_lose_their_values(store: SampleStore) -> None:
+def test_rows_that_were_sampled_again_lose_their_values(store: SampleStore) -> None:
     index = store.index()
     annotate(store, index, np.full(20, 0.1))
     shard = store.path / "parts" / "a" / "round-000-shard-000000.parquet"

@@ -230,17 +230,7 @@ def test_a_record_that_names_files_outside_the_store_moves_and_reads_none(tmp_pa
     assert outside.exists()
 
 
-def test_a_later_format_is_refused(tmp_path: Path) -> None:
-    make_store(tmp_path)
-    file = tmp_path / "rounds" / "round-000.json"
-    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
-    for look in (SampleStore(tmp_path).index, SampleStore(tmp_path).repair, SampleStore(tmp_path).join):
-        with pytest.raises(StoreCorruptError, match="to have format 2 at most, but got 3: a later version"):
-            look()
-    assert file.exists(), "what is not understood is not repaired"
-
-
-def test_samples_under_a_round_that_was_entered_anew_are_refused(tmp_path: Path) -> None:
+def test_samples_under_a_round_that_was_created_again_are_refused(tmp_path: Path) -> None:
     questions = fake_questions(3)
     for round in (0, 1):
         write(make_store(tmp_path, round=round), questions, round=round)

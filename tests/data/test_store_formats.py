@@ -91,7 +91,7 @@ def test_a_damaged_round_is_put_back_from_the_joined_manifest(store: SampleStore
     assert len(make_store(store.path).index()) == 12
 
 
-def test_a_damaged_round_without_a_copy_is_entered_anew_and_held_against_its_shards(store: SampleStore) -> None:
+def test_a_damaged_round_without_a_copy_is_created_again_and_checked_against_its_shards(store: SampleStore) -> None:
     (store.path / "rounds" / "round-000.json").write_text("{")
     (store.path / "manifest.json").write_text("{")
     assert store.repair().moved == ("rounds/round-000.json",)

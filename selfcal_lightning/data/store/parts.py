@@ -9,10 +9,11 @@ import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -20,7 +21,14 @@ import pyarrow.compute as pc
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import NO_LOCKS, write_atomically
-from selfcal_lightning.data.store.manifest import PartManifest, Reread, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.manifest import (
+    PartManifest,
+    Reread,
+    RoundRecord,
+    ShardEntry,
+    read_record,
+    write_record,
+)
 from selfcal_lightning.data.store.shards import (
     StoreCorruptError,
     StoreVersionError,
@@ -97,25 +105,14 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        round: int,
-        num_samples: int | None,
-        fingerprint_digest: str,
-        engine: Mapping[str, Any],
-        questions_per_shard: int,
-        raised: Mapping[str, int] = MappingProxyType({}),
+        self, folder: Path, record: RoundRecord, *, engine: Mapping[str, Any], questions_per_shard: int
     ) -> None:
-        if questions_per_shard < 1:
-            raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
-        self.folder, self.round, self.num_samples, self.raised = folder, round, num_samples, raised
-        self.fingerprint_digest, self.engine = fingerprint_digest, dict(engine)
+        self.folder, self.record, self.engine = folder, record, dict(engine)
         self.questions_per_shard = questions_per_shard
         self.orphans = self.committed = 0
         self._lock = PartLock(folder)
         self._tables: list[pa.Table] = []
-        self._splits: dict[str, int] = {}
+        self._splits: Counter[str] = Counter()
         self._sizes: dict[str, int] = {}  # samples of each question, by its id
         self._buffered: dict[str, int] = {}
         self._part: PartManifest | None = None
@@ -132,7 +129,7 @@ class ShardWriter:
             self._part = read_part(self.folder)
             self.orphans = remove_unfinished(self.folder, self._part.shards)
             for shard in self._part.shards:
-                if shard.round == self.round:
+                if shard.round == self.record.round:
                     column = read_shard(self.folder / shard.file, columns=("question_id",))["question_id"]
                     found = {each["values"]: each["counts"] for each in column.value_counts().to_pylist()}
                     for name in found.keys() - set(shard.dropped):
@@ -157,7 +154,7 @@ class ShardWriter:
         """Add a question with all its samples, by index from 0; a full shard is committed at once."""
         self._check(group)
         self._tables.append(encode_question(group))
-        self._splits[group.split] = self._splits.get(group.split, 0) + 1
+        self._splits[group.split] += 1
         self._buffered[group.question.id] = len(group.samples)
         if self.buffered >= self.questions_per_shard:
             self.commit()
@@ -168,11 +165,11 @@ class ShardWriter:
         if not self._tables:
             return 0
         number = part.next_shard
-        path = self.folder / shard_name(self.round, number)
-        data = encode_shard(self._tables, shard_metadata(self.fingerprint_digest, self.folder))
+        path = self.folder / shard_name(self.record.round, number)
+        data = encode_shard(self._tables, shard_metadata(self.record.digest, self.folder))
         shard = ShardEntry(
             file=path.name,
-            round=self.round,
+            round=self.record.round,
             questions=len(self._tables),
             rows=sum(table.num_rows for table in self._tables),
             splits=dict(self._splits),
@@ -191,7 +188,7 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Forget what is buffered: those questions count as not sampled."""
-        self._tables, self._splits, self._buffered = [], {}, {}
+        self._tables, self._splits, self._buffered = [], Counter(), {}
 
     def _manifest(self) -> PartManifest:
         if self._part is None:
@@ -200,16 +197,16 @@ class ShardWriter:
 
     def _check(self, group: QuestionSamples) -> None:
         self._manifest()
-        name, samples = group.question.id, group.samples
+        name, samples, round = group.question.id, group.samples, self.record.round
         if name in self._buffered or len(samples) <= self._sizes.get(name, -1):
             raise InputError(f"Expected question ids to be unique in a round, but got {name!r} again in {self.folder}.")
-        if any(sample.question_id != name or sample.round != self.round for sample in samples):
-            raise InputError(f"Expected samples of question {name!r} and round {self.round}, but got others.")
+        if any(sample.question_id != name or sample.round != round for sample in samples):
+            raise InputError(f"Expected samples of question {name!r} and round {round}, but got others.")
         indices = [sample.index for sample in samples]
         if not samples or indices != list(range(len(samples))):
             raise InputError(f"Expected samples 0, 1, 2 ... of question {name!r}, but got {indices}.")
-        wanted = self.raised.get(group.split, self.num_samples)
-        if self.num_samples is not None and len(samples) != wanted:
+        wanted = self.record.samples_of(group.split)
+        if self.record.num_samples is not None and len(samples) != wanted:
             raise InputError(f"Expected {wanted} samples of question {name!r}, but got {len(samples)}.")
 
 

@@ -176,15 +176,9 @@ class SampleStore:
         if not PART_NAME.fullmatch(part):
             raise InputError(f"Expected `part` to be letters, digits, dots, dashes or underscores, but got {part!r}.")
         record = self.round_manifest(round)
-        return ShardWriter(
-            self.path / "parts" / part,
-            round=round,
-            num_samples=record.num_samples,
-            raised=record.raised,
-            fingerprint_digest=record.digest,
-            engine=record.engine if self._engine is None else self._engine,
-            questions_per_shard=questions_per_shard,
-        )
+        engine = record.engine if self._engine is None else self._engine
+        folder = self.path / "parts" / part
+        return ShardWriter(folder, record, engine=engine, questions_per_shard=questions_per_shard)
 
     def join(self) -> StoreManifest:
         """Show readers everything that writers have committed, and return the manifest.

@@ -212,8 +212,8 @@ _WIDTH, _HEIGHT = 3.3, 2.9
 def accuracy_figure(rows: Sequence[Resampled], *, cost: Cost = "samples", title: str = "") -> Figure:
     """Draw accuracy over mean cost: one row of panels for each side, one column for each confidence.
 
-    A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Points of a curve
-    are joined in the order of their cost. Oracles are left out, since they would stretch the axis.
+    A grey line in every panel is plain self-consistency of the first side; bands are 95 % intervals. Oracles are left
+    out, since they would stretch the axis.
     """
     drawn = [row for row in rows if not row.contender.is_oracle and _cost(row, cost) is not None]
     sides = list(dict.fromkeys(row.contender.side for row in drawn))
@@ -237,10 +237,7 @@ def accuracy_figure(rows: Sequence[Resampled], *, cost: Cost = "samples", title:
 
 
 def risk_coverage_figure(rows: Sequence[ConsensusRow], *, title: str = "") -> Figure:
-    """Draw the share of wrong answers among the most confident questions; one panel a side.
-
-    The confidence of a question is the winner's share of the weight over all samples.
-    """
+    """Draw the share of wrong answers among the questions whose vote is clearest; one panel a side."""
     sides = list(dict.fromkeys(row.side for row in rows))
     figure = Figure(figsize=(0.7 + 4.0 * len(sides), 3.9), layout="constrained")
     panels = figure.subplots(1, len(sides), sharex=True, sharey=True, squeeze=False)[0]

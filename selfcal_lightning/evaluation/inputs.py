@@ -244,10 +244,7 @@ def check_inputs(inputs: Inputs) -> Inputs:
 
 
 def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]:
-    """Return how many questions of each test set a side was trained on, by "test.side", where there are any.
-
-    They are known where the store that the manifest of its model or adapter names is still there.
-    """
+    """Return how many questions of each "test.side" its model was trained on, where its store is still there."""
     found = {}
     for side, model in sides.items():
         taught: set[str] = set()
@@ -264,10 +261,7 @@ def trained_on(inputs: Inputs, sides: Mapping[str, ModelSide]) -> dict[str, int]
 
 
 def unlike_training(inputs: Inputs, sides: Mapping[str, ModelSide], options: SamplingOptions) -> dict[str, Any]:
-    """Return how many questions of each test set are unlike those a side was trained on, under keys of results.json.
-
-    The AUROC says how well the distance tells the questions of a test set from those of the first one.
-    """
+    """Return how many questions are unlike those a side was trained on, and the AUROC of that distance."""
     found: dict[str, Any] = {}
     for side, model in sides.items():
         folder = model.adapter or resolve_model(model.model)
@@ -307,10 +301,7 @@ def sides_apart(inputs: Inputs) -> str | None:
 
 
 def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
-    """Sample every test set, and the calibration questions, from every model; go on where an earlier run stopped.
-
-    What is read back is as in ``read_pools``.
-    """
+    """Sample all questions from every model, or go on where an earlier run stopped; see ``read_pools``."""
     tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
     check_names(tests)
     if calibration is not None:

@@ -79,10 +79,7 @@ def compare_pools(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, MetricChange]:
-    """Return each metric, by its key, before and after with paired bootstrap intervals over questions.
-
-    A question whose responses all lack a confidence on one side is left out on both, so that the pairs hold.
-    """
+    """Return each metric before and after with paired intervals, on questions with a confidence on both sides."""
     first, second = ({entry.question.id for entry in pool if has_confidence(entry, name)} for pool in (before, after))
     kept = first & second
     sides = [

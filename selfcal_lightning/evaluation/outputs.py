@@ -196,10 +196,7 @@ def consensus_table(rows: Sequence[ConsensusRow], scores: Mapping[str, Sequence[
 
 
 def break_even_table(rows: Sequence[BreakEvenRow]) -> Table:
-    """Return, for each target, the contender that saves most and the questions until the cost is earned back.
-
-    It is chosen on the calibration questions where there are any.
-    """
+    """Return, for each target, who saves most on the calibration questions, and when the cost is earned back."""
     heads = ["as good as", "contender", "tokens saved a question", "questions"]
     table = rich_table(heads, left=heads[:1], no_wrap=True)
     for target, found in groupby(sorted(rows, key=lambda row: row.target), key=lambda row: row.target):

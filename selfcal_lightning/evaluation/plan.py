@@ -110,10 +110,7 @@ def check_evaluation_folder(folder: Path) -> None:
 
 
 def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
-    """Make the folder of an evaluation, and leave its arguments there before anything else is written.
-
-    So an evaluation that was stopped before its results is still known as one, and its files may be replaced.
-    """
+    """Make the folder of an evaluation with its arguments, by which even a stopped one is known."""
     check_evaluation_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "arguments": dict(arguments)}

@@ -48,10 +48,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """A contender at the setting that it takes at a budget.
-
-    Chosen on calibration questions it is the most accurate within the budget; without them the dearest, by cost alone.
-    """
+    """A contender at its setting for a budget: the best on calibration questions, else the dearest by cost."""
 
     contender: Contender
     budget: int
@@ -217,10 +214,7 @@ def budget_rows(resampled: Sequence[Resampled], budgets: Sequence[int]) -> list[
 
 
 def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[SavingRow]:
-    """Return what every contender pays for the accuracy of self-consistency with each of ``targets`` samples.
-
-    The intervals take the target from the same resample, so that they hold the uncertainty of both curves.
-    """
+    """Return what every contender pays for the accuracy of self-consistency with each of ``targets`` samples."""
     reference = reference_of(resampled)
     rows = []
     wanted_positions = [reference.grid.index(target) for target in targets]
@@ -254,10 +248,7 @@ def saving_rows(resampled: Sequence[Resampled], targets: Sequence[int]) -> list[
 
 
 def break_even_rows(savings: Sequence[SavingRow], cost: float) -> list[BreakEvenRow]:
-    """Return after how many questions each contender has earned back ``cost`` tokens, where tokens are known.
-
-    The cost is the calibration's, so where there are two sides only the last one's contenders have to earn it.
-    """
+    """Return when each contender of the last side, which was calibrated, has earned back ``cost`` tokens."""
     last = savings[-1].contender.side if savings else None
     rows = []
     for row in savings:
@@ -297,8 +288,7 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
 def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_UNANIMOUS) -> list[ConsensusRow]:
     """Return one row without weights and one for each confidence, over all samples of each question.
 
-    The winner's share of the weight is its soft self-consistency; "near-unanimous" means that it lies above
-    ``threshold``. A question without a vote has the share 0 and is wrong.
+    The winner's share of the weight is near-unanimous above ``threshold``; without a vote it is 0 and wrong.
     """
     rows = []
     for name in (None, *weighing_confidences(weighed)):

@@ -103,11 +103,7 @@ class SideStrategies:
 
 
 def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Sequence[BudgetRow]) -> list[str]:
-    """Return one sentence for each confidence of a side.
-
-    It speaks of the budget that the tables show in full, and of the best strategy that reads the confidence there: the
-    best of several on these questions, which flatters it a little.
-    """
+    """Return a sentence for each confidence of a side, on the best strategy at the budget shown in full."""
     if not rows:
         return []
     budget = headline(sorted({row.budget for row in rows}))

@@ -51,10 +51,7 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def format_estimate(estimate: Estimate, *, signed: bool = False, tight: bool = False) -> str:
-    """Return a value and its interval to three decimals; a dash where it is not defined.
-
-    ``tight`` leaves out the space in the interval, where a narrow terminal would break the line.
-    """
+    """Return a value and its interval to three decimals, ``tight`` without a space; a dash where undefined."""
     if estimate.value is None:
         return DASH
     sign = "+" if signed else ""

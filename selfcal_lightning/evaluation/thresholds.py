@@ -31,10 +31,7 @@ THRESHOLD = "threshold"
 
 
 def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Calibrated], folder: Path) -> list[str]:
-    """Write the threshold that each contender takes at each budget; return the names of the files.
-
-    Only thresholds that calibration questions chose are written, by the code of ``selfcal fit-threshold``.
-    """
+    """Write the thresholds that calibration questions chose at each budget; return the names of the files."""
     halves = {side: found.second_half for side, found in calibrated.items()}
     questions = {  # checked already
         side: CalibrationPool(half.pool.entries, half.scorers, FittedOn.from_pool(half.pool.entries))

@@ -10,10 +10,7 @@ FEW_QUESTIONS = 30
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each test set from the keys of results.json.
-
-    A difference is named where its 95 % interval over questions leaves out 0.
-    """
+    """Return a sentence for each test set from the keys of results.json; clear changes have intervals without 0."""
     tests = dict.fromkeys(match[1] for key in results if (match := re.fullmatch(r"own\.(.+)\.ece\.[^.]+", key)))
     return [_sentence(results, f"own.{test}", test) for test in tests]
 

@@ -36,11 +36,6 @@ def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
     The cost is interpolated between neighbours on the upper envelope: picking one of the two settings at random for
     each question reaches any point on the line between them.
 
-    Args:
-        cost: Cost of each setting [G].
-        value: Value of each setting [G].
-        target: Value to reach.
-
     Example:
         >>> cost_to_reach(np.array([1.0, 3.0, 5.0]), np.array([0.5, 0.25, 0.75]), 0.625)
         3.0

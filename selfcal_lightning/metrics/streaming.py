@@ -23,10 +23,9 @@ from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_
 class ExactMetric(Metric):
     """Base class of these metrics.
 
-    - States keep their dtype: ``module.to(torch.bfloat16)``, which is what ``precision="bf16-true"`` does, would round
-      the sums of a plain ``Metric``.
-    - ``add_rows`` declares a state of gathered rows [n, width]. A process without responses sends an empty
-      tensor of the right dtype; a plain list state would send a one-dimensional float32 placeholder, which crashes.
+    States keep their dtype, where ``precision="bf16-true"`` would round the sums of a plain ``Metric``. ``add_rows``
+    declares a state of gathered rows [n, width]: a process without responses sends an empty tensor of the right dtype,
+    where a plain list state would send a one-dimensional placeholder, which crashes.
     """
 
     is_differentiable = False

@@ -262,10 +262,7 @@ def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def check_two_passes(model: PeftModel, *, packed: bool) -> None:
-    """Compare queries over contexts with whole sequences, so that no model is silently trained wrongly.
-
-    The adapter is disabled in both, since in whole sequences it would act on more tokens.
-    """
+    """Compare queries over contexts with whole sequences, so that no model is silently trained wrongly."""
     config, name = model.config.get_text_config(), type(model.get_base_model()).__name__
     device = next(model.parameters()).device
     # The first response is long: where positions ran on behind it instead of restarting, the others would be far off.

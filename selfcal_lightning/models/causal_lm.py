@@ -316,10 +316,6 @@ def without_cudnn() -> Iterator[None]:
 
 
 def exclude_cudnn(device: torch.device) -> None:
-    """Exclude cuDNN for the rest of this process if it computes on a GPU.
-
-    For training, whose backward pass recomputes activations in another thread, outside of any block around the forward
-    pass.
-    """
+    """Exclude cuDNN for the rest of this process on a GPU: training recomputes layers in another thread."""
     if device.type == "cuda":
         cuda.enable_cudnn_sdp(False)

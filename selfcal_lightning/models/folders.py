@@ -40,10 +40,7 @@ def is_bundled(name: str) -> bool:
 
 
 def model_folder(model: str, *, revision: str | None = None, download: bool = True) -> Path:
-    """Return the folder of a model; missing files of a hub model are downloaded.
-
-    Only the weights of :func:`weight_files`; pickles are never downloaded.
-    """
+    """Return the folder of a model; missing files of a hub model are downloaded, but never pickles."""
     place = Path(resolve_model(model))
     if place.is_dir():
         return place
@@ -210,10 +207,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def list_files(folder: Path) -> dict[str, str | None]:
-    """Return all files in ``folder`` except the manifest, with the sha256 of weights and configurations.
-
-    The others, such as a model card, may be edited and have None.
-    """
+    """Return all files in ``folder`` but the manifest; those that must not change with their sha256."""
     files = _files_in(folder)
     hashed = [path for path in files if _counts(path)]
     digests = dict(zip(hashed, files_sha256(hashed), strict=True))

@@ -73,10 +73,7 @@ def attach_lora(model: PreTrainedModel, settings: LoraSettings, *, seed: int = 0
 
 
 def add_lora(model: PeftModel, settings: LoraSettings, name: str, *, seed: int = 0) -> None:
-    """Add an auxiliary trainable adapter to the model of ``attach_lora``; the first one stays active.
-
-    It starts as it would alone: from the same random stream. Its name must not be that of a layer.
-    """
+    """Add an auxiliary trainable adapter to the model of ``attach_lora``, drawn as it would be alone."""
     with _own_stream(model.device, seed):
         model.add_adapter(name, _lora_config(settings), autocast_adapter_dtype=False)
     for parameter_name, parameter in model.named_parameters():
@@ -112,10 +109,7 @@ def _hold_in_float32(model: PeftModel) -> None:
 
 
 def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Refuse layers in ``settings`` that are missing or share their weights; the model may lie on ``meta``.
-
-    PEFT itself raises only if *no* target matches, and otherwise silently adapts fewer layers.
-    """
+    """Refuse missing layers (PEFT ignores some) or ones that share weights; the model may lie on ``meta``."""
     from transformers.pytorch_utils import Conv1D  # GPT-2's transposed linear layer
 
     targets = settings.target_modules

@@ -41,10 +41,7 @@ def float32_logits(
 
 
 def log_normaliser(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``log sum_v exp(logit_v)`` of each hidden state, in float32; gradients reach the hidden states only.
-
-    The gradient is computed in the forward pass, so that no logits are kept. For a few rows.
-    """
+    """Return ``log sum_v exp(logit_v)`` of a few hidden states in float32; gradients reach these only."""
     return _LogNormaliser.apply(hidden, weight, bias)
 
 
@@ -194,10 +191,7 @@ def read_outputs(
     trees: Sequence[PrefixTree] = (),
     position_ids: Tensor | None = None,
 ) -> ModelOutputs:
-    """Run a forward pass and return the outputs at some positions of the flattened S * T tokens.
-
-    The root module is called, so that the hooks of DDP and FSDP fire.
-    """
+    """Run a forward pass and return the outputs at some positions of the flattened S * T tokens."""
     arguments = forward_arguments(model, input_ids, attention_mask, trees=trees, position_ids=position_ids)
     return run_outputs(model, arguments, queries=queries, labels=labels, query=query)
 
@@ -231,10 +225,7 @@ def run_outputs(
 
 
 def ends_with_head(config: PreTrainedConfig) -> bool:
-    """Return whether a model of this configuration returns its output layer's logits unchanged.
-
-    Some models scale or cap the logits. Tested once per process on a model without weights, in under a second.
-    """
+    """Return whether a model returns its output layer's logits unchanged, tested once without weights."""
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if key not in _ENDS:
         _ENDS[key] = _returns_what_the_head_gives(config)

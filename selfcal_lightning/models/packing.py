@@ -52,10 +52,7 @@ class PrefixTree(NamedTuple):
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
-    """Refuse ``trees`` that are not contiguous from the start of a row of ``width`` tokens.
-
-    A branch may be empty: a response without tokens whose query was cut off.
-    """
+    """Refuse ``trees`` that are not contiguous from the start of a row of ``width`` tokens; branches may be empty."""
     stop = 0
     for tree in trees:
         if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
@@ -93,10 +90,7 @@ def tree_position_ids(trees: Sequence[PrefixTree], width: int) -> Tensor:
 
 
 def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tensor]:
-    """Return (tree of every token, branch of every token), int64, [width] each.
-
-    Branches are numbered from 1 within their tree, the prompt is 0. Padding is an extra last tree.
-    """
+    """Return tree and branch (0 in the prompt) of every token, int64 [width] each; padding is an extra last tree."""
     tree_ids = torch.full((width,), len(trees), dtype=torch.int64)
     branch_ids = torch.zeros(width, dtype=torch.int64)
     for number, tree in enumerate(trees):
@@ -104,17 +98,6 @@ def tree_segments(trees: Sequence[PrefixTree], width: int) -> tuple[Tensor, Tens
         for branch, (start, length) in enumerate(zip(tree.branch_starts(), tree.branches, strict=True), start=1):
             branch_ids[start : start + length] = branch
     return tree_ids, branch_ids
-
-
-def tree_attention_mask(trees: Sequence[PrefixTree], width: int) -> Tensor:
-    """Return who attends to whom, bool, [width, width]: itself and what precedes it in its prompt and in its branch.
-
-    Its size is quadratic in the row; attention by segments does not need it.
-    """
-    tree_ids, branch_ids = tree_segments(trees, width)
-    same_tree = tree_ids[:, None] == tree_ids[None, :]
-    visible = (branch_ids[None, :] == 0) | (branch_ids[:, None] == branch_ids[None, :])
-    return torch.ones(width, width, dtype=torch.bool).tril() & same_tree & visible
 
 
 SEGMENTS = "segments"
@@ -194,10 +177,7 @@ def segment_attention(
     prefix_trees: TreeMasks | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each prompt, and from each branch to its prompt and itself; registered with transformers.
-
-    Unpacked batches come without ``prefix_trees`` and use PyTorch's attention as usual.
-    """
+    """Attend by ``prefix_trees``, or without them by PyTorch's attention; registered with transformers."""
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
             name = type(module).__name__
@@ -278,10 +258,7 @@ def packed_inputs(
 
 
 def tree_block_mask(trees: Sequence[PrefixTree], width: int, device: torch.device) -> Any:
-    """Return FlexAttention's block mask of a packed row: the rule of ``tree_attention_mask``, block by block.
-
-    PyTorch's own function would first build the mask of the whole row, with T * T entries.
-    """
+    """Return FlexAttention's mask of a packed row; PyTorch's own function needs T * T entries for it."""
     from torch.nn.attention.flex_attention import BlockMask
 
     tree_ids, branch_ids = (ids.to(device) for ids in tree_segments(trees, width))
@@ -316,10 +293,7 @@ _PROBED: dict[str, str | None] = {}  # what a look at an architecture found, by 
 
 
 def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
-    """Return why models of this configuration cannot run packed rows; None if they can.
-
-    Needs no weights and little memory; under a second for most architectures.
-    """
+    """Return why models of this configuration cannot run packed rows, None if they can; needs no weights."""
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
@@ -446,10 +420,7 @@ def packs_rightly(model: PreTrainedModel) -> bool:
 
 
 def spread_ids(number: int, vocabulary: int, *, device: torch.device) -> Tensor:
-    """Return test ids, [number], spread over the vocabulary.
-
-    The first ids of a vocabulary are control tokens, on which half-precision outputs do not repeat.
-    """
+    """Return test ids, [number], spread over the vocabulary, whose first ids are control tokens."""
     return torch.arange(1, number + 1, device=device) * 7919 % vocabulary
 
 

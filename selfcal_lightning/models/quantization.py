@@ -49,10 +49,7 @@ def load_nf4_causal_lm(
     dtype: Dtype = "auto",
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Load ``base_model`` with its linear layers in NF4, double quantised, straight onto ``device``.
-
-    Embeddings, norms and the output layer keep ``dtype``, in which the 4-bit layers compute too.
-    """
+    """Load a model on ``device`` with linear layers in NF4; the others, and computation, keep ``dtype``."""
     import_bitsandbytes()
     from transformers import BitsAndBytesConfig
 

@@ -55,11 +55,7 @@ def meta_causal_lm(
 def attach_lora_on_meta(
     model: PreTrainedModel, settings: LoraSettings, *, seed: int
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Attach an adapter to a model on ``meta``; return it and the initial values that ``attach_lora`` draws, by name.
-
-    Values are drawn by PEFT through ``attach_lora``, here on stand-ins with the base weights' shape, dtype and device
-    that share a single number.
-    """
+    """Attach an adapter to a model on ``meta``; return it and the values that ``attach_lora`` would draw, by name."""
     _exchange(model, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     adapted = attach_lora(model, settings, seed=seed)
     drawn = {name: p.detach().clone() for name, p in adapted.named_parameters() if p.requires_grad}
@@ -74,10 +70,7 @@ def check_architecture(
     revision: str | None = None,
     attn_implementation: str | None = None,
 ) -> None:
-    """Build the model on ``meta``, so that errors of its classes or its adapter show before long work.
-
-    An architecture that cannot be built on ``meta`` passes; ``attach_lora`` checks again.
-    """
+    """Build the model on ``meta``, so that errors of its classes or its adapter show before long work."""
     from transformers import AutoModelForCausalLM
 
     register_segment_attention()

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from selfcal_lightning.models.packing import tree_attention_mask
+from support.packed_rows import tree_attention_mask
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
 Script = Callable[[str], ModuleType]

@@ -67,15 +67,6 @@ def test_beta_pass_at_k_equals_the_ratio_of_beta_functions(p: float, k: int, con
     assert beta_pass_at_k(p, 1, concentration=concentration) == pytest.approx(p, abs=1e-12)
 
 
-def test_the_inflation_that_drew_the_counts_is_found() -> None:
-    p, _, correct = _drawn(0.3, 4.0)
-    fitted = fit_inflated_beta(p, correct, 32)
-    assert fitted.inflation == pytest.approx(0.3, abs=0.04)
-    assert fitted.concentration == pytest.approx(4.0, rel=0.15)
-    plain, _, counts = _drawn(0.0, 4.0)
-    assert fit_inflated_beta(plain, counts, 32).inflation < 0.02
-
-
 def test_the_fit_is_the_likeliest_nearby() -> None:
     p, _, correct = _drawn(0.3, 4.0, size=400)
     fitted = fit_inflated_beta(p, correct, 32)

@@ -314,13 +314,6 @@ def test_what_an_activated_adapter_has_no_use_for(settings: dict[str, Any], mess
     SelfCalibrationModule("model", omega=0.0, generation_loss=False)
 
 
-def test_attention_that_cannot_be_asked_over_is_refused(chat: ChatFormat, tiny_model: str) -> None:
-    module = module_of(tiny_model, lora=ACTIVATED, attn_implementation="eager")
-    module.configure_model()
-    with pytest.raises(ValueError, match='to be None or "segments" for packed rows of an activated adapter'):
-        module.confidence(both_layouts(chat)["packed"])
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_model_that_reads_queries_wrongly_is_found_out(
     layout: str, chat: ChatFormat, tmp_path: Path, tiny_model: str

@@ -100,8 +100,3 @@ def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
     (calibration + generation).backward()
     assert (len(calls) > forward) == gradient_checkpointing, "activations are recomputed"
     assert _is_pinned(calls)
-
-
-def test_training_on_a_cpu_changes_nothing(tiny_model: str, calls: list[Any]) -> None:
-    module_of(tiny_model).configure_model()
-    assert cuda.cudnn_sdp_enabled()

@@ -12,7 +12,6 @@ from support.module_batches import NO_DROPOUT, batch_of, module_of
 from support.packed_rows import collated, stored_rows
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.models import outputs as output_layer
@@ -151,26 +150,6 @@ def test_a_micro_step_never_waits_for_the_device(
     if not shared_prefix:
         watch.where = {name: n for name, n in watch.where.items() if "outputs.py" not in name or n > 2}
     assert watch.where == {}
-
-
-def test_a_batch_moves_to_a_device_while_the_host_goes_on(chat: ChatFormat) -> None:
-    class Copies(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[bool] = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
-            if "_to_copy" in str(func):
-                self.seen.append(bool((kwargs or {}).get("non_blocking")))
-            return func(*args, **(kwargs or {}))
-
-    batch = collated(chat, stored_rows(chat), shared_prefix=True)
-    with Copies() as watch:
-        moved = batch.to("meta")
-    assert len(watch.seen) >= 12
-    assert all(watch.seen)
-    assert moved.position_ids.shape == batch.input_ids.shape
-    assert torch.equal(batch.to("cpu").position_ids, batch.position_ids)
 
 
 def test_a_step_of_a_large_vocabulary_holds_few_logits(

@@ -207,14 +207,6 @@ def test_control_tokens_in_contents_are_text(chat: ChatFormat, family: Family) -
     assert chat.decode((*response, chat.query.suffix_ids[0])) == typed
 
 
-def test_reasoning_stays_open_for_sampling_and_is_closed_for_the_query(chat: ChatFormat, family: Family) -> None:
-    if family.file != "deepseekv3.jinja":
-        assert not chat.tokenizer.decode(chat.prompt_ids([USER])).endswith("<think>\n")
-        return
-    assert chat.tokenizer.decode(chat.prompt_ids([USER])).endswith("<think>\n")
-    assert chat.tokenizer.decode(chat.query.suffix_ids).endswith("<think>\n\n</think>\n\n")
-
-
 def test_a_refused_system_role_is_folded_into_the_user_turn() -> None:
     family = FAMILIES["gemma"]
     chat = ChatFormat(byte_tokenizer(family, NO_SYSTEM))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,18 +159,3 @@ def test_files_that_do_not_fit_the_model_are_refused(untied: str, tmp_path: Path
     }.items():
         for found in run_processes(refuse, tmp_path / f"{folder.name}-run", str(folder)):
             assert message in found[0]
-
-
-def test_missing_files_are_named(untied: str, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"a folder with \*\.safetensors files, .* has none"):
-        WeightFiles.of_model(str(tmp_path / "other"))
-    shutil.copy(next(Path(untied).glob("*.safetensors")), tmp_path / "other" / "weights.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors or model\.safetensors\.index\.json, but got"):
-        WeightFiles.of_model(str(tmp_path / "other"))
-    folder = changed_untied(untied, tmp_path / "part")
-    gone = sorted(folder.glob("*.safetensors"))[1]
-    gone.unlink()
-    with pytest.raises(ValueError, match=rf"lacks \['{gone.name}'\]"):
-        WeightFiles.of_model(str(folder))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.dispatch_modes import PeakBytes
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
-from support.packed_rows import FAMILIES, collated, small_model, stored_rows
+from support.packed_rows import FAMILIES, collated, small_model, stored_rows, tree_attention_mask
 from support.training_runs import data_module
 from transformers import AutoConfig
 
@@ -25,7 +25,6 @@ from selfcal_lightning.models.packing import (
     packed_inputs,
     segment_attention,
     shared_prefix_problem,
-    tree_attention_mask,
     tree_block_mask,
     tree_position_ids,
 )

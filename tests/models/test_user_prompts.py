@@ -10,9 +10,6 @@ from support.command_lines import ON_CPU, given_to, instantiated
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.tasks.registry import load_some
-from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.datamodules.ssc.stored_rows import check_prompts
 from selfcal_lightning.engines.opening import load_chat
 from selfcal_lightning.engines.settings import EngineOptions
@@ -130,12 +127,6 @@ def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path
     plain = sampled(tmp_path / "plain", tmp_path / "q.txt", None)
     with pytest.raises(ValueError, match="was sampled with, that of the task, but got"):
         check_prompts(plain, chat(BRIEF), round=0)
-
-
-def test_sources_are_put_with_it() -> None:
-    data = SSCDataModule("bundled", "never", prompt=BRIEF, train=[QuestionSource("word_problems", limit=2)])
-    assert data.questions("train") == load_some("word_problems", "train", limit=2, prompt=BRIEF)
-    assert data.questions("train")[0].messages[0].content == "Be brief."
 
 
 def test_an_export_says_it_and_answer_takes_it_up(tmp_path: Path) -> None:

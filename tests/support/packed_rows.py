@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.models.causal_lm import load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.packing import PrefixTree, tree_segments
 from selfcal_lightning.records import Message, Question, Sample
 from selfcal_lightning.training.batches import SSCBatch
 
@@ -86,3 +88,11 @@ def collated(chat: ChatFormat, rows: list[StoredRow], *, shared_prefix: bool) ->
     question = np.array([int(row.question.id[1:]) for row in rows])
     collator = SSCCollator(chat, max_length=256, shared_prefix=shared_prefix)
     return collator(TupleRows(micro, rows, target, np.full(6, np.nan), question))
+
+
+def tree_attention_mask(trees: Sequence[PrefixTree], width: int) -> torch.Tensor:
+    """Return who attends to whom, bool, [width, width]: itself and what precedes it in its prompt and in its branch."""
+    tree_ids, branch_ids = tree_segments(trees, width)
+    same_tree = tree_ids[:, None] == tree_ids[None, :]
+    visible = (branch_ids[None, :] == 0) | (branch_ids[:, None] == branch_ids[None, :])
+    return torch.ones(width, width, dtype=torch.bool).tril() & same_tree & visible

@@ -146,6 +146,6 @@ def masked_standardised_weights(scores: Floats) -> Floats:
     is_known = ~np.isnan(scores)
     values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
     # cumsum adds response by response: another order may change the last bit and so break a tie.
-    distance = np.where(is_known, values - np.cumsum(values, axis=0)[-1] / count, 0.0)
-    spread = np.sqrt(np.cumsum(distance**2, axis=0)[-1] / count)
+    distance = np.where(is_known, values - np.cumsum(values, axis=0)[-1:] / count, 0.0)
+    spread = np.sqrt(np.cumsum(distance**2, axis=0)[-1:] / count)
     return np.where(is_known, np.exp(distance / (spread + _LEAST_SPREAD)), 0.0)

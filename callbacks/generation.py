@@ -34,8 +34,13 @@ from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
 from selfcal_lightning.engines.sampling.running import part_name
-from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
-from selfcal_lightning.engines.sampling.shares import is_complete, open_existing, select_share
+from selfcal_lightning.engines.sampling.sampler import (
+    generate_samples,
+    is_complete,
+    open_existing,
+    select_share,
+    store_fingerprint,
+)
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings, memory_share
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -719,10 +724,7 @@ class SSCGeneration(Callback):
                     chat=chat,
                     store=store,
                     num_samples=data.num_samples,
-                    sampling=self.sampling,
-                    seed=self.seed,
                     round=round,
-                    part=part_name(shard),
                     shard=shard,
                     questions_per_shard=self.questions_per_shard,
                     shard_by_shard=self.shard_by_shard,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from selfcal_lightning.data.store.annotations import question_values
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import generate
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptReader, PromptStates
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.metrics import scored_responses
@@ -265,7 +265,7 @@ def processor_seconds() -> tuple[float, float]:
     reading, answering = [], []
     for _ in range(TURNS):
         started = time.process_time()
-        cast("PromptReader", engine).prompt_states(prompts, LevelSettings())
+        engine.prompt_states(prompts, LevelSettings())
         between = time.process_time()
         generate(engine, requests)
         reading.append((between - started) / len(prompts))

@@ -18,7 +18,6 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import check_slice, load_source
-from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
@@ -280,5 +279,5 @@ def sampling_run(
         model=model, store_dir=store_dir, task=[place.task], split=place.split, path=place.path, part=place.part,
         limit=place.limit, offset=place.offset, store_split=split, chain_of_thought=place.chain_of_thought,
         prompt=prompt, num_samples=num_samples, engine=engine, sampling=sampling, seed=seed, query=query,
-        questions_per_shard=QUESTIONS_PER_SHARD, max_failures=MAX_FAILURES, extend=True,
+        questions_per_shard=QUESTIONS_PER_SHARD, extend=True,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,13 @@ from selfcal_lightning.core.files import json_object_or_none, remove_abandoned, 
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.manifest import StoreFingerprint, origin_differences
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptReader, PromptStates
+from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.opening import check_engine, open_engine
 from selfcal_lightning.models.chat_format import USER_PROMPT, ChatFormat
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity, Question
+
+if TYPE_CHECKING:
+    from selfcal_lightning.engines.transformers.engine import TransformersEngine
 
 RECORD = "features.json"
 FORMAT = "selfcal_lightning.prompt_features"
@@ -249,7 +252,7 @@ def read_features(
     # Of about one length together, since shorter ones are padded.
     rows = sorted((row for row, key in enumerate(keys) if key not in known), key=lambda row: len(prompts[row]))
     if rows:
-        reader = cast("PromptReader", model.open())
+        reader = cast("TransformersEngine", model.open())
         with Progress(len(rows), label=f"Reading hidden states into {folder.path}", unit="prompts") as progress:
             for start in range(0, len(rows), CHUNK_QUESTIONS):
                 chunk = rows[start : start + CHUNK_QUESTIONS]

@@ -1,16 +1,16 @@
-"""Checks that an engine applies an activated adapter to its query only, on a few prompts. No torch."""
+"""Checks on a few prompts that an engine applies an activated adapter to its query only. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import check_query
 from selfcal_lightning.records import ConfidenceQuery
 
-CONTEXT_LENGTHS = (5, 41, 83)  # tokens; the longer ones end within a block of the cache behind whole ones
+CONTEXT_LENGTHS = (5, 41, 83)  # tokens; the longer ones end inside a block of the cache that follows whole ones
 EXACT_NATS, ROUNDED_NATS = 1e-3, 0.1
 EXACT_DIFFERENCE = 1e-4  # of probabilities in float32, from the training module's
 _LEAST, _TIMES_NOISE = 1e-5, 3.0
@@ -19,22 +19,15 @@ _SMALLEST = 1e-30
 Table = list[list[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The prompts: contexts, and the same contexts followed by the query."""
+class Probe(NamedTuple):
+    """Prompts, the same prompts followed by the query (``asked``), and the tokens whose probabilities are read."""
 
     contexts: tuple[tuple[int, ...], ...]
-    query_ids: tuple[int, ...]
+    asked: tuple[tuple[int, ...], ...]
     token_ids: tuple[int, ...]
 
-    @property
-    def asked(self) -> tuple[tuple[int, ...], ...]:
-        """The contexts, each followed by the query."""
-        return tuple((*context, *self.query_ids) for context in self.contexts)
 
-
-@dataclass(frozen=True, slots=True)
-class ProbeAnswers:
+class ProbeAnswers(NamedTuple):
     """Probabilities of the probe's tokens, [contexts][tokens] each."""
 
     base: Table
@@ -52,12 +45,11 @@ def query_settings(query: ConfidenceQuery, query_ids: Sequence[int]) -> dict[str
 
 def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary: int, longest: int) -> Probe:
     """Return a probe whose contexts fit."""
-    room = longest - len(query_ids)
-    lengths = sorted({min(length, room) for length in CONTEXT_LENGTHS})
+    lengths = sorted({min(length, longest - len(query_ids)) for length in CONTEXT_LENGTHS})
     if lengths[0] < 1:
         raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
     contexts = tuple(tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths)
-    return Probe(contexts, tuple(query_ids), tuple(token_ids))
+    return Probe(contexts, tuple((*context, *query_ids) for context in contexts), tuple(token_ids))
 
 
 def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
@@ -73,8 +65,8 @@ def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
         )
     if not again <= bound:
         raise InputError(
-            f"Expected {engine} to keep what an activated adapter computes out of the base model's cache, but "
-            f"log-probabilities of the base model differ by {again:.3g} after the adapter was asked."
+            f"Expected {engine} to keep what an activated adapter computes out of the base model's cache, but its "
+            f"log-probabilities differ by {again:.3g} after the adapter was asked."
         )
     if not awake > max(_TIMES_NOISE * max(asleep, again), _LEAST):
         raise InputError(
@@ -83,14 +75,9 @@ def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
         )
 
 
-def largest_difference(found: Table, wanted: Table) -> float:
-    """Return the largest absolute difference of probabilities."""
-    return max(abs(p - q) for pair in zip(found, wanted, strict=True) for p, q in zip(*pair, strict=True))
-
-
 def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
     """Return the largest difference from the training module's probabilities after the queries, in float32."""
-    difference = largest_difference(awake, module)
+    difference = _largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
         raise InputError(
             f"Expected {engine} to give the probabilities of the module that trained the activated adapter to "
@@ -99,7 +86,11 @@ def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
     return difference
 
 
+def _largest_difference(found: Table, wanted: Table) -> float:
+    return max(abs(p - q) for pair in zip(found, wanted, strict=True) for p, q in zip(*pair, strict=True))
+
+
 def _nats(found: Table, wanted: Table) -> float:
     """Return the largest absolute difference of log-probabilities."""
     logs = [[[math.log(max(p, _SMALLEST)) for p in row] for row in table] for table in (found, wanted)]
-    return largest_difference(*logs)
+    return _largest_difference(*logs)

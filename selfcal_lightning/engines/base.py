@@ -7,11 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.records import Finish, Request, Response
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.records import Finish, Request, Response, SamplingSettings
 
 SHOWN_FAILURES = 3
 MAX_FAILURES = 64  # as many as a server has at once: all of them failed
+# What vLLM takes, in a child process or behind a server.
+EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
+MAX_SCORED_IDS = 128
+COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word; EDT with a scale of 1 has no such floor
+# Folders of the activated adapters that vLLM should know, separated as in PATH; read by our plugin for vLLM.
+ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +45,11 @@ class EngineStoppedError(RunError):
 class FailuresInARow:
     """Counts consecutive failed requests, and stops the work when there are too many.
 
-    Requests that the engine refuses count once for each question: one prompt may be refused for all of its samples.
-
-    Example:
-        >>> row = FailuresInARow(2, way_out="Start again.")
-        >>> row.add("q/0", "q", Failure("busy"))
-        >>> row.clear()
-        >>> row.add("q/1", "q", Failure("busy"))
-        >>> row.add("q/2", "q", Failure("busy"))
-        Traceback (most recent call last):
-        selfcal_lightning.engines.base.EngineStoppedError: Expected the engine to answer, but 2 requests in a ...
+    Refused requests count once for each question: one prompt may be refused for all of its samples.
     """
 
     def __init__(self, limit: int, *, way_out: str) -> None:
-        if limit < 1:
-            raise InputError(f"Expected `max_failures` to be at least 1, but got {limit}.")
+        check_at_least(1, max_failures=limit)
         self._limit, self._way_out = limit, way_out
         self._failed: set[tuple[str, bool]] = set()
 
@@ -96,16 +92,16 @@ class Engine(Protocol):
             patience: Longest wait in seconds, after which the list may be empty.
 
         Raises:
-            RequestsFailedError: Requests were not answered; they are in flight no more, all others go on.
+            RequestsFailedError: Requests were not answered; they are no longer in flight, all others go on.
             EngineStoppedError: The engine cannot go on.
         """
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
         """Drop requests and return the discarded response tokens, by id.
 
-        A request that was queued but not begun cost nothing and is left out, as are ids that are unknown or were
-        delivered. One that was begun is there, with 0 where no token was drawn yet; so is one that had finished and
-        was not yet delivered. A dropped request never comes back.
+        Left out are requests that were never begun, and ids that are unknown or delivered. A request that was begun is
+        there, with 0 where no token was drawn yet; so is one that finished and was not yet delivered. A dropped request
+        never comes back.
         """
 
     def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -116,12 +112,13 @@ class Engine(Protocol):
     ) -> list[list[float] | None]:
         """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``.
 
-        None stands for a prompt that the engine refuses, such as one that crashes it.
+        None stands for a prompt that the engine refuses, such as one that crashes it. An activated adapter reads the
+        query that a prompt ends with, and no other token. Samples in flight may go on meanwhile.
 
         Args:
             prompts: Token ids.
             token_ids: Whose probabilities are wanted.
-            with_adapter: Whether the adapter that the engine serves takes part; False asks the base model below it.
+            with_adapter: False asks the base model without its adapter.
 
         Raises:
             ValueError: A prompt does not fit, or the engine cannot put its adapter aside.
@@ -131,9 +128,9 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return what identifies the model: engine, model, revision, dtype, weights hash, adapter hash.
 
-        Where the weights are quantised as they are read, ``quantization`` says how. Where P(True) is read from an
-        output layer in another dtype than the model's, ``head_dtype`` names it. ``activated_adapter_sha256`` names an
-        adapter that reads the confidence query alone: texts and their log-probabilities are the base model's.
+        ``quantization`` says how weights are quantised as they are read. ``head_dtype`` names the dtype of the output
+        layer that P(True) is read from, where it is not the model's. ``activated_adapter_sha256`` names an adapter that
+        reads the confidence query alone: texts and their log-probabilities are the base model's.
         """
 
     def close(self) -> None:
@@ -145,13 +142,10 @@ def generate(
 ) -> list[Response]:
     """Run ``requests`` to the end and return their responses in the order of the requests.
 
-    Args:
-        engine: The engine to run on.
-        requests: What to sample; ids must be unique.
-        on_finished: Called with each response as it arrives, for progress.
+    ``on_finished`` is called with each response as it arrives.
 
     Raises:
-        RequestsFailedError: Requests were not answered, when all others were.
+        RequestsFailedError: Requests were not answered; raised after all others were.
     """
     finished: dict[str, Response] = {}
     failures: dict[str, Failure] = {}
@@ -175,62 +169,8 @@ def generate(
     return [finished[request.id] for request in requests]
 
 
-def check_prefix(request: Request, end_ids: Collection[int]) -> None:
-    """Raise InputError where nothing can follow the prefix of a request."""
-    prefix, most = request.prefix_ids, request.sampling.max_new_tokens
-    if len(prefix) >= most:
-        raise InputError(
-            f"Expected `prefix_ids` of request {request.id!r} to leave room in `max_new_tokens`, {most}, which counts "
-            f"them too, but got {len(prefix)}. Raise `max_new_tokens`, or take that response as it is."
-        )
-    ends = set(prefix) & set(end_ids)
-    if ends:
-        raise InputError(
-            f"Expected `prefix_ids` of request {request.id!r} to be tokens inside of a response, but got {min(ends)}, "
-            "which ends one. Leave it out, or take that response as it is."
-        )
-
-
-def stream_seed(request: Request) -> int:
-    """Return the seed of a stream of random numbers that begins with the first token drawn.
-
-    It depends on how many tokens stand already. With the seed of the request itself a continuation would draw with the
-    numbers that its own first tokens were drawn with.
-
-    Example:
-        >>> from selfcal_lightning.records import SamplingSettings
-        >>> plain = Request("r", (1,), SamplingSettings(), seed=7)
-        >>> stream_seed(plain)
-        7
-        >>> longer = Request("r", (1,), SamplingSettings(), seed=7, prefix_ids=(5, 6))
-        >>> stream_seed(longer) != 7
-        True
-    """
-    if not request.prefix_ids:
-        return request.seed
-    key = f"continuation/{request.seed}/{len(request.prefix_ids)}".encode()
-    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 2
-
-
-def finish_of(drawn: int, *, last: int | None, ended: bool, step_ids: Collection[int], limit: int) -> Finish:
-    """Return how a response ended. At the limit nothing can follow, so that a step that ends there is cut by it.
-
-    Example:
-        >>> finish_of(4, last=19, ended=False, step_ids=(19,), limit=9)
-        'step'
-        >>> finish_of(9, last=19, ended=False, step_ids=(19,), limit=9)
-        'length'
-    """
-    if ended:
-        return "stop"
-    return "step" if last in step_ids and drawn < limit else "length"
-
-
 def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Response]:
-    """Run ``requests`` to the end and return the replies by the request's id.
-
-    One that the engine refuses, such as a prompt that crashes it, has no reply.
-    """
+    """Run ``requests`` to the end and return the replies by request id, without those of requests that are refused."""
     pending = set(engine.submit(requests))
     replies: dict[str, Response] = {}
     try:
@@ -251,12 +191,94 @@ def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Re
     return replies
 
 
-# Folders of the activated adapters that vLLM should know, divided as in PATH; read by our plugin for vLLM.
-ADAPTER_VARIABLE = "SELFCAL_ACTIVATED_ADAPTER"
+def check_request(
+    request: Request, *, max_context: int, end_ids: Collection[int], query_ids: Sequence[int] | None
+) -> int:
+    """Refuse what an engine cannot draw, and return how many tokens may follow the prefix; see ``response_room``."""
+    if query_ids is not None and request.query is not None:
+        check_query(request.query.suffix_ids, query_ids)
+    prefix, most = request.prefix_ids, request.sampling.max_new_tokens
+    if len(prefix) >= most:
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to leave room in `max_new_tokens`, {most}, which counts "
+            f"them too, but got {len(prefix)}. Raise `max_new_tokens`."
+        )
+    if ends := set(prefix) & set(end_ids):
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to be tokens inside of a response, but got {min(ends)}, "
+            "which ends one."
+        )
+    return response_room(request, max_context)
+
+
+def response_room(request: Request, max_context: int) -> int:
+    """Return how many tokens may be drawn, so that prompt + response + query fit; a prefix is part of the response."""
+    suffix = 0 if request.query is None else len(request.query.suffix_ids)
+    longest = max_context - suffix - 1
+    if not 1 <= len(request.prompt_ids) <= longest:
+        raise InputError(
+            f"Expected request {request.id!r} to have a prompt of 1 to {longest} tokens, but got "
+            f"{len(request.prompt_ids)}: a context of {max_context} also holds {suffix} of the query and a response."
+        )
+    room = min(request.sampling.max_new_tokens, longest + 1 - len(request.prompt_ids)) - len(request.prefix_ids)
+    if room < 1:
+        raise InputError(
+            f"Expected `prefix_ids` of request {request.id!r} to leave room for a token, but got "
+            f"{len(request.prefix_ids)} after a prompt of {len(request.prompt_ids)} in a context of {max_context}, "
+            f"which also holds {suffix} of the query."
+        )
+    return room
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_context: int) -> None:
+    """Raise InputError where a prompt is empty or does not fit."""
+    for prompt in prompts:
+        if not 1 <= len(prompt) <= max_context:
+            raise InputError(f"Expected prompts of 1 to {max_context} tokens, but got {len(prompt)}.")
+
+
+def stream_seed(request: Request) -> int:
+    """Return the seed of a stream of random numbers that begins with the first token drawn.
+
+    It depends on the length of the prefix. With the seed of the request itself a continuation would draw with the
+    numbers that its own first tokens were drawn with.
+
+    Example:
+        >>> from selfcal_lightning.records import SamplingSettings
+        >>> plain = Request("r", (1,), SamplingSettings(), seed=7)
+        >>> longer = Request("r", (1,), SamplingSettings(), seed=7, prefix_ids=(5, 6))
+        >>> stream_seed(plain), stream_seed(longer) != 7
+        (7, True)
+    """
+    if not request.prefix_ids:
+        return request.seed
+    key = f"continuation/{request.seed}/{len(request.prefix_ids)}".encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 2
+
+
+def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
+    """Return [base, scale, theta] where a response is drawn at a dynamic temperature, None at a fixed one."""
+    if sampling.edt_scale is None or sampling.temperature == 0.0:
+        return None
+    return [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
+
+
+def finish_of(token_ids: Sequence[int], *, ended: bool, step_ids: Collection[int], limit: int) -> Finish:
+    """Return how a response ended. At the limit nothing can follow, so that a step that ends there is cut by it.
+
+    Example:
+        >>> finish_of([5, 19], ended=False, step_ids=(19,), limit=9)
+        'step'
+        >>> finish_of([5, 19], ended=False, step_ids=(19,), limit=2)
+        'length'
+    """
+    if ended:
+        return "stop"
+    return "step" if token_ids and token_ids[-1] in step_ids and len(token_ids) < limit else "length"
 
 
 def check_query(given: Sequence[int], query_ids: Sequence[int]) -> None:
-    """Raise ValueError unless ``given`` is the query that the adapter was trained on, both in token ids."""
+    """Raise InputError unless ``given`` is the query that the adapter was trained on, both in token ids."""
     if tuple(given) != tuple(query_ids):
         raise InputError(
             f"Expected the confidence query that the activated adapter was trained on, {list(query_ids)} in token ids, "

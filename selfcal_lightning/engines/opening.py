@@ -33,8 +33,7 @@ def open_engine(options: EngineOptions, model: str, *, chat: ChatFormat) -> Engi
         chat: Renders prompts and the confidence query.
 
     Raises:
-        MissingPackageError: If the engine is an extra that is not installed.
-        InputError: If one of ``engine_args`` is not an argument of the engine, or has an option of its own.
+        MissingPackageError: The engine is an extra that is not installed.
     """
     kind = engine_class(options.name)
     own: dict[str, Any] = {"revision": options.revision, "adapter": options.adapter, "dtype": options.dtype}
@@ -73,10 +72,7 @@ def serve_model(
 
 
 def expected_head_dtype(options: EngineOptions) -> str | None:
-    """Return what the output layer of a local engine will compute in for P(True), where that is not the model's dtype.
-
-    It is "float32" in half precision, as ``describe`` of the engine says once it is open.
-    """
+    """Return the ``head_dtype`` that ``describe`` of a local engine will name: "float32" in half precision."""
     import torch
 
     if options.dtype != "auto":
@@ -85,7 +81,7 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
 
 
 def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
-    """Load a tokenizer and return the chat format that prompts are rendered with."""
+    """Load the model's tokenizer and return its chat format."""
     from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
@@ -94,13 +90,13 @@ def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt 
 
 
 def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
-    """Raise InputError where the engine would not draw as ``sampling`` says; nothing is opened for it."""
+    """Raise InputError where the engine would not draw as ``sampling`` says."""
     if options.is_remote:
         check_sampling(sampling, server_edt=options.engine_args.get("server_edt", False))
 
 
 def engine_class(name: EngineName) -> Callable[..., Engine]:
-    """Return the class of an engine; it is imported here, with what it needs."""
+    """Import and return the class of an engine."""
     if name == "vllm":
         from selfcal_lightning.engines.vllm.engine import VLLMEngine
 
@@ -115,7 +111,6 @@ def engine_class(name: EngineName) -> Callable[..., Engine]:
 
 
 def _check_engine_args(options: EngineOptions, known: list[str]) -> None:
-    """Raise InputError unless ``engine_args`` are among ``known`` and none of them is an option of its own."""
     own = {"model", "chat", *(option.name for option in fields(EngineOptions))} - {"engine_args"}
     free = [name for name in known if name not in own]
     if unknown := sorted(options.engine_args.keys() - set(free)):

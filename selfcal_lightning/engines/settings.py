@@ -1,6 +1,6 @@
 """Which engine runs a model, and how: the record that verbs, YAML and Python share.
 
-The command line resolves its annotations, so nothing that takes seconds to import is named here, not even for types.
+The command line resolves its annotations, so that no type here may be slow to import.
 """
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ class EngineSettings:
             it is not given.
         base_url: Address of the server for the engine "openai"; not given, vLLM's default on this machine.
         engine_args: Further arguments of the engine's class, such as ``{"tensor_parallel_size": 2}`` for vLLM.
-
-    Raises:
-        InputError: There is an address and no server, or ``max_batch`` is not positive.
-
-    Example:
-        >>> EngineSettings("openai", base_url="http://127.0.0.1:8000/v1").is_remote
-        True
     """
 
     name: EngineName = "transformers"
@@ -46,25 +39,18 @@ class EngineSettings:
         if self.name not in get_args(EngineName):
             raise unknown_name("engine", self.name, get_args(EngineName))
         if self.base_url is not None and not self.is_remote:
-            raise InputError(
-                f"Expected `base_url` only with the engine 'openai', but got {self.base_url!r} with {self.name!r}."
-            )
+            raise InputError(f"Expected `base_url` only with 'openai', but got {self.base_url!r} with {self.name!r}.")
         if self.max_batch is not None and self.max_batch < 1:
             raise InputError(f"Expected `max_batch` to be None or at least 1, but got {self.max_batch}.")
 
     @property
     def is_remote(self) -> bool:
-        """Whether a server has the model, so that what it runs is known by asking it."""
+        """Whether a server has the model."""
         return self.name == "openai"
 
     @property
     def num_gpus(self) -> int:
-        """GPUs that one engine takes, where it runs on GPUs.
-
-        Example:
-            >>> EngineSettings("vllm", engine_args={"tensor_parallel_size": 4}).num_gpus
-            4
-        """
+        """GPUs that one engine takes, where it runs on GPUs."""
         if self.name != "vllm":
             return 1
         vllm_args = {"tensor_parallel_size": 1, **self.engine_args, **self.engine_args.get("engine_args", {})}
@@ -73,15 +59,12 @@ class EngineSettings:
     def check_local(self) -> None:
         """Raise InputError for a server, where the weights themselves are needed on this machine."""
         if self.is_remote:
-            raise InputError(
-                "Expected `engine.name` to be transformers or vllm, which run here, but got 'openai', a server."
-            )
+            raise InputError("Expected `engine.name` to be transformers or vllm, but got 'openai', a server.")
 
     def of(self, *, revision: str | None = None, adapter: str | None = None) -> EngineOptions:
         """Return the options for a model at ``revision`` with ``adapter``."""
-        return EngineOptions(
-            self.name, self.dtype, self.max_batch, self.base_url, dict(self.engine_args), revision, adapter
-        )
+        own = {**vars(self), "engine_args": dict(self.engine_args)}
+        return EngineOptions(**{**own, "revision": revision, "adapter": adapter})
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,7 @@ class EngineOptions(EngineSettings):
     adapter: str | None = None
 
 
-FREE_SHARE = 0.95  # the rest is for what the driver and the engine's process need outside their own accounts
+FREE_SHARE = 0.95  # the rest is for the driver and what the engine's process does not account for
 LEAST_CACHE_SHARE = 0.02
 MOST = 0.9
 
@@ -112,10 +95,9 @@ def memory_share(free: int, total: int, *, weights: int, limit: float | None = N
     if share < least:
         gib = 2.0**30
         raise InputError(
-            f"Expected `gpu_memory_utilization` times {total / gib:.1f} GiB to hold the engine's weights "
-            f"({weights / gib:.1f} GiB) and a cache beside the trainer, that is at least {least:.2f}, but got "
-            f"{share:.2f}: {free / gib:.1f} GiB are free and `gpu_memory_utilization` is {limit}. Raise it if it is "
-            "the bound; else lower the trainer's memory (batch size, gradient checkpointing), or set "
+            f"Expected `gpu_memory_utilization` to be at least {least:.2f} for {weights / gib:.1f} GiB of weights and "
+            f"a cache, but got {share:.2f}: of {total / gib:.1f} GiB, {free / gib:.1f} are free, and the limit is "
+            f"{limit}. Raise the limit, lower the trainer's memory (batch size, gradient checkpointing), or set "
             "`engine: transformers`, which samples with the trainer's own weights."
         )
     return share

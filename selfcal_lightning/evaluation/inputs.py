@@ -22,7 +22,6 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import load_source
-from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.sampling.running import GenerationSettings, sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
@@ -364,8 +363,6 @@ def sampling_run(
         seed=options.seed,
         query=options.query,
         prompt=options.prompt,
-        questions_per_shard=64,
-        max_failures=MAX_FAILURES,
     )
 
 

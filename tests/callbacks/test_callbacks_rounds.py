@@ -108,7 +108,7 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
     again = SampleStore.create_or_open(whole[0] / "again", fingerprint, num_samples=4, engine={}, round=2)
     generate_samples(
         data.questions("train"), split="train", engine=engine, chat=chat, store=again, num_samples=4,
-        sampling=callback.sampling, seed=callback.seed, round=2, progress=False,
+        round=2, progress=False,
     )  # fmt: skip
     again.join()
     mine, theirs = texts(store, 2), texts(whole[0] / "again", 2)

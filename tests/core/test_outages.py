@@ -22,7 +22,6 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError, generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm import engine as vllm
-from selfcal_lightning.engines.vllm import process as start_order
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.models.chat_format import ChatFormat
@@ -180,8 +179,8 @@ def test_a_broken_gpu_is_not_taken_for_poison_prompts(
     tiny_model: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prompt was once quarantined in its turn, so that a whole run became empty responses."""
-    monkeypatch.setattr(vllm, "is_installed", lambda module: True)
-    monkeypatch.setattr(start_order, "is_cpu_build", lambda: True)
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
+    monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
     monkeypatch.setattr(vllm, "WorkerProcess", BrokenWorker)
     engine = VLLMEngine(tiny_model, chat=chat, max_restarts=5)
     plain = SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=8)

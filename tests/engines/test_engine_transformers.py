@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
-from selfcal_lightning.engines.sampling.sampler import store_fingerprint
-from selfcal_lightning.engines.sampling.shares import open_existing
+from selfcal_lightning.engines.sampling.sampler import open_existing, store_fingerprint
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
 from selfcal_lightning.models.chat_format import ChatFormat

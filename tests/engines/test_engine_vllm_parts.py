@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from selfcal_lightning.engines.vllm import engine as vllm
-from selfcal_lightning.engines.vllm import process as start_order
-from selfcal_lightning.engines.vllm.flights import Flight, FlightBook
 from selfcal_lightning.engines.vllm.process import Channel, WorkerProcess, worker_environment
-from selfcal_lightning.engines.vllm.records import EngineCrashedError, lora_rank, wire_messages
+from selfcal_lightning.engines.vllm.records import EngineCrashedError, Flight, FlightBook, lora_rank, wire_messages
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Request, SamplingSettings
 
@@ -124,7 +122,6 @@ def test_the_environment_is_clean_and_bound_to_the_ranks_gpus() -> None:
 
 def test_a_missing_vllm_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: False)
-    monkeypatch.setattr(vllm, "is_installed", lambda module: False)
     with pytest.raises(ImportError, match=r"'\.\[vllm\]'"):
         vllm.VLLMEngine("model")
 
@@ -163,16 +160,16 @@ def start(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SELFCAL_TEST_STARTS", str(tmp_path / "starts"))
     monkeypatch.setattr("selfcal_lightning.engines.vllm.process.WORKER_MODULE", "fake_vllm_child")
-    monkeypatch.setattr(vllm, "is_installed", lambda module: True)
-    monkeypatch.setattr(start_order, "is_cpu_build", lambda: True)
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
+    monkeypatch.setattr(vllm, "is_cpu_build", lambda: True)
 
     def download(model: str, *, revision: str | None) -> Path:
         time.sleep(0.3)
         (tmp_path / "weights").touch()
         return tmp_path
 
-    monkeypatch.setattr(start_order, "model_folder", download)
-    monkeypatch.setattr(start_order, "weights_bytes", lambda model, revision: 200_000_000)
+    monkeypatch.setattr(vllm, "model_folder", download)
+    monkeypatch.setattr(vllm, "weights_bytes", lambda model, revision: 200_000_000)
     chat = ChatFormat(load_tokenizer(tiny_model))
 
     def make(plan: str, **options: object) -> tuple[vllm.VLLMEngine, Callable[[], int]]:
@@ -200,7 +197,7 @@ def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], mon
     monkeypatch.setattr(WorkerProcess, "start", watch)
     engine, _ = start("is ready")
     assert engine.max_context == 64
-    assert waited == [start_order.START_SECONDS + 2.0]
+    assert waited == [vllm.START_SECONDS + 2.0]
     engine.close()
 
 
@@ -239,7 +236,7 @@ def test_ranks_are_rounded_up_to_what_vllm_serves(tmp_path: Path, rank: int, ser
 
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_attempts", 0), ("max_restarts", -1)])
 def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "is_installed", lambda module: True)
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
     with pytest.raises(ValueError, match=f"Expected `{name}` to be at least"):
         vllm.VLLMEngine("model", **{name: value})
 
@@ -259,7 +256,7 @@ def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: 
         def bury(self) -> str:
             return log
 
-    monkeypatch.setattr(vllm, "is_installed", lambda _: True)
+    monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
     engine = vllm.VLLMEngine("some/model")
     engine._process = Dead()
     with pytest.raises(vllm.EngineCrashedError) as raised:

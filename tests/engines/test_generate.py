@@ -28,7 +28,7 @@ WORKER = Path(__file__).resolve().parents[1] / "support" / "kill_worker.py"
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamples]:
     path = tmp_path_factory.mktemp("unbroken")
-    sample_share(path, part="rank-0-of-1", shard=(0, 1))
+    sample_share(path)
     return contents(path)
 
 
@@ -96,8 +96,8 @@ def test_truncated_responses_are_counted(tmp_path: Path) -> None:
         tmp_path, store_fingerprint(engine, FakeChat(), short, SEED), num_samples=3, engine={}
     )
     report = generate_samples(
-        fake_questions(4), split="train", engine=engine, chat=FakeChat(), store=store, num_samples=3, sampling=short,
-        seed=SEED, tasks=FakeTask, progress=False,
+        fake_questions(4), split="train", engine=engine, chat=FakeChat(), store=store, num_samples=3, tasks=FakeTask,
+        progress=False,
     )  # fmt: skip
     finishes = [sample.finish for group in contents(tmp_path).values() for sample in group.samples]
     assert report.truncated == finishes.count("length") > 0
@@ -130,14 +130,14 @@ def test_any_number_of_processes_gives_the_same_samples(
     tmp_path: Path, plan: list[tuple[int, int]], unbroken: dict[str, QuestionSamples]
 ) -> None:
     for number, total in plan:
-        sample_share(tmp_path, part=f"rank-{number}-of-{total}", shard=(number, total))
+        sample_share(tmp_path, shard=(number, total))
     assert contents(tmp_path) == unbroken
     assert SampleStore(tmp_path).manifest.duplicate_questions == 0
 
 
 def start(path: Path, *, step: int = 0, shard: tuple[int, int] = (0, 1)) -> subprocess.Popen[bytes]:
     number, total = shard
-    arguments = [str(path), f"rank-{number}-of-{total}", str(number), str(total), str(step)]
+    arguments = [str(path), str(number), str(total), str(step)]
     return subprocess.Popen([sys.executable, str(WORKER), *arguments])
 
 
@@ -175,7 +175,7 @@ def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: dict[str,
         for process in processes:
             process.kill()
             process.wait()
-    sample_share(tmp_path, part="rank-0-of-1", shard=(0, 1))
+    sample_share(tmp_path)
     assert contents(tmp_path) == unbroken
 
 
@@ -187,10 +187,6 @@ def test_clear_errors(tmp_path: Path) -> None:
         run(tmp_path, [*questions, questions[0]])
     with pytest.raises(ValueError, match="Expected `shard`"):
         run(tmp_path, questions, shard=(2, 2))
-    with pytest.raises(ValueError, match="Expected `seed` to be 7 as in the store"):
-        run(tmp_path, questions, seed=8)
-    with pytest.raises(ValueError, match="Expected `sampling` to be"):
-        run(tmp_path, questions, sampling=replace(SAMPLING, top_p=0.9))
     with pytest.raises(ValueError, match=r"Expected prompts of at most \d+ tokens.*\(4 such questions of 4\)"):
         run(tmp_path, questions, engine=FakeEngine(max_context=30))
 
@@ -218,13 +214,13 @@ def test_fewer_samples_are_taken_from_a_complete_store_only(tmp_path: Path) -> N
 def test_a_truncated_shard_stops_the_run_and_repair_lets_it_go_on(
     tmp_path: Path, unbroken: dict[str, QuestionSamples]
 ) -> None:
-    sample_share(tmp_path, part="rank-0-of-1", shard=(0, 1))
+    sample_share(tmp_path)
     bad = sorted(tmp_path.rglob("*.parquet"))[3]
     bad.write_bytes(bad.read_bytes()[:100])
     with pytest.raises(StoreCorruptError, match=f"Expected {bad} to be a readable Parquet file.*--repair true"):
-        sample_share(tmp_path, part="rank-0-of-1", shard=(0, 1))
+        sample_share(tmp_path)
     assert SampleStore(tmp_path).repair().questions == 2
-    assert sample_share(tmp_path, part="rank-0-of-1", shard=(0, 1)).generated == 2 * NUM_SAMPLES
+    assert sample_share(tmp_path).generated == 2 * NUM_SAMPLES
     assert contents(tmp_path) == unbroken
 
 

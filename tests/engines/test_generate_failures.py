@@ -18,7 +18,7 @@ from selfcal_lightning.records import QuestionSamples, Response, Sample
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamples]:
     path = tmp_path_factory.mktemp("unbroken")
-    sample_share(path, part="rank-0-of-1", shard=(0, 1))
+    sample_share(path)
     return contents(path)
 
 

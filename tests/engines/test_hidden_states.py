@@ -73,7 +73,7 @@ def test_the_last_level_is_read_behind_or_before_the_final_norm(engine: Transfor
 
 def test_a_level_that_there_is_not_is_refused(engine: TransformersEngine) -> None:
     for levels in ((9,), (-10,), (1, 1), (), (0, -9)):
-        with pytest.raises(InputError, match="`levels` to be different ones from 0, the embedding, to 8"):
+        with pytest.raises(InputError, match="`levels` to be distinct and from 0, the embedding, to 8"):
             engine.prompt_states(PROMPTS, LevelSettings(levels))
 
 

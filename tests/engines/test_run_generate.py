@@ -23,7 +23,7 @@ from selfcal_lightning.engines.sampling import running
 from selfcal_lightning.engines.sampling import running as devices
 from selfcal_lightning.engines.sampling import running as shares
 from selfcal_lightning.engines.sampling.running import parse_shard
-from selfcal_lightning.engines.sampling.shares import select_share
+from selfcal_lightning.engines.sampling.sampler import select_share
 from selfcal_lightning.evaluation.inputs import ModelInputs, ModelSide, SamplingOptions, TestSet, sample_models
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, SamplingSettings

@@ -123,13 +123,13 @@ class ContinuationContract:
             engine.submit([replace(request, prefix_ids=(*prefix, end))])
         room = self.max_context - len(request.prompt_ids) - len(request.query.suffix_ids)
         long = (prefix * self.max_context)[:room]
-        with pytest.raises(ValueError, match=rf"{request.id}.*got {room} behind"):
+        with pytest.raises(ValueError, match=rf"{request.id}.*got {room} after"):
             engine.submit([replace(request, prefix_ids=long, sampling=replace(EDT, max_new_tokens=4096))])
         assert engine.poll() == []
 
 
 def _reference_logprob(reference: Reference, request: Request, tokens: Sequence[int]) -> float:
-    """Return the log-probability of ``tokens`` behind the prompt and the prefix of a request."""
+    """Return the log-probability of ``tokens`` after the prompt and the prefix of a request."""
     context = request.context_ids
     logits = reference.logits((*context, *tokens))[len(context) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).sum().item()

@@ -108,8 +108,8 @@ def recorded(
     engine: Engine, chat: FakeChat, questions: Sequence[Question], path: Path, **options: object
 ) -> list[QuestionSamples]:
     """Return samples of ``questions`` as ``selfcal generate`` records them."""
-    settings = {"num_samples": 9, "sampling": SAMPLING, "seed": 0, "tasks": FakeTask, **options}
-    fingerprint = store_fingerprint(engine, chat, settings["sampling"], settings["seed"])
+    settings = {"num_samples": 9, "tasks": FakeTask, **options}
+    fingerprint = store_fingerprint(engine, chat, settings.pop("sampling", SAMPLING), settings.pop("seed", 0))
     store = SampleStore.create_or_open(path, fingerprint, num_samples=settings["num_samples"], engine=engine.describe())
     generate_samples(questions, split="test", engine=engine, chat=chat, store=store, progress=False, **settings)
     store.join()

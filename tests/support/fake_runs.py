@@ -31,7 +31,7 @@ def run(
     **options: object,
 ) -> GenerationReport:
     engine = engine or FakeEngine()
-    arguments = {"split": "train", "sampling": SAMPLING, "seed": SEED, "tasks": FakeTask, "progress": False} | options
+    arguments = {"split": "train", "tasks": FakeTask, "progress": False} | options
     store = open_store(path, engine, num_samples=num_samples, split=str(arguments["split"]), extend=extend)
     return generate_samples(
         questions, engine=engine, chat=FakeChat(), store=store, num_samples=num_samples, **arguments

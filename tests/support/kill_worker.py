@@ -1,6 +1,6 @@
-"""A process to kill: samples with the fake engine into the store of argv[1]; argv[2:] are part, i, n, steps to die at.
+"""A process to kill: samples with the fake engine into the store of argv[1]; argv[2:] are i, n, steps to die at.
 
-A fourth number counts calls of `os.replace` and of `os.fsync`; the process kills itself right before that one.
+The last number counts calls of `os.replace` and of `os.fsync`; the process kills itself right before that one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_SAMPLES, SEED, SAMPLING = 3, 7, SamplingSettings(max_new_tokens=64)
 QUESTIONS = fake_questions(40)
 
 
-def sample_share(path: Path, *, part: str, shard: tuple[int, int], seconds_per_poll: float = 0.0) -> GenerationReport:
+def sample_share(path: Path, *, shard: tuple[int, int] = (0, 1), seconds_per_poll: float = 0.0) -> GenerationReport:
     engine, chat = FakeEngine(seconds_per_poll=seconds_per_poll), FakeChat()
     fingerprint = store_fingerprint(engine, chat, SAMPLING, SEED)
     store = SampleStore.create_or_open(path, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
@@ -31,10 +31,7 @@ def sample_share(path: Path, *, part: str, shard: tuple[int, int], seconds_per_p
         chat=chat,
         store=store,
         num_samples=NUM_SAMPLES,
-        sampling=SAMPLING,
-        seed=SEED,
         tasks=lambda name: FakeTask(name),
-        part=part,
         shard=shard,
         questions_per_shard=2,
         progress=False,
@@ -58,7 +55,7 @@ def die_at(step: int) -> None:
 
 
 if __name__ == "__main__":
-    folder, part_name, number, total, last_step = sys.argv[1:]
+    folder, number, total, last_step = sys.argv[1:]
     if int(last_step):
         die_at(int(last_step))
-    sample_share(Path(folder), part=part_name, shard=(int(number), int(total)), seconds_per_poll=0.01)
+    sample_share(Path(folder), shard=(int(number), int(total)), seconds_per_poll=0.01)

@@ -37,7 +37,7 @@ def sample_store(engine: TransformersEngine, folder: Path, *, num_questions: int
     questions = get_task("word_problems").load("calibration", limit=num_questions)
     generate_samples(
         questions, split="calibration", engine=engine, chat=engine.chat, store=store, num_samples=NUM_SAMPLES,
-        sampling=SAMPLING, seed=0, progress=False,
+        progress=False,
     )  # fmt: skip
     store.join()
     return store

@@ -14,11 +14,19 @@ from functools import partial
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
-from selfcal_lightning.core.imports import is_installed, require
+from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines.activated_probe import make_probe, query_settings
-from selfcal_lightning.engines.base import Failure, check_prefix, check_query, ends_with_query
-from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
-from selfcal_lightning.engines.openai.server import ServerFacts, draw, inspect_server, score, try_adapter
+from selfcal_lightning.engines.base import Failure, check_prompts, check_request, ends_with_query, response_room
+from selfcal_lightning.engines.in_flight import InFlight, read_scores
+from selfcal_lightning.engines.openai.server import (
+    ServerFacts,
+    ask_models,
+    base_of,
+    check_features,
+    context_of,
+    score,
+    try_adapter,
+)
 from selfcal_lightning.engines.openai.transport import (
     BackgroundJobs,
     Transport,
@@ -28,7 +36,14 @@ from selfcal_lightning.engines.openai.transport import (
     presentably,
     read_key,
 )
-from selfcal_lightning.engines.openai.wire import Flight, OpenAIStatistics, ServerError, check_sampling
+from selfcal_lightning.engines.openai.wire import (
+    Flight,
+    OpenAIStatistics,
+    ServerError,
+    check_sampling,
+    choose_model,
+    sample_body,
+)
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer, vocabulary_size
 from selfcal_lightning.models.folders import adapter_identity, read_invocation_ids, resolve_model, weights_sha256
 from selfcal_lightning.records import Request, Response
@@ -39,16 +54,13 @@ _DEFAULT_BATCH = 64
 class OpenAIEngine:
     """Samples from a server, many requests at a time, on token ids throughout.
 
-    Prompts and the P(True) query are rendered here, by the tokenizer's chat format, and sent as ids to
-    ``/completions``; tokens come back as ids with their log-probabilities, and texts are decoded here. That needs what
-    vLLM's server offers beyond OpenAI's (``return_tokens_as_token_ids``, ``logprob_token_ids``); another server is
-    refused with what is missing. The server must keep vLLM's default ``--logprobs-mode``. One server serves many such
-    engines.
+    Prompts and the P(True) query are rendered here and sent as ids to ``/completions``; tokens come back as ids with
+    their log-probabilities, and texts are decoded here. That needs what vLLM's server offers beyond OpenAI's
+    (``return_tokens_as_token_ids``, ``logprob_token_ids``); another server is refused with what is missing. The server
+    must keep vLLM's default ``--logprobs-mode``.
 
-    Responses are streamed, so that the tokens drawn for a cancelled request are known but for those on their way. It
-    costs the server nothing more: its connection is closed.
-
-    A request that fails for good (refused, out of retries or time, garbage) is reported in its turn: ``poll`` then
+    Responses are streamed, so that the tokens drawn for a cancelled request are known but for those on their way, and
+    cancelling frees the server. When a request fails for good (refused, out of retries or time, garbage), ``poll``
     raises a ``RequestsFailedError`` that names it.
 
     Args:
@@ -58,34 +70,29 @@ class OpenAIEngine:
             else the only one that it has.
         tokenizer: Folder or hub name of the tokenizer; None is the model's.
         revision: Revision of the model on the hub.
-        weights: Folder or hub name of the server's weights on this machine, hashed by ``describe``. A server does not
-            tell its weights: None leaves them unknown.
-        adapter: Folder of the LoRA adapter that ``served_model`` names; it is only hashed. With an activated
-            one, which needs our plugin in the server, the model below it samples and the adapter reads the query; a
-            self-test at the start holds both, and the confidences against those of transformers where ``weights`` are
-            here and ``dtype`` is float32.
+        weights: Folder or hub name of the server's weights on this machine, hashed by ``describe``. None leaves them
+            unknown: a server does not tell.
+        adapter: Folder of the LoRA adapter that ``served_model`` names; it is only hashed. With an activated one, which
+            needs our plugin in the server, the model below it samples and the adapter reads the query. A self-test at
+            the start checks both, and compares confidences with those of transformers where ``weights`` are given and
+            ``dtype`` is float32.
         dtype: Data type that the server runs in, for ``describe`` only; None or "auto" is unknown.
         max_context: Longest prompt + response + query in tokens; None takes one less than the server's limit, which
             counts one token more.
         chat: The chat format; None reads it from the tokenizer.
-        stop_token_ids: Ids that end a response; None takes the chat format's and those of the generation settings.
+        stop_token_ids: Ids that end a response; None takes those of the chat format and the generation settings.
         server_edt: Whether the server was started with ``--logits-processors`` and our class for entropy-based dynamic
-            temperature. Without it, EDT is refused. It is checked at the start.
+            temperature, which is checked at the start. Without it, EDT is refused.
         allow_http: Whether prompts and key may go to another machine unencrypted.
-        api_key_env: Environment variable with the key; a server that wants none needs none. The key is read at the
-            start and appears in no message.
+        api_key_env: Environment variable with the key, where the server wants one. It is read at the start and appears
+            in no message.
         max_batch: Most requests that the server works on for this engine; None is 64.
         max_retries: Most further attempts at one request, after HTTP 429, 5xx and broken connections only.
-        deadline: Longest time for one request in seconds, from when it is first sent; retries and the P(True) query
-            included.
-        first_wait: Wait after the first failed attempt at most, in seconds; it doubles from one to the next.
-        longest_wait: Longest such wait. Where the server says Retry-After, that is waited for, up to the deadline.
-        stream_interval: Tokens in a piece of a stream. More is less work for both sides (the server spends about
+        deadline: Longest time for one request in seconds, with its retries and its P(True) query.
+        first_wait: Longest wait after the first failed attempt, in seconds; it doubles from one to the next.
+        longest_wait: Longest such wait. A Retry-After of the server is waited for, up to the deadline.
+        stream_interval: Tokens in a piece of a stream. With more, both sides have less work (the server spends about
             0.1 ms on a piece), and less is known of what cancelled requests cost.
-
-    Raises:
-        ImportError: When aiohttp is not installed.
-        ValueError: When a setting is out of its range or the address would send the key in the clear.
     """
 
     def __init__(
@@ -112,22 +119,17 @@ class OpenAIEngine:
         longest_wait: float = 30.0,
         stream_interval: int = 1,
     ) -> None:
-        if not is_installed("aiohttp"):
-            require("aiohttp", extra="openai")
+        check_installed("aiohttp", extra="openai")
         max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
         check_at_least(1, max_batch=max_batch, stream_interval=stream_interval)
         check_at_least(0, max_retries=max_retries)
         check_at_least(0.0, first_wait=first_wait, longest_wait=longest_wait)
         if adapter is not None and served_model is None:
-            raise InputError(
-                f"Expected `served_model` to be the server's name for `adapter`, but got None with {adapter!r}: the "
-                "server would sample with the model that it has without it."
-            )
+            raise InputError(f"Expected `served_model` to be the server's name for `adapter` {adapter!r}, got None.")
         if not deadline > 0.0:
             raise InputError(f"Expected `deadline` to be above 0 seconds, but got {deadline}.")
-        model = resolve_model(model)
-        self.model, self.base_url = model, check_base_url(base_url, allow_http=allow_http)
-        self._served_model, self._tokenizer = served_model, tokenizer or model
+        self.model, self.base_url = resolve_model(model), check_base_url(base_url, allow_http=allow_http)
+        self._served_model, self._tokenizer = served_model, tokenizer or self.model
         self._identity = {"revision": revision, "weights": weights, "adapter": adapter, "dtype": dtype}
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
         self._max_context, self._chat = max_context, chat
@@ -148,31 +150,21 @@ class OpenAIEngine:
 
     @property
     def max_context(self) -> int:
-        """Longest prompt + response + query, in tokens."""
         self._ensure_started()
         return self._facts.max_context
 
     @property
     def batch_size(self) -> int:
-        """Requests that it works on at a time: those that the server has at once."""
         return self._max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
-        """Queue ``requests`` and return their ids.
-
-        Raises:
-            ValueError: When a prompt leaves no room for a response and the query, an id is already in flight, or the
-                server cannot draw as it should.
-            ServerError: When the server cannot be used.
-        """
         self._ensure_started()
         self._in_flight.check_new(requests)
         for request in requests:
             check_sampling(request.sampling, server_edt=self._server_edt)
-            if self._query_ids is not None and request.query is not None:
-                check_query(request.query.suffix_ids, self._query_ids)
-            check_prefix(request, self._stop_token_ids)
-            response_room(request, self._facts.max_context)
+            check_request(
+                request, max_context=self.max_context, end_ids=self._stop_token_ids, query_ids=self._query_ids
+            )
         flights = {next(self._numbers): Flight(request) for request in requests}
         self._flights |= flights
         self._in_flight.begin({flight.request.id: number for number, flight in flights.items()})
@@ -180,17 +172,11 @@ class OpenAIEngine:
         return [request.id for request in requests]
 
     def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Return the response tokens that came in of requests in flight."""
         wanted = set(ids)
         flights = [flight for flight in self._flights.values() if flight.request.id in wanted and flight.reader]
         return {f.request.id: tuple(f.reader.token_ids[: f.reader.num_tokens]) for f in flights}
 
     def poll(self, patience: float | None = None) -> list[Response]:
-        """Wait for responses and return those that finished; empty when nothing is in flight or patience ends.
-
-        Raises:
-            RequestsFailedError: Requests were not answered; all others go on.
-        """
         self._ensure_open()
         until = math.inf if patience is None else time.monotonic() + patience
         while self._flights and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
@@ -199,10 +185,7 @@ class OpenAIEngine:
         return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
-        """Drop requests, queued or running, and return the tokens received for those that were begun, by id.
-
-        Tokens that were on their way are not known: for each, less than ``stream_interval`` and what the network holds.
-        """
+        """Drop requests; see ``Engine``. The counts lack tokens that were still on their way."""
         self._work_off()
         thrown_away, names = self._in_flight.drop(ids)
         flights = {number: self._flights.pop(number) for number in names}
@@ -217,37 +200,25 @@ class OpenAIEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
-
-        Samples in flight go on meanwhile; what finishes is kept for ``poll``. An activated adapter reads the query that
-        a prompt ends with, and no other token.
-
-        Raises:
-            ValueError: When a prompt is empty or longer than ``max_context``, or the server has an adapter that is
-                always awake, which it calls by one name with its base model.
-            RequestsFailedError: When prompts could not be scored.
-        """
         self._ensure_started()
         if not with_adapter and self._identity["adapter"] is not None and self._query_ids is None:
-            raise InputError("Expected the adapter to be asked too, since the server has no name for less, but got no.")
-        for prompt in prompts:
-            if not 1 <= len(prompt) <= self.max_context:
-                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got {len(prompt)}.")
+            raise InputError("Expected `with_adapter`, since the server has no name for the model without its adapter.")
+        check_prompts(prompts, self.max_context)
         numbers = [next(self._numbers) for _ in prompts]
-        self._in_flight.expect_scores(numbers)
+        self._in_flight.scores |= dict.fromkeys(numbers)
         score = partial(self._score, token_ids=tuple(token_ids), with_adapter=with_adapter)
         jobs = [(n, partial(score, tuple(p))) for n, p in zip(numbers, prompts, strict=True)]
         self._jobs.add(jobs, first=True)
         try:
-            while self._in_flight.awaits_any(numbers):
+            while self._in_flight.awaits_score(numbers):
                 self._work()
         finally:
             self._jobs.drop(numbers)
-            answers = self._in_flight.take_scores(numbers)
+            answers = [self._in_flight.scores.pop(number) for number in numbers]
         return read_scores([[answer] for answer in answers])
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model. Revision, dtype and hashes are as the caller stated them."""
+        """Return what identifies the model, as far as the caller stated it."""
         self._ensure_started()
         known = self._identity
         weights, adapter, dtype = known["weights"], known["adapter"], known["dtype"]
@@ -264,7 +235,7 @@ class OpenAIEngine:
         }
 
     def close(self) -> None:
-        """Drop what is in flight, close all connections and end the thread. Closing twice is allowed."""
+        """Drop what is in flight, close all connections and end the thread."""
         self._closed = True
         self._flights = {}
         self._in_flight.forget_all()
@@ -276,8 +247,7 @@ class OpenAIEngine:
         """Return what the engine has done so far."""
         if self._transport is None:
             return replace(self._tally)
-        counters = self._transport.counters
-        return replace(self._tally, attempts=counters.attempts, retries=counters.retries)
+        return replace(self._tally, attempts=self._transport.attempts, retries=self._transport.retries)
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -315,23 +285,19 @@ class OpenAIEngine:
         self._jobs, self._transport = jobs, transport
 
     async def _inspect(self, transport: Transport) -> ServerFacts:
-        return await inspect_server(
-            transport,
-            served_model=self._served_model,
-            default_model=self.model,
-            is_activated=self._query_ids is not None,
-            max_context=self._max_context,
-            chat=self._chat,
-            vocabulary=self._vocabulary,
-            server_edt=self._server_edt,
-            key_name=self._api_key_env,
-            deadline=self._time_limit(),
-        )
+        """Ask the server what it has, and check what can be checked."""
+        deadline = self._time_limit()
+        answer = await ask_models(transport, key_name=self._api_key_env, deadline=deadline)
+        adapter = None if self._query_ids is None else self._served_model
+        wanted = self._served_model if adapter is None else base_of(answer, adapter)
+        name, limit = choose_model(answer, wanted=wanted, default=self.model)
+        version = await check_features(transport, name, self._chat, server_edt=self._server_edt, deadline=deadline)
+        return ServerFacts(name, context_of(self._max_context, limit), version, adapter)
 
     def _try_adapter(self, jobs: BackgroundJobs, transport: Transport) -> None:
-        """Hold an activated adapter against the base model, and where that can be against the training module."""
+        """Compare an activated adapter with the base model, and with the training module where its weights are here."""
         settings = query_settings(self._chat.query, self._query_ids)
-        sizes = {"vocabulary": self._facts.vocabulary, "longest": self._facts.max_context}
+        sizes = {"vocabulary": self._vocabulary, "longest": self._facts.max_context}
         probe = make_probe(settings["query"], settings["token_ids"], **sizes)
         exact, weights = self._identity["dtype"] == "float32", self._identity["weights"]
 
@@ -353,9 +319,10 @@ class OpenAIEngine:
         """Sample a response and put the query to it."""
         request, deadline = flight.request, self._time_limit()
         stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
-        reader = await draw(
-            self._transport, self._facts, flight, stops=stops, room=room, interval=self._interval, deadline=deadline
-        )
+        body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)
+        begin = partial(flight.begin, stops, max_tokens=room, vocabulary=self._vocabulary)
+        asked = {"model": self._facts.served_model, **body}
+        reader = await self._transport.stream("completions", asked, deadline=deadline, begin=begin)
         response = reader.response(request.id, self._chat)
         if (query := request.query) is None:
             return response
@@ -375,12 +342,10 @@ class OpenAIEngine:
         return await score(self._transport, name, prompt, token_ids, deadline)
 
     def _work(self, patience: float | None = None) -> None:
-        """Wait for one job to finish and take it in."""
         with suppress(queue.Empty):
             self._take_in(*self._jobs.take(patience))
 
     def _work_off(self) -> None:
-        """Take in what has finished."""
         for outcome in self._jobs.take_ready() if self._jobs is not None else ():
             self._take_in(*outcome)
 
@@ -390,8 +355,8 @@ class OpenAIEngine:
             failure = Failure(presentable(str(error), key=self._key), is_refusal=is_refusal(error))
         elif error is not None:
             raise error
-        if self._in_flight.expects_score(number):
-            self._in_flight.score(number, result if failure is None else failure)
+        if number in self._in_flight.scores:
+            self._in_flight.scores[number] = result if failure is None else failure
         elif (flight := self._flights.pop(number, None)) is not None:
             self._tally.tokens_received += flight.received
             if failure is None:

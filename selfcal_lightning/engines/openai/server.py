@@ -13,20 +13,14 @@ from urllib.parse import urlsplit
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.engines.activated_probe import Probe, ProbeAnswers, check_answers
-from selfcal_lightning.engines.base import ADAPTER_VARIABLE
+from selfcal_lightning.engines.base import ADAPTER_VARIABLE, EDT_PROCESSOR, MAX_SCORED_IDS
 from selfcal_lightning.engines.openai.transport import StatusError, Transport
 from selfcal_lightning.engines.openai.wire import (
     EDT_ARG,
-    EDT_PROCESSOR,
-    MAX_SCORED_IDS,
-    Flight,
-    SampleReader,
     ServerError,
-    choose_model,
     edt_probe_body,
     list_models,
     read_probabilities,
-    sample_body,
     score_body,
 )
 from selfcal_lightning.models.chat_format import ChatFormat
@@ -36,10 +30,7 @@ PORTS = {"http": 80, "https": 443}
 
 
 def check_reachable(base_url: str) -> None:
-    """Raise RunError where no connection to the server can be made, in three attempts a second apart.
-
-    A server that is there and busy, or still loading its model, is left to the engine's own retries.
-    """
+    """Raise RunError where no connection to the server can be made, in three attempts a second apart."""
     address = urlsplit(base_url)
     place = (address.hostname or "", address.port or PORTS.get(address.scheme, 80))
     problem = OSError()
@@ -71,14 +62,14 @@ def base_of(answer: Any, adapter: str) -> str:
     parent = models[adapter].get("parent") if adapter in models else None
     if not isinstance(parent, str) or parent not in models:
         raise InputError(
-            f"Expected `served_model` to be the server's name for an adapter on one of its models, but got "
-            f"{adapter!r}. It has: {', '.join(models)}. {WAY_OUT}"
+            f"Expected `served_model` to be a server's name for an adapter on one of its models, but got {adapter!r}. "
+            f"It has: {', '.join(models)}. {WAY_OUT}"
         )
     return parent
 
 
 async def try_adapter(ask: Ask, probe: Probe, *, exact: bool) -> list[list[float]]:
-    """Hold a server's activated adapter against its base model, and return what it says awake, [contexts][tokens]."""
+    """Compare a server's activated adapter with its base model, and return its answers when awake."""
 
     async def ask_all(prompts: Sequence[tuple[int, ...]], by_adapter: bool) -> list[list[float]]:
         return await asyncio.gather(*(ask(prompt, by_adapter) for prompt in prompts))
@@ -101,58 +92,47 @@ _KEY_IS_WRONG = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What is known of a server."""
+    """What a server said of itself."""
 
     served_model: str
     max_context: int
     version: str | None
-    vocabulary: int
-    adapter: str | None = None
+    adapter: str | None
 
 
-async def inspect_server(
-    transport: Transport,
-    *,
-    served_model: str | None,
-    default_model: str,
-    is_activated: bool,
-    max_context: int | None,
-    chat: ChatFormat,
-    vocabulary: int,
-    server_edt: bool,
-    key_name: str,
-    deadline: float,
-) -> ServerFacts:
-    """Ask a server what it has, and check what can be checked."""
+async def ask_models(transport: Transport, *, key_name: str, deadline: float) -> Any:
+    """Return the server's list of models."""
     try:
-        answer = await transport.get("models", deadline=deadline)
+        return await transport.get("models", deadline=deadline)
     except StatusError as error:
         if error.status in _KEY_IS_WRONG:
             raise ServerError(f"{error} Expected the key in the environment variable {key_name}.") from None
         raise ServerError(f"{error} Expected `base_url` to be the address before `/models`, such as .../v1.") from None
-    adapter = served_model if is_activated else None
-    wanted = served_model if adapter is None else base_of(answer, adapter)
-    name, limit = choose_model(answer, wanted=wanted, default=default_model)
+
+
+async def check_features(
+    transport: Transport, name: str, chat: ChatFormat, *, server_edt: bool, deadline: float
+) -> str | None:
+    """Check the server's tokenizer, and its EDT where that is needed; return its version."""
     root = transport.base_url.removesuffix("/v1")
     version = (await _offered(transport, f"{root}/version", None, deadline)).get("version")
     await _check_tokenizer(transport, root, name, chat, deadline)
     if server_edt:
         await _check_edt(transport, name, chat, deadline)
-    told = version if isinstance(version, str) else None
-    return ServerFacts(name, _context(max_context, limit), told, vocabulary, adapter)
+    return version if isinstance(version, str) else None
 
 
-def _context(wanted: int | None, limit: int | None) -> int:
+def context_of(wanted: int | None, limit: int | None) -> int:
     """Return the longest prompt + response + query; vLLM's limit also counts the token that answers the query."""
     if wanted is None and limit is None:
-        raise InputError("Expected `max_context` to be given, since the server does not tell its limit, but got None.")
+        raise InputError("Expected `max_context` to be given, since the server does not tell its limit.")
     if wanted is not None and limit is not None and wanted > limit - 1:
         raise InputError(f"Expected `max_context` to be at most {limit - 1} for this server, but got {wanted}.")
     return wanted if wanted is not None else cast(int, limit) - 1
 
 
 async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, deadline: float) -> dict[str, Any]:
-    """Return what a server answers at a place that not every server has; nothing where it has no such place."""
+    """Return the answer of a place that not every server has; nothing where it has no such place."""
     try:
         if body is None:
             answer = await transport.get(url, deadline=deadline)
@@ -164,7 +144,7 @@ async def _offered(transport: Transport, url: str, body: dict[str, Any] | None, 
 
 
 async def _check_tokenizer(transport: Transport, root: str, name: str, chat: ChatFormat, deadline: float) -> None:
-    """Raise ValueError where the server cuts a text into other tokens: prompts sent as ids would be nonsense to it."""
+    """Raise InputError where the server cuts a text into other tokens: our prompts would be nonsense to it."""
     body = {"model": name, "prompt": _PROBE_TEXT, "add_special_tokens": False}
     answer = await _offered(transport, f"{root}/tokenize", body, deadline)
     ours = chat.tokenizer.encode(_PROBE_TEXT, add_special_tokens=False)
@@ -176,7 +156,7 @@ async def _check_tokenizer(transport: Transport, root: str, name: str, chat: Cha
 
 
 async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline: float) -> None:
-    """Raise ValueError where the server takes no notice of EDT: it would draw at temperature 1 without a word."""
+    """Raise InputError where the server ignores EDT: it would draw at temperature 1 without a word."""
     try:
         await transport.post("completions", {"model": name, **edt_probe_body(chat.pad_id)}, deadline=deadline)
     except StatusError as error:
@@ -184,43 +164,15 @@ async def _check_edt(transport: Transport, name: str, chat: ChatFormat, deadline
             return
         raise
     raise InputError(
-        "Expected the server to know entropy-based dynamic temperature, since `server_edt` is set, but it does not. "
+        "Expected the server to know entropy-based dynamic temperature, as `server_edt` says, but it does not. "
         f"Start it with `--logits-processors {EDT_PROCESSOR}`, or set `server_edt` to false and `edt_scale` to null."
-    )
-
-
-async def draw(
-    transport: Transport,
-    facts: ServerFacts,
-    flight: Flight,
-    *,
-    stops: Sequence[int],
-    room: int,
-    interval: int,
-    deadline: float,
-) -> SampleReader:
-    """Sample a response and return what came in of it."""
-    body = sample_body(flight.request, max_tokens=room, stop_token_ids=stops, interval=interval)
-    return await transport.stream(
-        "completions",
-        {"model": facts.served_model, **body},
-        deadline=deadline,
-        read=lambda: flight.begin(stops, max_tokens=room, vocabulary=facts.vocabulary),
     )
 
 
 async def score(
     transport: Transport, name: str, prompt: Sequence[int], token_ids: Sequence[int], deadline: float
 ) -> list[float]:
-    """Return p(token | prompt) of each token, asked in as many parts as the server takes.
-
-    Args:
-        transport: The way to the server.
-        name: The server's name for the model.
-        prompt: Token ids of the prompt.
-        token_ids: The tokens.
-        deadline: As in :func:`draw`.
-    """
+    """Return p(token | prompt) of each token, by the model ``name``, in as many parts as the server takes."""
     found: list[float] = []
     for start in range(0, len(token_ids), MAX_SCORED_IDS):
         chunk = token_ids[start : start + MAX_SCORED_IDS]

@@ -14,18 +14,17 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import require
 from selfcal_lightning.engines.openai.wire import (
+    SampleReader,
     ServerError,
     TransientError,
     backoff_seconds,
-    is_transient,
     retry_after_seconds,
 )
 
@@ -35,6 +34,16 @@ if TYPE_CHECKING:
 _BASE_URL = re.compile(r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?(?:/[\w./~-]*)?")
 _HIDDEN = "[key]"
 _LONGEST = 800
+_logger = logging.getLogger(__name__)
+_LONGEST_BODY = 1 << 26
+_LONGEST_REFUSAL = 1 << 16
+_CONNECT_SECONDS = 30.0
+_END_OF_STREAM = b"[DONE]"
+# Of this very request, such as a prompt that is too long; 401, 403 and 404 say that no request would be taken.
+_OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
+T = TypeVar("T")
+Job = Callable[[], Coroutine[Any, Any, Any]]
+Outcome = tuple[int, Any, BaseException | None]
 
 
 def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
@@ -42,13 +51,13 @@ def check_base_url(base_url: str, *, allow_http: bool = False) -> str:
     match = _BASE_URL.fullmatch(base_url)
     if match is None:  # it may hold a password, so it is not repeated
         raise InputError(
-            "Expected `base_url` to be like https://host:port/v1, without a user name, a password or a query, but got "
-            "something else. The key belongs into the environment variable that `api_key_env` names."
+            "Expected `base_url` to be like https://host:port/v1, without user name, password or query. The key goes "
+            "into the environment variable that `api_key_env` names."
         )
     if match["scheme"] == "http" and not allow_http and not _is_this_machine(match["host"]):
         raise InputError(
-            f"Expected `base_url` to begin with https:// unless it names this machine, but got {base_url!r}: prompts "
-            "and key would travel in the clear. Use https, an ssh tunnel to 127.0.0.1, or set `allow_http`."
+            f"Expected `base_url` to be https:// or this machine, but got {base_url!r}: prompts and key would travel "
+            "in the clear. Use https, an ssh tunnel to 127.0.0.1, or set `allow_http`."
         )
     return base_url.rstrip("/")
 
@@ -57,12 +66,12 @@ def read_key(name: str) -> str | None:
     """Return the key in the environment variable ``name``, None where it is unset or empty."""
     key = os.environ.get(name, "").strip()
     if not key.isascii() or not key.isprintable():
-        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not. Set it again.")
+        raise InputError(f"Expected the key in ${name} to be printable ASCII, but it is not.")
     return key or None
 
 
 def presentable(text: str, *, key: str | None) -> str:
-    r"""Return what may be shown of ``text`` that a server or a library wrote: short, printable, and without the key."""
+    """Return a text of a server or a library as it may be shown: short, printable, and without the key."""
     hidden = text if key is None else text.replace(key, _HIDDEN)  # before it is cut, or half a key would stay
     line = " ".join("".join(c if c.isprintable() else " " for c in hidden).split())
     return line if len(line) <= _LONGEST else line[:_LONGEST] + " ..."
@@ -77,13 +86,8 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-T = TypeVar("T")
-Job = Callable[[], Coroutine[Any, Any, Any]]
-Outcome = tuple[int, Any, BaseException | None]
-
-
 class BackgroundJobs:
-    """Runs numbered jobs in an event loop of its own and hands over what they return or raise."""
+    """Runs numbered jobs in an event loop of its own thread and hands over their results and errors."""
 
     def __init__(self, *, limit: int) -> None:
         self._limit = limit
@@ -107,11 +111,7 @@ class BackgroundJobs:
         self._loop.call_soon_threadsafe(self._queue, list(jobs), first)
 
     def take(self, patience: float | None = None) -> Outcome:
-        """Wait for a job to finish and return its number, what it returned, and what it raised.
-
-        Raises:
-            queue.Empty: None did within ``patience`` seconds.
-        """
+        """Wait for a job to finish and return its number, result and error; queue.Empty when patience ends."""
         return self._outcomes.get(timeout=patience)
 
     def take_ready(self) -> list[Outcome]:
@@ -170,35 +170,6 @@ class BackgroundJobs:
         return set(begun)
 
 
-_logger = logging.getLogger(__name__)
-_LONGEST_BODY = 1 << 26
-_LONGEST_REFUSAL = 1 << 16
-_CONNECT_SECONDS = 30.0
-_END_OF_STREAM = b"[DONE]"
-
-
-class EventReader(Protocol):
-    """What a stream's events are fed to."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last event that matters was there."""
-
-    def take(self, event: Any) -> None:
-        """Take in one event."""
-
-
-Reader = TypeVar("Reader", bound=EventReader)
-
-
-@dataclass(slots=True)
-class TrafficCounters:
-    """What went over the wire: attempts made, and those among them that were repetitions."""
-
-    attempts: int = 0
-    retries: int = 0
-
-
 class StatusError(ServerError):
     """The server refused a request."""
 
@@ -207,12 +178,8 @@ class StatusError(ServerError):
         self.status = status
 
 
-# Of this very request, such as a prompt that is too long; 401, 403 and 404 say that no request would be taken.
-_OWN_FAULTS = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
-
-
 async def presentably(work: Awaitable[T], *, key: str | None) -> T:
-    """Return what ``work`` gives; what the server wrote may stand in its errors, and is told without the key."""
+    """Return the result of ``work``, whose errors may quote the server and are raised without the key."""
     try:
         return await work
     except (ServerError, ValueError) as error:
@@ -243,21 +210,23 @@ class Transport:
         self._first_wait, self._longest_wait = first_wait, longest_wait
         self._http = require("aiohttp", extra="openai")
         self._session: ClientSession | None = None
-        self.counters = TrafficCounters()
+        self.attempts = self.retries = 0
 
     async def get(self, path: str, *, deadline: float) -> Any:
         """Return the JSON that the server has at ``path``."""
         return await self._with_retries(lambda: self._json("GET", path, None), deadline)
 
     async def post(self, path: str, body: dict[str, Any], *, deadline: float) -> Any:
-        """Return the server's JSON answer to ``body``; arguments and errors as in ``get``."""
+        """Return the server's JSON answer to ``body``."""
         return await self._with_retries(lambda: self._json("POST", path, body), deadline)
 
-    async def stream(self, path: str, body: dict[str, Any], *, deadline: float, read: Callable[[], Reader]) -> Reader:
-        """Feed the events of a stream to a reader made by ``read``, a new one for every attempt, and return it."""
+    async def stream(
+        self, path: str, body: dict[str, Any], *, deadline: float, begin: Callable[[], SampleReader]
+    ) -> SampleReader:
+        """Feed the events of a stream to a reader, which ``begin`` makes for every attempt, and return it."""
 
-        async def attempt() -> Reader:
-            reader = read()
+        async def attempt() -> SampleReader:
+            reader = begin()
             async with self._answer("POST", path, body) as answer:
                 async for event in self._events(answer):
                     reader.take(event)
@@ -278,7 +247,7 @@ class Transport:
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    self.counters.attempts += 1
+                    self.attempts += 1
                     number += 1
                     try:
                         return await self._translated(attempt)
@@ -288,23 +257,18 @@ class Transport:
                         raise self._failure(f"{trouble} ({number} attempts)")
                     if clock() + wait >= deadline:
                         raise self._failure(f"{trouble} (attempt {number}; no time left to wait {wait:.3g} s more)")
-                    self._tell(trouble, wait)
+                    self.retries += 1
+                    # Of the 1st, 10th, 100th ...: a busy server has thousands.
+                    level = logging.WARNING if str(self.retries).rstrip("0") == "1" else logging.DEBUG
+                    told = self.base_url, trouble, self.retries, wait
+                    _logger.log(level, "The server at %s: %s; repetition %d in %.3g s.", *told)
                     await asyncio.sleep(wait)
         except TimeoutError:
             raise self._failure(f"the time was up in attempt {number}: {trouble}") from None
 
-    def _tell(self, trouble: str, wait: float) -> None:
-        self.counters.retries += 1
-        told = str(self.counters.retries).rstrip("0") == "1"  # the 1st, 10th, 100th ...: a busy server has thousands
-        _logger.log(
-            logging.WARNING if told else logging.DEBUG,
-            "The server at %s: %s; repetition %d in %.3g s.",
-            self.base_url, trouble, self.counters.retries, wait,
-        )  # fmt: skip
-
     def _wait(self, error: TransientError, number: int) -> float:
         chance = random.random()
-        if error.retry_after is not None:  # a little more, so that those who were told the same do not come together
+        if error.retry_after is not None:  # a little more, so that clients that were told the same do not come together
             return error.retry_after + chance * self._first_wait
         return backoff_seconds(number - 1, first=self._first_wait, longest=self._longest_wait, chance=chance)
 
@@ -312,7 +276,7 @@ class Transport:
         return ServerError(f"The server at {self.base_url} failed: {reason}")
 
     async def _translated(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run one attempt and translate the library's errors; theirs may hold headers, so they are not chained."""
+        """Run one attempt and translate aiohttp's errors, which may hold headers and so are not chained."""
         try:
             return await attempt()
         except (self._http.ClientSSLError, self._http.ClientResponseError) as error:  # no further attempt mends these
@@ -321,7 +285,10 @@ class Transport:
             raise TransientError(self._named(error)) from None
 
     def _named(self, error: Exception) -> str:
-        return presentable(f"{type(error).__name__}: {error}", key=self._key)
+        return self._shown(f"{type(error).__name__}: {error}")
+
+    def _shown(self, text: str) -> str:
+        return presentable(text, key=self._key)
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         async with self._answer(method, path, body) as answer:
@@ -345,7 +312,7 @@ class Transport:
             yield answer
 
     async def _events(self, answer: ClientResponse) -> AsyncIterator[Any]:
-        """Yield the events of a stream; a server that does not stream has its whole answer taken for one event."""
+        """Yield the events of a stream; an answer that is not streamed counts as one event."""
         if answer.content_type != "text/event-stream":
             yield self._parsed(b"".join([piece async for piece in _pieces(answer)]))
             return
@@ -361,20 +328,20 @@ class Transport:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            shown = presentable(text.decode(errors="replace"), key=self._key)
+            shown = self._shown(text.decode(errors="replace"))
             raise ServerError(f"Expected the server to answer in JSON, but got {shown!r}.") from None
         if isinstance(value, dict) and "error" in value:  # in a stream the status was sent before the fault was known
             error = value["error"]
             code = error.get("code") if isinstance(error, dict) else None
             if type(code) is not int:  # without a status it says nothing about this request
-                shown = presentable(_message(text.decode(errors="replace")), key=self._key)
+                shown = self._shown(_message(text.decode(errors="replace")))
                 raise ServerError(f"The server at {self.base_url} failed in the middle of an answer: {shown}")
             self._refuse(code, text.decode(errors="replace"), None)
         return value
 
     def _refuse(self, status: int, text: str, retry_after: str | None) -> NoReturn:
-        message = f"HTTP {status}: {presentable(_message(text), key=self._key)}"
-        if is_transient(status):
+        message = f"HTTP {status}: {self._shown(_message(text))}"
+        if status == HTTPStatus.TOO_MANY_REQUESTS or 500 <= status <= 599:
             raise TransientError(message, retry_after=retry_after_seconds(retry_after))
         raise StatusError(f"The server at {self.base_url} refused: {message}", status=status)
 
@@ -389,7 +356,7 @@ async def _pieces(answer: ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _message(text: str) -> str:
-    """Return the message in the body of a refusal, or the whole body where it is of no known form."""
+    """Return the message in the body of a refusal, or the whole body where it has another form."""
     try:
         found = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):

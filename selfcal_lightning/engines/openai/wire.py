@@ -11,11 +11,20 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.engines.base import finish_of, stream_seed
+from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, edt_parameters, finish_of, stream_seed
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Request, Response, SamplingSettings
 
-TOO_MANY_REQUESTS = 429
+EDT_ARG = "edt"
+LARGEST_ID = 2**31  # ids are stored in 32 bits
+LEAST_LOGPROB = -1e5  # vLLM writes -9999 for a probability of 0
+_SLACK = 1e-3  # of rounding
+_TOKEN = re.compile(r"token_id:(0|[1-9][0-9]{0,9})")
+# What taking apart a value of another form raises.
+_NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+# A server's defaults may come from the model's generation settings (top_k 20, a repetition penalty ...): all are named.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_BY_ID = {"logprobs": 0, "return_tokens_as_token_ids": True}
 
 
 class TransientError(Exception):
@@ -27,17 +36,7 @@ class TransientError(Exception):
 
 
 class ServerError(RunError):
-    """A request failed for good: refused, given up after retries, out of time, or answered with garbage."""
-
-
-def is_transient(status: int) -> bool:
-    """Return whether an HTTP status is worth another attempt: too many requests, or a fault of the server.
-
-    Example:
-        >>> [is_transient(status) for status in (400, 401, 404, 429, 500, 503)]
-        [False, False, False, True, True, True]
-    """
-    return status == TOO_MANY_REQUESTS or 500 <= status <= 599
+    """A request failed for good: refused, given up after retries, out of time, or not answered as agreed."""
 
 
 def backoff_seconds(attempt: int, *, first: float, longest: float, chance: float) -> float:
@@ -62,40 +61,17 @@ def retry_after_seconds(header: str | None, *, now: datetime | None = None) -> f
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-EDT_ARG = "edt"
-EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
-MAX_SCORED_IDS = 128
-COLDEST_TEMPERATURE = 0.01  # vLLM raises what is below to this without a word
-LARGEST_ID = 2**31  # ids are stored in 32 bits
-LEAST_LOGPROB = -1e5  # vLLM writes -9999 for a probability of 0
-_SLACK = 1e-3  # of rounding
-_TOKEN = re.compile(r"token_id:(0|[1-9][0-9]{0,9})")
-# What comes of taking a value apart that is not as agreed.
-_NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-# A server's defaults may come from the model's generation settings (top_k 20, a repetition penalty ...): all are named.
-_NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-_BY_ID = {"logprobs": 0, "return_tokens_as_token_ids": True}
-
-
-def edt_parameters(sampling: SamplingSettings) -> list[float] | None:
-    """Return [base, scale, theta] where a response is drawn at a dynamic temperature, None at a fixed one."""
-    if sampling.edt_scale is None or sampling.temperature == 0.0:
-        return None
-    return [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
-
-
 def check_sampling(sampling: SamplingSettings, *, server_edt: bool) -> None:
     """Raise ValueError where a server would not draw as ``sampling`` says."""
     if edt_parameters(sampling) is not None and not server_edt:
         raise InputError(
-            f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}: a plain server has no "
-            "entropy-based dynamic temperature. Set `edt_scale` to null, or start vLLM's server with "
-            f"`--logits-processors {EDT_PROCESSOR}` and set `server_edt`."
+            f"Expected `edt_scale` to be None for a server, but got {sampling.edt_scale}. Set `edt_scale` to null, or "
+            f"start vLLM's server with `--logits-processors {EDT_PROCESSOR}` and set `server_edt`."
         )
     if 0.0 < sampling.temperature < COLDEST_TEMPERATURE and sampling.edt_scale is None:
         raise InputError(
-            f"Expected `temperature` to be 0 or at least {COLDEST_TEMPERATURE} for a server, but got "
-            f"{sampling.temperature}, which it would raise to that without a word."
+            f"Expected `temperature` to be 0 or at least {COLDEST_TEMPERATURE} for a server, which raises it to that, "
+            f"but got {sampling.temperature}."
         )
 
 
@@ -119,7 +95,7 @@ def sample_body(request: Request, *, max_tokens: int, stop_token_ids: Sequence[i
 
 
 def score_body(prompt: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the body that asks how probable each of at most 128 ``token_ids`` is after ``prompt``."""
+    """Return the body that asks for the probabilities of at most 128 ``token_ids`` after ``prompt``."""
     return {
         "prompt": list(map(int, prompt)),
         "max_tokens": 1,
@@ -155,14 +131,13 @@ class SampleReader:
 
     @property
     def finished(self) -> bool:
-        """Whether the server has said why it ended."""
+        """Whether the server has sent the end."""
         return self._reason is not None
 
     def take(self, event: Any) -> None:
-        """Take in one event."""
         try:
             choices = event["choices"]
-            if choices:  # the last event may tell the usage alone
+            if choices:  # the last event may hold the usage alone
                 self._take_choice(*choices)
         except _NOT_AS_AGREED as error:
             raise _garbage("an event with tokens and their log-probabilities", event, error) from None
@@ -193,27 +168,17 @@ class SampleReader:
             raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
         token_ids = self.token_ids[: self.num_tokens]
         in_step = bool(token_ids) and token_ids[-1] in self._step_ids and not self._has_ended()
-        finish = finish_of(
-            len(token_ids),
-            last=token_ids[-1] if token_ids else None,
-            ended=self._has_ended() or (self._reason == "stop" and not in_step),
-            step_ids=self._step_ids,
-            limit=self._max_tokens,
-        )
-        return Response(
-            request_id=name,
-            text=chat.decode(token_ids),
-            token_ids=tuple(token_ids),
-            finish=finish,
-            logprob=math.fsum(self._logprobs[: self.num_tokens]),
-        )
+        ended = self._has_ended() or (self._reason == "stop" and not in_step)
+        finish = finish_of(token_ids, ended=ended, step_ids=self._step_ids, limit=self._max_tokens)
+        logprob = math.fsum(self._logprobs[: self.num_tokens])
+        return Response(name, chat.decode(token_ids), tuple(token_ids), finish, logprob)
 
     def _has_ended(self) -> bool:
         """Return whether the model has ended its turn."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends
 
     def _is_over(self) -> bool:
-        """Return whether what comes now is no part of the response."""
+        """Return whether further tokens are no part of the response."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends | self._step_ids
 
 
@@ -227,18 +192,16 @@ def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
             raise ValueError("probabilities that add up to more than 1")
     except _NOT_AS_AGREED as error:
         raise _garbage("log-probabilities of the tokens asked for", answer, error) from None
-    missing = [token for token in token_ids if token not in found]
-    if missing:
+    if missing := [token for token in token_ids if token not in found]:
         raise ServerError(
-            f"Expected the server to give log-probabilities of all {len(token_ids)} tokens asked for, but got none for "
-            f"{len(missing)} of them, the first {missing[0]}. P(True) needs a server that knows `logprob_token_ids`, "
-            "such as vLLM's own."
+            f"Expected log-probabilities of all {len(token_ids)} tokens asked for, but got none for {len(missing)} of "
+            f"them, the first {missing[0]}. P(True) needs a server that knows `logprob_token_ids`, such as vLLM's own."
         )
     return [found[token] for token in token_ids]
 
 
 def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str, int | None]:
-    """Return the name of the model to ask for and the longest sequence that the server says it takes."""
+    """Return the name of the model to ask for, and the server's limit of a sequence."""
     limits = {name: item.get("max_model_len") for name, item in list_models(answer).items()}
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
@@ -251,7 +214,7 @@ def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str,
 
 
 def list_models(answer: Any) -> dict[str, Mapping[str, Any]]:
-    """Return what a server says of each of its models, by name, from its answer to ``GET /models``."""
+    """Return the records of a server's models by name, from its answer to ``GET /models``."""
     try:
         models = {str(item["id"]): item for item in _listed(answer["data"])}
         if not all(isinstance(item, dict) for item in models.values()):
@@ -278,7 +241,7 @@ def _logprob(value: float) -> float:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return ``value`` if it is a list: strings and mappings can be walked through, too."""
+    """Return ``value`` if it is a list: strings and mappings can be iterated, too."""
     if not isinstance(value, list):
         raise TypeError
     return value
@@ -306,7 +269,7 @@ class OpenAIStatistics:
 
 @dataclass(slots=True)
 class Flight:
-    """A request on its way, and what has come in of it."""
+    """A request on its way, and the part of its response that has come in."""
 
     request: Request
     reader: SampleReader | None = None

@@ -30,18 +30,15 @@ class SamplePlan:
     details: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        wrong = [name for name, count in self.samples.items() if type(count) is not int or count < 0]
-        if wrong:
-            raise InputError(
-                f"Expected `samples` of a plan to be whole numbers of at least 0, but got {self.samples[wrong[0]]!r} "
-                f"for question {wrong[0]!r}."
-            )
+        for name, count in self.samples.items():
+            if type(count) is not int or count < 0:
+                raise InputError(f"Expected `samples` of a plan to be counts, but got {count!r} for question {name!r}.")
         if not any(self.samples.values()):
             raise InputError(f"Expected a plan to give a question a response, but got none for {len(self.samples):,}.")
 
     @property
     def digest(self) -> str:
-        """What tells plans apart: the numbers of all questions."""
+        """Identity of the plan: a hash of the numbers of all questions."""
         return hashlib.sha256(json.dumps(sorted(self.samples.items())).encode()).hexdigest()[:16]
 
     def chosen(self, questions: Sequence[Question]) -> list[Question]:
@@ -53,8 +50,8 @@ class SamplePlan:
             further = f"{len(unknown):,} that are not asked, such as {unknown[0]!r}" if unknown else ""
             found = " and ".join(filter(None, [missing, further]))
             raise InputError(
-                f"Expected `plan` to name the questions of the run, but got {found}. Give `task`, `split`, `limit` and "
-                "`offset` as where the plan was made, or make it again."
+                f"Expected `plan` to name the questions of the run, but got {found}. Use the `task`, `split`, `limit` "
+                "and `offset` that the plan was made with."
             )
         return [question for question in questions if self.samples[question.id]]
 
@@ -69,28 +66,19 @@ class SamplePlan:
 
 
 def check_plan_target(path: str | Path) -> None:
-    """Raise InputError unless a plan may be written to ``path``."""
-
-    def is_own(file: Path) -> bool:
-        return (json_object_or_none(file) or {}).get("format") == FORMAT
-
-    check_replaceable(path, is_own, option="output", kind="an earlier plan")
+    """Raise InputError unless ``path`` is a new file or an earlier plan."""
+    check_replaceable(
+        path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
+        kind="an earlier plan",
+    )  # fmt: skip
 
 
 def load_plan(path: str | Path) -> SamplePlan:
     """Read a plan that :meth:`SamplePlan.save` wrote."""
     if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"Expected `plan` to be a file, but there is none at {path}. `selfcal allocate` writes one."
-        )
+        raise FileNotFoundError(f"Expected `plan` to be a file, but got {path}. `selfcal allocate` writes one.")
     record = read_json_object(path)
-    if (
-        record.get("format") != FORMAT
-        or record.get("version") != VERSION
-        or not isinstance(record.get("samples"), dict)
-    ):
-        raise InputError(
-            f"Expected {path} to be a plan of version {VERSION}, as `selfcal allocate` writes it, but got the format "
-            f"{record.get('format')!r} of version {record.get('version')!r}."
-        )
+    found = record.get("format"), record.get("version")
+    if found != (FORMAT, VERSION) or not isinstance(record.get("samples"), dict):
+        raise InputError(f"Expected {path} to be a plan of version {VERSION}, but got {found[0]!r} of {found[1]!r}.")
     return SamplePlan(record["samples"], record.get("details", {}))

@@ -1,4 +1,4 @@
-"""Which prefixes of stored responses are continued, as questions of their own: equal ones are one."""
+"""Which prefixes of stored responses are continued: each distinct one as a question of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import Rate, check_marker, prefix_after, prefix_id, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -31,7 +31,7 @@ class Prefix(NamedTuple):
 
 
 class StepsOfResponse(NamedTuple):
-    """A response."""
+    """A response, the ends of its steps, and whether it is right."""
 
     question: Question
     ids: tuple[int, ...]
@@ -46,11 +46,11 @@ class RolloutSource:
     Attributes:
         samples_dir: The store.
         split: Split of the store.
-        limit: Take the first so many questions, by id; None takes all.
-        responses: Take the first so many responses to each.
-        prefixes: Prefixes of a response, spread evenly over its inner steps; None takes all of these.
+        limit: Takes the first questions by id; None takes all.
+        responses: Takes the first responses to each question.
+        prefixes: Number of prefixes of a response, spread evenly over its inner steps; None takes all.
         steps: Where steps end.
-        at: After which numbers of steps there is a prefix, where the response has more; None leaves it to ``prefixes``.
+        at: Numbers of steps after which a prefix ends, instead of ``prefixes``.
     """
 
     samples_dir: str
@@ -72,7 +72,7 @@ class RolloutSource:
         if response is None:
             raise InputError(
                 f"Expected `samples_dir` to hold responses of the split {self.split!r}, but got none in "
-                f"{self.samples_dir}. Name another `split`, or sample some by `selfcal generate`."
+                f"{self.samples_dir}. Name another `split`."
             )
         if not found:
             raise InputError(
@@ -84,9 +84,9 @@ class RolloutSource:
     def labelled(
         self, chat: ChatFormat, rates: Mapping[str, Rate]
     ) -> Iterator[tuple[str, list[str], list[float]] | None]:
-        """Yield the question, the steps, and how often each turned out right, of every response.
+        """Yield the question, the steps and the success rate after each step, of every response.
 
-        None stands for one without steps, or of which a step was not rolled out or nobody knows how it ended.
+        None stands for a response without steps, without a verdict, or with a step that was not rolled out.
         """
         for one in self._responses(chat):
             inner = [rates.get(prefix_id(one.question.id, one.ids[:end])) for end in one.ends[:-1]]
@@ -98,10 +98,9 @@ class RolloutSource:
             yield text_of(one.question), steps, [*known, float(one.correct)]
 
     def outer_rates(self, chat: ChatFormat) -> Iterator[tuple[str, str, float]]:
-        """Yield question, prefix and success rate where no rollout is needed: of no step and of whole responses.
+        """Yield question, prefix and success rate of empty prefixes and whole responses, which need no rollouts.
 
-        From no step on, the responses are the rollouts: the share of them that is right. A whole response is right or
-        not; equal ones are one. What nobody can tell is left out.
+        The responses to a question are the rollouts of its empty prefix. What has no verdict is left out.
         """
         for _, group in groupby(self._responses(chat), key=lambda one: one.question.id):
             known = [(one, float(one.correct)) for one in group if one.correct is not None]
@@ -132,7 +131,7 @@ class RolloutSource:
 
 
 def spread(inner: int, number: int | None) -> list[int]:
-    """Return which of the inner steps 1 to ``inner`` are taken, at most ``number`` of them, evenly spread."""
+    """Return at most ``number`` of the inner steps 1 to ``inner``, evenly spread."""
     if number is None or number >= inner:
         return list(range(1, inner + 1))
     if number == 1:
@@ -146,7 +145,7 @@ def text_of(question: Question) -> str:
 
 
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
-    """Yield what the file of prefixes says of each, as JSON."""
+    """Yield the lines of the file of prefixes, as JSON."""
     for one in prefixes:
         yield {
             "id": one.question.id,
@@ -160,23 +159,16 @@ def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[
 
 
 def check_source(source: RolloutSource) -> None:
-    """Raise InputError for numbers that cannot be, and a store that is not there."""
+    """Raise InputError for numbers out of range, and a store that does not exist."""
     for name, value in (("responses", source.responses), ("limit", source.limit), ("prefixes", source.prefixes)):
-        if value is not None and value < 1:
-            raise InputError(f"Expected `{name}` to be at least 1, but got {value}.")
+        if value is not None:
+            check_at_least(1, **{name: value})
     check_steps("steps", source.steps)
     if source.at is not None and source.prefixes is not None:
-        raise InputError(
-            f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}: the numbers of "
-            "steps, or how many of them."
-        )
+        raise InputError(f"Expected `at` or `prefixes`, but got both, {list(source.at)} and {source.prefixes}.")
     if source.at is not None and (not source.at or min(source.at) < 1):
-        raise InputError(
-            f"Expected `at` to be numbers of steps from 1, but got {list(source.at)}. After none a rollout is a "
-            "response, of which `samples_dir` has some."
-        )
+        raise InputError(f"Expected `at` to be numbers of steps from 1, but got {list(source.at)}.")
     if not (Path(source.samples_dir) / "rounds").is_dir():
         raise InputError(
-            f"Expected `samples_dir` to be a sample store, but got {source.samples_dir!r}. `selfcal generate` makes "
-            "one."
+            f"Expected `samples_dir` to be a sample store of `selfcal generate`, but got {source.samples_dir!r}."
         )

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.files import to_json, write_atomically
 from selfcal_lightning.core.imports import keep_bitsandbytes_quiet
 from selfcal_lightning.core.last_resort import FAILED, explain, wants_traceback
@@ -31,16 +32,20 @@ from selfcal_lightning.data.store.parts import part_entries
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Part
 from selfcal_lightning.data.tasks.registry import check_source, count_source, get_task, load_source
+from selfcal_lightning.engines.base import MAX_FAILURES
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.plan import SamplePlan, load_plan
 from selfcal_lightning.engines.sampling.rollouts import Prefix, RolloutSource
-from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
-from selfcal_lightning.engines.sampling.shares import (
+from selfcal_lightning.engines.sampling.sampler import (
+    GenerationReport,
     check_questions,
+    generate_samples,
     is_complete,
     missing_questions,
     open_existing,
+    part_name,
     select_share,
+    store_fingerprint,
 )
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import Prompt
@@ -55,27 +60,27 @@ if TYPE_CHECKING:
 class GenerationSettings:
     """What all processes of a run share: the resolved arguments of ``selfcal generate``.
 
-    With ``rollouts``, prefixes of stored responses stand in the place of the questions of tasks.
+    With ``rollouts``, prefixes of stored responses replace the questions of tasks.
     """
 
     model: str
     store_dir: str
     task: list[str]
     split: str
-    path: str | None
-    part: Part | None
-    limit: int | None
-    offset: int
     store_split: str
-    chain_of_thought: bool
-    prompt: Prompt | None
     num_samples: int
     engine: EngineOptions
     sampling: SamplingSettings
-    seed: int
     query: str
-    questions_per_shard: int
-    max_failures: int
+    seed: int = 0
+    path: str | None = None
+    part: Part | None = None
+    limit: int | None = None
+    offset: int = 0
+    chain_of_thought: bool = True
+    prompt: Prompt | None = None
+    questions_per_shard: int = 64
+    max_failures: int = MAX_FAILURES
     plan: str | None = None
     extend: bool = False
     rollouts: RolloutSource | None = None
@@ -92,14 +97,12 @@ class GenerationSettings:
         return cls(**{**content, **records, "rollouts": None if rollouts is None else RolloutSource(**rollouts)})
 
     def chat(self) -> ChatFormat:
-        """Load the tokenizer and return the chat format of the model."""
         return load_chat(self.engine, self.model, query=self.query, prompt=self.prompt)
 
     def check(self) -> None:
         """Check everything that needs neither model nor hub, cheapest first."""
         for name in ("num_samples", "questions_per_shard", "max_failures"):
-            if getattr(self, name) < 1:
-                raise InputError(f"Expected `{name}` to be at least 1, but got {getattr(self, name)}.")
+            check_at_least(1, **{name: getattr(self, name)})
         if self.extend and self.plan is not None:
             raise InputError("Expected `extend` without a `plan`, which says how many responses each question gets.")
         if not self.task and self.rollouts is None:
@@ -109,7 +112,7 @@ class GenerationSettings:
         for name in self.task:
             check_source(self, name)
         check_place(Path(self.store_dir))
-        self.sample_plan()
+        _ = self.planned  # reads it, which refuses what is no plan
         check_engine(self.engine, self.model)
 
     def questions(self) -> list[Question]:
@@ -118,36 +121,44 @@ class GenerationSettings:
             return [prefix.question for prefix in self._prefixes(self.rollouts)]
         questions = [question for name in self.task for question in load_source(self, name, prompt=self.prompt)]
         check_questions(questions)
-        plan = self.sample_plan()
-        return questions if plan is None else plan.chosen(questions)
+        return questions if self.planned is None else self.planned.chosen(questions)
 
     def prefixes(self) -> dict[str, tuple[int, ...]]:
         """Return what responses begin with, by the id of the question; empty without rollouts."""
-        return (
-            {} if self.rollouts is None else {one.question.id: one.prefix_ids for one in self._prefixes(self.rollouts)}
-        )
+        prefixes = [] if self.rollouts is None else self._prefixes(self.rollouts)
+        return {one.question.id: one.prefix_ids for one in prefixes}
 
     def _prefixes(self, source: RolloutSource) -> list[Prefix]:
         return source.read(self.chat(), longest=self.sampling.max_new_tokens)
 
-    def sample_plan(self) -> SamplePlan | None:
-        """Read the plan that says how many responses each question gets; None where all get ``num_samples``."""
+    @cached_property
+    def planned(self) -> SamplePlan | None:
+        """The plan; None where every question gets ``num_samples`` responses."""
         return None if self.plan is None else load_plan(self.plan)
+
+    @property
+    def planned_samples(self) -> Mapping[str, int] | None:
+        """Responses to each question by the plan."""
+        return None if self.planned is None else self.planned.samples
+
+    @property
+    def of_store(self) -> dict[str, Any]:
+        """What a store is opened with: its number of samples, its splits, and whether it is extended."""
+        number = self.num_samples if self.plan is None else None
+        return {"num_samples": number, "splits": (self.store_split,), "extend": self.extend}
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
     """Load the model and sample one share into its own part of the store."""
-    questions, chat, plan = settings.questions(), settings.chat(), settings.sample_plan()
-    digest = None if plan is None else plan.digest
+    questions, chat = settings.questions(), settings.chat()
+    digest = None if settings.planned is None else settings.planned.digest
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
         store = SampleStore.create_or_open(
             settings.store_dir,
             store_fingerprint(engine, chat, settings.sampling, settings.seed, plan=digest),
-            num_samples=settings.num_samples if plan is None else None,
             engine=engine.describe(),
-            splits=(settings.store_split,),
-            extend=settings.extend,
+            **settings.of_store,
         )
         return generate_samples(
             questions,
@@ -156,23 +167,15 @@ def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progre
             chat=chat,
             store=store,
             num_samples=settings.num_samples,
-            sampling=settings.sampling,
-            seed=settings.seed,
-            part=part_name(shard),
             shard=shard,
             questions_per_shard=settings.questions_per_shard,
             max_failures=settings.max_failures,
             progress=progress,
-            planned=None if plan is None else plan.samples,
+            planned=settings.planned_samples,
             prefixes=settings.prefixes(),
         )
     finally:
         engine.close()
-
-
-def part_name(shard: tuple[int, int]) -> str:
-    """Return the name of the part that share (i, n) is written to."""
-    return f"rank-{shard[0]}-of-{shard[1]}"
 
 
 POLL_SECONDS = 0.5
@@ -182,10 +185,7 @@ GRACE_SECONDS = 20.0
 def run_workers(
     settings: Mapping[str, Any], shards: Sequence[tuple[int, int]], *, gpus: int = 1, on_tick: Callable[[], None]
 ) -> list[dict[str, Any]]:
-    """Run one worker for each of ``shards`` to the end and return their reports.
-
-    When a worker fails the others go on, since what they commit is kept.
-    """
+    """Run a worker for each of ``shards`` to the end and return their reports; one that fails leaves the others be."""
     environments = [worker_environment(position, len(shards), gpus=gpus) for position in range(len(shards))]
     with tempfile.TemporaryDirectory(prefix="selfcal-") as folder:
         reports = [Path(folder) / f"{position}.json" for position in range(len(shards))]
@@ -200,12 +200,11 @@ def run_workers(
             on_tick()
         finally:
             _end(workers)
-        failed = [position for position, worker in enumerate(workers) if worker.returncode != 0]
-        if failed:
+        if failed := [position for position, worker in enumerate(workers) if worker.returncode != 0]:
             raise RunError(
                 f"Expected {len(workers)} workers to finish, but worker {failed[0]} ended with status "
-                f"{workers[failed[0]].returncode} ({len(failed)} failed in all; their messages stand above). What was "
-                "committed is kept: start the same command again to go on."
+                f"{workers[failed[0]].returncode} ({len(failed)} failed; see their messages above). What was committed "
+                "is kept: start the same command again to go on."
             )
         return [json.loads(report.read_text()) for report in reports]
 
@@ -232,9 +231,7 @@ def worker_environment(position: int, workers: int, *, gpus: int = 1) -> dict[st
 
 def _start(job: Mapping[str, Any], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "selfcal_lightning.engines.sampling.running"]
-    worker = subprocess.Popen(  # noqa: S603
-        command, stdin=subprocess.PIPE, env=dict(environment), text=True, process_group=0
-    )
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True, process_group=0)  # noqa: S603
     if worker.stdin is not None:
         worker.stdin.write(json.dumps(job) + "\n")
         worker.stdin.flush()
@@ -273,7 +270,6 @@ def work() -> int:
     number, total = job["shard"]
     try:
         load_plugins_of_parent()
-
         report = sample_share(GenerationSettings.from_plain(job["settings"]), shard=(number, total), progress=False)
     except KeyboardInterrupt:  # the parent, which was asked to stop, says so for all
         return INTERRUPTION.status
@@ -301,8 +297,7 @@ def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0
     """Refuse what can be refused before anything is loaded, and return (i, n) of ``shard``."""
     check_place(Path(settings.store_dir))
     place = parse_shard(shard)
-    if devices < 1:
-        raise InputError(f"Expected `devices` to be at least 1, but got {devices}.")
+    check_at_least(1, devices=devices)
     settings.check()
     return place
 
@@ -320,18 +315,15 @@ def sample_questions(
     share = select_share(questions, (number, total))
     here = f" (share {shard} here)" if total > 1 else ""
     if _has_all(settings, share):
-        report = GenerationReport(settings.store_dir, len(share), len(share), 0, 0, 0, 0, 0, 0.0)
+        report = GenerationReport(settings.store_dir, len(share), len(share))
         say(f"All {len(share):,} questions{here} are in {folder} already: nothing is sampled.")
     else:
         check_places(plan_run(settings, share))
-        _keep_configuration(
-            {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}, folder, number
-        )
-        number_each = (
-            f"{settings.num_samples} samples to each of" if settings.plan is None else "the samples planned for"
-        )
-        say(f"Writing {number_each} {len(questions):,} questions{here} to {folder}")
-        # Worker d of machine i takes those of the machine's questions whose hash, over n, leaves d: `select_share`.
+        arguments = {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}
+        _keep_configuration(arguments, folder, number)
+        each = "the samples planned for" if settings.plan else f"{settings.num_samples} samples to each of"
+        say(f"Writing {each} {len(questions):,} questions{here} to {folder}")
+        # Of machine i of n, worker d takes share i + n d of n * devices; see `select_share`.
         shares = [(number + total * device, total * devices) for device in range(devices)]
         with keeping(lambda: _what_is_kept(folder)):
             if devices == 1:
@@ -351,12 +343,11 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
     if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):
         known = settings.questions()
     numbers = [count.number for count in counts]
-    plan = settings.sample_plan()
     sampling = plan_sampling(
         settings.store_dir,
         None if known is None else {question.id for question in known},
         num_samples=settings.num_samples,
-        planned=None if plan is None else plan.samples,
+        planned=settings.planned_samples,
         most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
     )
@@ -387,7 +378,6 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     check_can_draw(settings.engine, settings.sampling)
     if settings.engine.is_remote:
         return False
-    plan = settings.sample_plan()
     store = open_existing(
         settings.store_dir,
         model=settings.model,
@@ -396,10 +386,8 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
         chat=settings.chat(),
         sampling=settings.sampling,
         seed=settings.seed,
-        num_samples=settings.num_samples if plan is None else None,
-        plan=None if plan is None else plan.digest,
-        splits=(settings.store_split,),
-        extend=settings.extend,
+        plan=None if settings.planned is None else settings.planned.digest,
+        **settings.of_store,
     )
     return is_complete(store, {settings.store_split: share})
 
@@ -409,16 +397,15 @@ def _sample_on_devices(
 ) -> GenerationReport:
     """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
-    wanted = settings.num_samples if settings.plan is None else None
-    store, parts = SampleStore(settings.store_dir, num_samples=wanted), {part_name(shard) for shard in shards}
+    store = SampleStore(settings.store_dir, num_samples=settings.of_store["num_samples"])
+    parts = {part_name(shard) for shard in shards}
     new = not (store.path / "rounds").exists()
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
     before = store.committed_questions(parts=parts)
     busy = [shard for shard in shards if select_share(missing, shard)]  # no model is loaded to do nothing
-    # Of a plan, or of what extends a store, nobody sees from here which questions are done, and how many responses.
-    each, unit = (settings.num_samples, "responses")
-    if settings.plan is not None or settings.extend:
-        each, unit = 1, "questions"
+    # With a plan, or when a store is extended, how many responses a finished question got is not known here.
+    uneven = settings.plan is not None or settings.extend
+    each, unit = (1, "questions") if uneven else (settings.num_samples, "responses")
     with Progress(len(missing) * each, label=f"Sampling {settings.store_split}", unit=unit) as bar:
 
         def tick() -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.core.signals import Interrupt, never
 from selfcal_lightning.data.store.joining import EarlierSamples
-from selfcal_lightning.data.store.manifest import StoreFingerprint
+from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
 from selfcal_lightning.data.store.parts import ShardWriter
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import continued, judge
 from selfcal_lightning.data.tasks.math_processes import Undecided, say_undecided
@@ -28,7 +31,7 @@ from selfcal_lightning.engines.base import (
     FailuresInARow,
     RequestsFailedError,
 )
-from selfcal_lightning.engines.sampling.shares import check_questions, missing_questions, select_share
+from selfcal_lightning.models.folders import adapter_identity, model_folder, weights_sha256
 from selfcal_lightning.records import (
     ModelIdentity,
     PromptIdentity,
@@ -38,6 +41,8 @@ from selfcal_lightning.records import (
     Request,
     Response,
     SamplingSettings,
+    duplicate_ids,
+    question_hash,
     sample_seed,
 )
 
@@ -52,42 +57,37 @@ class GenerationReport:
     store_dir: str
     questions: int
     reused: int
-    generated: int
-    unreadable: int
-    truncated: int
-    refused: int
-    left_out: int
-    seconds: float
+    generated: int = 0
+    unreadable: int = 0
+    truncated: int = 0
+    refused: int = 0
+    left_out: int = 0
+    seconds: float = 0.0
     cut_read: int = 0
 
     def __str__(self) -> str:
         sampled = max(self.generated, 1)
+        read = f" (an answer was read in {self.cut_read / self.truncated:.1%} of these)" if self.truncated else ""
         return (
             f"{self.questions:,} questions ({self.reused:,} stored before), {self.generated:,} responses in "
             f"{self.seconds:.0f} s ({self.generated / max(self.seconds, 1e-9):.1f} a second): "
-            f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit"
-            f"{self._reading_of_cut()}, "
+            f"{self.unreadable / sampled:.1%} unreadable, {self.truncated / sampled:.1%} cut by the token limit{read}, "
             f"{self.refused:,} refused, {self.left_out:,} questions left out. Samples in {self.store_dir}"
         )
 
-    def _reading_of_cut(self) -> str:
-        if not self.truncated:
-            return ""
-        return f" (an answer was read in {self.cut_read / self.truncated:.1%} of these)"
-
     def check_complete(self) -> None:
-        """Raise RuntimeError where questions were left out: the run is not done."""
+        """Raise RunError where questions were left out."""
         if self.left_out:
             raise RunError(
                 f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
-                f"failed and were left out. What is complete is kept in {self.store_dir}: start the same command again "
-                "to sample them."
+                f"failed. What is complete is kept in {self.store_dir}: start the same command again to sample them."
             )
 
 
 QUEUE_BATCHES = 2
 MODEL_FACTS = tuple(one.name for one in fields(ModelIdentity) if one.name != "further")
 COMMIT_SECONDS = 300.0
+_WAY_OUT = "What is complete is kept: start the same command again when it answers."
 
 
 @dataclass(slots=True)
@@ -113,11 +113,8 @@ def generate_samples(
     chat: ChatFormat,
     store: SampleStore,
     num_samples: int,
-    sampling: SamplingSettings,
-    seed: int,
     tasks: Callable[[str], Task] = get_task,
     round: int = 0,
-    part: str = "rank-0-of-1",
     shard: tuple[int, int] = (0, 1),
     questions_per_shard: int = 64,
     progress: bool = True,
@@ -127,12 +124,33 @@ def generate_samples(
     planned: Mapping[str, int] | None = None,
     prefixes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> GenerationReport:
-    """Sample what the store lacks of a share of ``questions``; readers see it after ``store.join()``."""
+    """Sample what the store lacks of a share of ``questions``, with the store's own settings and seed.
+
+    Readers see it after ``store.join()``.
+
+    Args:
+        questions: The questions, of which share i of n is sampled; ``shard`` is (i, n).
+        split: Split of the store.
+        engine: The engine that samples.
+        chat: Its chat format.
+        store: The store, made with the fingerprint of this engine.
+        num_samples: Responses to each question.
+        tasks: Looks up the task that reads and judges a question's responses.
+        round: Round of the store.
+        shard: The share (i, n).
+        questions_per_shard: Questions in one file of the store.
+        progress: Whether a progress bar is shown.
+        interrupt: Called before each poll; may raise to stop the run.
+        shard_by_shard: Whether the questions of a file are sampled and stored together, so that where a run was stopped
+            does not show in the samples.
+        max_failures: Failed requests in a row after which the run stops.
+        planned: Responses to each question by id, instead of ``num_samples``.
+        prefixes: What responses begin with, by question id.
+    """
     started, undecided = time.monotonic(), Undecided.so_far()
     check_questions(questions)
-    _check_settings(store, sampling=sampling, seed=seed, round=round)
     share = select_share(questions, shard)
-    with store.writer(part, round=round, questions_per_shard=questions_per_shard) as writer:
+    with store.writer(part_name(shard), round=round, questions_per_shard=questions_per_shard) as writer:
         todo = missing_questions(share, store, split=split, round=round)
         if planned is None:
             _check_number(store, num_samples, len(todo), split=split, round=round)
@@ -141,24 +159,17 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
-            sampler = _Sampler(
-                engine, chat, tasks, writer, bar, split, sampling, counts, earlier, seed, round, max_failures
+            fingerprint, in_a_row = (
+                store.round_manifest(round).fingerprint,
+                FailuresInARow(max_failures, way_out=_WAY_OUT),
             )
-            sampler.prefixes = prefixes or {}
+            sampler = _Sampler(
+                engine, chat, tasks, writer, bar, split, fingerprint, counts, earlier, round, in_a_row, prefixes or {}
+            )
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
-    return GenerationReport(
-        store_dir=str(store.path),
-        questions=len(share),
-        reused=len(share) - len(todo),
-        generated=sampler.generated,
-        unreadable=sampler.unreadable,
-        truncated=sampler.truncated,
-        cut_read=sampler.cut_read,
-        refused=sampler.refused,
-        left_out=sampler.left_out,
-        seconds=time.monotonic() - started,
-    )
+    seconds = time.monotonic() - started
+    return GenerationReport(str(store.path), len(share), len(share) - len(todo), seconds=seconds, **sampler.totals)
 
 
 def store_fingerprint(
@@ -171,43 +182,31 @@ def store_fingerprint(
     return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
 
 
+@dataclass
 class _Sampler:
     """The loop between the engine's queue and the writer."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        chat: ChatFormat,
-        tasks: Callable[[str], Task],
-        writer: ShardWriter,
-        bar: Progress,
-        split: str,
-        sampling: SamplingSettings,
-        counts: Mapping[str, int],
-        earlier: EarlierSamples,
-        seed: int,
-        round: int,
-        max_failures: int,
-    ) -> None:
-        self.engine, self.chat, self.tasks, self.writer, self.bar = engine, chat, tasks, writer, bar
-        self.split, self.sampling, self.counts, self.seed, self.round = split, sampling, counts, seed, round
-        self.earlier = earlier
-        self.generated = self.unreadable = self.truncated = self.refused = self.left_out = self.cut_read = 0
-        self.prefixes: Mapping[str, tuple[int, ...]] = {}
-        self._in_flight: dict[str, tuple[_OpenQuestion, int]] = {}
-        self._failed = 0
-        self._row = FailuresInARow(
-            max_failures, way_out="What is complete is kept: start the same command again when it answers."
-        )
-        self._refused: list[_OpenQuestion] = []
+    engine: Engine
+    chat: ChatFormat
+    tasks: Callable[[str], Task]
+    writer: ShardWriter
+    bar: Progress
+    split: str
+    fingerprint: StoreFingerprint
+    counts: Mapping[str, int]  # responses wanted to each question
+    earlier: EarlierSamples
+    round: int
+    in_a_row: FailuresInARow
+    prefixes: Mapping[str, tuple[int, ...]]
+    totals: Counter[str] = field(default_factory=Counter)  # the counts of a GenerationReport
+    _in_flight: dict[str, tuple[_OpenQuestion, int]] = field(default_factory=dict)
+    _failed: int = 0
+    _refused: list[_OpenQuestion] = field(default_factory=list)
 
     def run(
         self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt, together: int | None
     ) -> None:
-        """Sample ``questions``, whose prompts are ``prompts``, and append them to the writer as they finish.
-
-        With ``together``, so many of them at a time, which are stored together.
-        """
+        """Sample ``questions`` and append them to the writer as they finish, or ``together`` of them at a time."""
         if together is None:
             try:
                 self._sample(questions, prompts, interrupt, commit_seconds=COMMIT_SECONDS)
@@ -217,24 +216,19 @@ class _Sampler:
             return
         try:
             for start in range(0, len(questions), together):
-                before = self.left_out
+                before = self.totals["left_out"]
                 self._sample(questions[start : start + together], prompts, interrupt, commit_seconds=math.inf)
-                if self.left_out == before:
+                if self.totals["left_out"] == before:
                     self.writer.commit()
                 else:
-                    self.left_out += self.writer.buffered
+                    self.totals["left_out"] += self.writer.buffered
                     self.writer.discard()
         except BaseException:
             self.writer.discard()
             raise
 
     def _sample(
-        self,
-        questions: Sequence[Question],
-        prompts: dict[str, array[int]],
-        interrupt: Interrupt,
-        *,
-        commit_seconds: float,
+        self, questions: Sequence[Question], prompts: dict[str, array[int]], interrupt: Interrupt, commit_seconds: float
     ) -> None:
         waiting = iter(questions)
         committed_at = time.monotonic()
@@ -274,14 +268,14 @@ class _Sampler:
             yield Request(
                 id=name,
                 prompt_ids=prompt_ids,
-                sampling=self.sampling,
-                seed=sample_seed(self.seed, self.round, question.id, index),
+                sampling=cast(SamplingSettings, self.fingerprint.sampling),
+                seed=sample_seed(self.fingerprint.seed, self.round, question.id, index),
                 query=None if self.prefixes else self.chat.query,
                 prefix_ids=self.prefixes.get(question.id, ()),
             )
 
     def _poll(self) -> list[Response]:
-        """Return what finished. Requests that were not answered are taken as such."""
+        """Return what finished, and take in the requests that failed."""
         try:
             responses = self.engine.poll()
         except RequestsFailedError as error:
@@ -289,16 +283,16 @@ class _Sampler:
             for name, failure in error.failures.items():
                 state, _ = self._in_flight[name]
                 self._take(name, failure)
-                self._row.add(name, state.question.id, failure)
+                self.in_a_row.add(name, state.question.id, failure)
             return []
         if not responses:
             raise RunError(f"Expected the engine to go on, but got nothing with {len(self._in_flight)} in flight.")
-        self._row.clear()
+        self.in_a_row.clear()
         self._store_refused()
         return responses
 
     def _tell(self, error: RequestsFailedError) -> None:
-        """Say why requests failed: of the 1st, 10th, 100th ..., since an outage has thousands."""
+        """Say why the 1st, 10th, 100th ... request failed: an outage has thousands."""
         before, self._failed = self._failed, self._failed + len(error.failures)
         if len(str(self._failed)) > len(str(before)) or not before:
             say(str(error))
@@ -310,10 +304,10 @@ class _Sampler:
         if state.awaited:
             self.bar.update(1)
         elif not all(failure.is_refusal for failure in state.failures):
-            self.left_out += 1
+            self.totals["left_out"] += 1
             self.bar.update(1)
         elif len(state.failures) == len(state.outcomes):
-            # Stored when an answer has shown that the engine works: else it may be refusing whatever it is asked.
+            # Stored when an answer has shown that the engine works; until then it may be refusing everything.
             self._refused.append(state)
             self.bar.update(1)
         else:
@@ -335,29 +329,20 @@ class _Sampler:
         self.writer.append(QuestionSamples(state.question, (*earlier, *samples), self.split, state.prompt_ids))
         given = [sample for sample, answer in zip(samples, responses, strict=True) if answer is not None]
         unreadable = sum(sample.answer is None for sample in given)
-        self.generated += len(given)
-        self.refused += len(samples) - len(given)
         cut = [sample for sample in given if sample.finish == "length"]
-        self.truncated += len(cut)
-        self.cut_read += sum(sample.answer is not None for sample in cut)
-        self.unreadable += unreadable
+        self.totals.update(
+            generated=len(given),
+            refused=len(samples) - len(given),
+            truncated=len(cut),
+            cut_read=sum(sample.answer is not None for sample in cut),
+            unreadable=unreadable,
+        )
         return unreadable
 
 
 def _as_row(prefix: tuple[int, ...], response: Response, chat: ChatFormat) -> RecordedResponse:
-    """Return a continuation as rows of a store have it: whole, without the log-probability, which is its end's."""
+    """Return a continuation as a store has it: whole, and without the log-probability, which covers only its end."""
     return replace(continued(prefix, response, chat.decode), logprob=None, prefix_tokens=0)
-
-
-def _check_settings(store: SampleStore, *, sampling: SamplingSettings, seed: int, round: int) -> None:
-    """Hold what is asked for against what the store says its samples are."""
-    stored = store.round_manifest(round).fingerprint
-    for name, there, here in (("sampling", stored.sampling, sampling), ("seed", stored.seed, seed)):
-        if there != here:
-            raise InputError(
-                f"Expected `{name}` to be {there!r} as in the store {store.path}, but got {here!r}. Samples are never "
-                "mixed: use another `store_dir`, or these settings."
-            )
 
 
 def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: str, round: int) -> None:
@@ -368,8 +353,7 @@ def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: 
     if missing and num_samples != stored:
         raise InputError(
             f"Expected `num_samples` to be {stored}, since {missing} questions are missing in the store {store.path} "
-            f"with that number of samples, but got {num_samples}. Finish it with {stored} (readers may then take the "
-            "first ones), or use another `store_dir`."
+            f"with that number of samples, but got {num_samples}. Finish it first, or use another `store_dir`."
         )
 
 
@@ -377,12 +361,102 @@ def _encode_prompts(questions: Sequence[Question], chat: ChatFormat, max_context
     """Return the prompt of every question, four bytes a token. All are checked before the first is sampled."""
     prompts = {question.id: array("i", chat.prompt_ids(question.messages)) for question in questions}
     room = max_context - len(chat.query.suffix_ids) - 1
-    too_long = [name for name, prompt in prompts.items() if len(prompt) > room]
-    if too_long:
+    if too_long := [name for name, prompt in prompts.items() if len(prompt) > room]:
         raise InputError(
-            f"Expected prompts of at most {room} tokens, which leaves room for a response and the confidence query in "
-            f"a context of {max_context}, but got {len(prompts[too_long[0]])} for question {too_long[0]!r} "
-            f"({len(too_long)} such questions of {len(prompts)}). Leave these questions out, or use a model with a "
-            "longer context."
+            f"Expected prompts of at most {room} tokens, since a context of {max_context} also holds a response and "
+            f"the query, but got {len(prompts[too_long[0]])} for question {too_long[0]!r} ({len(too_long)} such "
+            f"questions of {len(prompts)}). Leave these questions out, or use a model with a longer context."
         )
     return prompts
+
+
+def check_questions(questions: Sequence[Question]) -> None:
+    """Raise InputError when there are no questions or an id occurs twice."""
+    if not questions:
+        raise InputError("Expected `questions` to hold at least one question, but got none.")
+    if repeated := duplicate_ids(questions):
+        raise InputError(
+            f"Expected question ids to be unique, but got {len(repeated)} more than once, the first of them "
+            f"{repeated[0]!r}."
+        )
+
+
+def part_name(shard: tuple[int, int]) -> str:
+    """Return the name of the part that share (i, n) is written to."""
+    return f"rank-{shard[0]}-of-{shard[1]}"
+
+
+def select_share(questions: Sequence[Question], shard: tuple[int, int]) -> list[Question]:
+    """Return the questions of share i of n, ``shard = (i, n)``."""
+    number, total = shard
+    if not 0 <= number < total:
+        raise InputError(f"Expected `shard` to be (i, n) with 0 <= i < n, but got {shard}.")
+    return [question for question in questions if question_hash(question.id) % total == number]
+
+
+def missing_questions(questions: Sequence[Question], store: SampleStore, *, split: str, round: int) -> list[Question]:
+    """Return the questions that are not committed, or have fewer samples than the store is to have of the split."""
+    stored = store.stored_questions(round=round, include_parts=True)
+    for question in questions:
+        found = stored.get(question.id)
+        if found is not None and found.split != split:
+            raise InputError(
+                f"Expected question {question.id!r} to be in split {split!r}, but got {found.split!r} in the store "
+                f"{store.path}. Use another `store_dir`: a question belongs to one split."
+            )
+        if found is not None and found.digest != question_digest(question):
+            raise InputError(
+                f"Expected question {question.id!r} to be as it was when the store {store.path} was sampled, but got "
+                "another task, wording or reference. Use another `store_dir`."
+            )
+    wanted = store.num_samples or store.round_manifest(round).samples_of(split) or 0
+    return [question for question in questions if question.id not in stored or stored[question.id].samples < wanted]
+
+
+def open_existing(
+    store_dir: str | Path,
+    *,
+    model: str,
+    revision: str | None,
+    chat: ChatFormat,
+    sampling: SamplingSettings,
+    seed: int,
+    num_samples: int | None,
+    adapter: str | None = None,
+    quantization: str | None = None,
+    plan: str | None = None,
+    round: int = 0,
+    splits: Collection[str] = (),
+    extend: bool = False,
+) -> SampleStore | None:
+    """Return the store in ``store_dir`` if it has ``round``, checked against what is asked for; else None."""
+    if not round_file(Path(store_dir), round).exists():
+        return None
+    head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
+    model_folder(model, revision=revision)  # hashing needs the weights on this machine
+    identity = ModelIdentity(
+        model,
+        revision,
+        weights_sha256=weights_sha256(model, revision=revision),
+        **adapter_identity(adapter),
+        quantization=quantization,
+        head_dtype=head_dtype,
+    )
+    fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
+    return SampleStore.create_or_open(
+        store_dir, fingerprint, num_samples=num_samples, engine={}, round=round, splits=splits, extend=extend
+    )
+
+
+def is_complete(
+    store: SampleStore | None,
+    splits: Mapping[str, Sequence[Question]],
+    *,
+    shard: tuple[int, int] = (0, 1),
+    round: int = 0,
+) -> bool:
+    """Return whether ``store`` holds ``round`` of share ``shard = (i, n)`` of the questions of every split."""
+    if store is None:
+        return False
+    shares = {split: select_share(questions, shard) for split, questions in splits.items()}
+    return not any(missing_questions(share, store, split=split, round=round) for split, share in shares.items())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.engines.base import check_prefix, check_query, ends_with_query
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.engines.base import check_prompts, check_query, check_request, ends_with_query, response_room
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
-from selfcal_lightning.engines.transformers.contexts import check_sleep, chunks_of, encode_contexts, read_queries
-from selfcal_lightning.engines.transformers.model import CachedModel, load_network
-from selfcal_lightning.engines.transformers.prefixes import nested_rows
+from selfcal_lightning.engines.transformers.contexts import check_sleep, encode_contexts, read_queries
+from selfcal_lightning.engines.transformers.model import CachedModel, SlotCache, load_network
+from selfcal_lightning.engines.transformers.prefixes import chunks_of, nested_rows
 from selfcal_lightning.engines.transformers.prompt_states import read_prompt_states
 from selfcal_lightning.engines.transformers.slots import SlotRows
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -38,27 +37,27 @@ class TransformersEngine:
     """Samples with a Hugging Face causal model, many requests at a time.
 
     Every request holds a slot: a row of the key-value cache and of a few tensors. A step feeds one token to all slots;
-    requests that have finished are answered, their confidence query being read from their own cache, and their slots
-    go to waiting requests. A prompt is encoded once for all requests that share it. Rows stand at their own positions
-    in the cache, so that long and short ones share a batch.
+    requests that have finished are answered, their confidence query is read from their own cache, and waiting requests
+    get their slots. A prompt is encoded once for all requests that share it. Rows have their own positions in the
+    cache, so that long and short ones share a batch.
 
     Every request draws from its own stream of uniform numbers, made from its seed alone, and inverts the distribution
     function in float64. In float32 on a CPU its text therefore does not depend on what else is in the batch; in half
     precision or on a GPU, rounding depends on the shape of the batch, and a few texts with it.
 
-    A small model on a CPU wants one thread (``torch.set_num_threads(1)``, or OMP_NUM_THREADS=1) and 128 slots; more
-    threads than free cores make it many times slower.
+    A small model on a CPU runs best with one thread (``torch.set_num_threads(1)``, or OMP_NUM_THREADS=1) and 128 slots;
+    more threads than free cores make it many times slower.
 
     Args:
         model: Folder or hub name of a model with full or sliding-window attention, or "bundled".
         revision: Revision on the hub.
-        adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept apart
-            in half precision, where merging would round it. An activated one is kept apart: the engine samples
-            with the base model alone, and reads the confidence query with the adapter over the same cache.
+        adapter: Folder or hub name of a PEFT adapter. It is merged into the weights in float32, and kept apart in half
+            precision, where merging would round it. With an activated one the engine samples with the base model alone,
+            and reads the confidence query with the adapter over the same cache.
         dtype: "auto" is bfloat16 on a GPU and float32 on a CPU.
         device: "auto" is the GPU where there is one.
         max_batch: Number of slots; None is 64. When a GPU runs out of memory it is halved, down to 1, and the work
-            begun again.
+            starts again.
         max_context: Longest prompt + response + query in tokens; None takes the model's own limit.
         chat: Chat format; None derives it from the model's tokenizer, with the default query.
     """
@@ -78,12 +77,12 @@ class TransformersEngine:
         model = resolve_model(model)
         chat = chat or ChatFormat(load_tokenizer(model, revision=revision))
         network = load_network(model, revision=revision, adapter=adapter, dtype=dtype, device=device)
-        self._source: str | None
-        self._source, self._revision, self._adapter = model, revision, adapter
-        self._adapter_sha256: str | None = None
+        self._source: str | None = model
+        self._revision = revision
         self._quantization: str | None = None
+        self._adapter_sha256 = None if adapter is None else weights_sha256(adapter)
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
-        self._start(network, chat, max_batch=max_batch, max_context=max_context, borrowed=False)
+        self._start(network, chat, max_batch, max_context, borrowed=False)
 
     @classmethod
     def from_model(
@@ -101,8 +100,7 @@ class TransformersEngine:
     ) -> TransformersEngine:
         """Serve a model that is in memory already, such as the one in training, on its device and in its dtype.
 
-        It is put into evaluation mode while the engine works and given back as it was. Its weights may change while
-        nothing is in flight.
+        It is in evaluation mode while the engine works. Its weights may change while nothing is in flight.
 
         Args:
             model: The model or its PEFT wrapper.
@@ -111,29 +109,27 @@ class TransformersEngine:
             max_context: Longest prompt + response + query in tokens.
             source: Where its base weights come from, for ``describe``; None hashes the parameters in memory.
             revision: Revision of ``source``.
-            adapter_sha256: Hash of what it carries on top of ``source``, if anything.
-            quantization: How the weights of ``source`` were quantised, such as "nf4"; None where they were not.
+            adapter_sha256: Hash of its adapter, if it has one.
+            quantization: How the weights of ``source`` were quantised, such as "nf4".
             query_ids: Tokens of the query that activates the adapter of ``model``; None if it is always active.
         """
         engine = cls.__new__(cls)
-        engine._source, engine._revision, engine._adapter = source, revision, None
-        engine._adapter_sha256, engine._quantization = adapter_sha256, quantization
-        engine._query_ids = query_ids
-        engine._start(model, chat, max_batch=max_batch, max_context=max_context, borrowed=True)
+        engine._source, engine._revision, engine._quantization = source, revision, quantization
+        engine._adapter_sha256, engine._query_ids = adapter_sha256, query_ids
+        engine._start(model, chat, max_batch, max_context, borrowed=True)
         return engine
 
     def _start(
         self,
         network: PreTrainedModel,
         chat: ChatFormat,
-        *,
         max_batch: int | None,
         max_context: int | None,
+        *,
         borrowed: bool,
     ) -> None:
-        max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
-        if max_batch < 1:
-            raise InputError(f"Expected `max_batch` to be at least 1, but got {max_batch}.")
+        self.max_batch = _DEFAULT_BATCH if max_batch is None else max_batch
+        check_at_least(1, max_batch=self.max_batch)
         self._model: CachedModel | None = CachedModel(network)
         limit = self._model.max_positions
         if max_context is None and limit is None:
@@ -141,15 +137,12 @@ class TransformersEngine:
         if max_context is not None and not 1 < max_context <= (limit or max_context):
             raise InputError(f"Expected `max_context` to lie in [2, {limit}], but got {max_context}.")
         self.max_context: int = max_context or cast(int, limit)
-        self.max_batch = max_batch
-        self.chat = chat
-        self._borrowed = borrowed
+        self.chat, self._borrowed = chat, borrowed
         eos = network.generation_config.eos_token_id
-        ends = chat.end_of_turn_ids.union(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        self._ends = frozenset(ends)
-        self._end_ids = torch.tensor(sorted(ends), device=self._model.device)
+        self._ends = chat.end_of_turn_ids.union(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self._end_ids = torch.tensor(sorted(self._ends), device=self._model.device)
         self._waiting: dict[str, Request] = {}
-        self._rows = SlotRows(max_batch, self._end_ids)
+        self._rows = SlotRows(self.max_batch, self._end_ids)
         if self._query_ids is not None:
             check_query(chat.query.suffix_ids, self._query_ids)
             with torch.no_grad(), self._model.evaluation():
@@ -157,38 +150,17 @@ class TransformersEngine:
 
     @property
     def batch_size(self) -> int:
-        """Requests that it works on at a time: its slots."""
         return self.max_batch
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
-        """Queue ``requests`` and return their ids.
-
-        Raises:
-            ValueError: Where an id is in flight already, or a prompt leaves no room for a token and the query. None of
-                ``requests`` is queued then.
-        """
+        """Queue ``requests`` and return their ids; where one is refused, none is queued."""
         self._require_model()
-        in_flight = Counter([*self._waiting, *(self._rows.held(slot).id for slot in self._rows.live())])
-        in_flight.update(request.id for request in requests)
-        repeated = [i for i, count in in_flight.items() if count > 1]
-        if repeated:
-            raise InputError(f"Expected ids to be unique among the requests in flight, but got {repeated[:5]} again.")
+        taken = {*self._waiting, *(self._rows.held(slot).id for slot in self._rows.live())}
         for request in requests:
-            if self._query_ids is not None and request.query is not None:
-                check_query(request.query.suffix_ids, self._query_ids)
-            if not request.prompt_ids or self._limit(request) < 1:
-                raise InputError(
-                    f"Expected the prompt of request {request.id!r} to hold at least 1 token and to leave room for a "
-                    f"response, but got {len(request.prompt_ids)} prompt tokens + {_query_length(request)} query "
-                    f"tokens in a `max_context` of {self.max_context}. Shorten the prompt or raise `max_context`."
-                )
-            check_prefix(request, self._ends)
-            if self._limit(request) <= len(request.prefix_ids):
-                raise InputError(
-                    f"Expected `prefix_ids` of request {request.id!r} to leave room for a token in a `max_context` of "
-                    f"{self.max_context}, but got {len(request.prefix_ids)} behind {len(request.prompt_ids)} prompt "
-                    f"tokens and before {_query_length(request)} query tokens. Raise `max_context`."
-                )
+            if request.id in taken:
+                raise InputError(f"Expected request ids to be unique in flight, but got {request.id!r} again.")
+            taken.add(request.id)
+            check_request(request, max_context=self.max_context, end_ids=self._ends, query_ids=self._query_ids)
         self._waiting.update((request.id, request) for request in requests)
         return [request.id for request in requests]
 
@@ -212,10 +184,7 @@ class TransformersEngine:
         return {rows.held(s).id: tuple(rows.tokens[s, len(rows.held(s).prefix_ids) : e].tolist()) for s, e in found}
 
     def poll(self, patience: float | None = None) -> list[Response]:
-        """Work until one in eight of the requests in the batch has finished, and return their responses.
-
-        With ``patience`` it looks at the clock after each token.
-        """
+        """Work until one in eight of the requests in the batch has finished, and return their responses."""
         until = math.inf if patience is None else time.monotonic() + patience
         model = self._require_model()
         while True:
@@ -230,17 +199,9 @@ class TransformersEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``; see ``Engine``.
-
-        An activated adapter reads the query that a prompt ends with, and no other token.
-
-        Raises:
-            ValueError: Where a prompt is empty or longer than ``max_context``, or the adapter was merged.
-        """
+        """Return p(token | prompt), ``[len(prompts)][len(token_ids)]``; see ``Engine``."""
         model = self._require_model()
-        for prompt in prompts:
-            if not 0 < len(prompt) <= self.max_context:
-                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
+        check_prompts(prompts, self.max_context)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         asked = {i for i in order if with_adapter and ends_with_query(prompts[i], self._query_ids)}
         wanted = torch.tensor(token_ids, dtype=torch.long, device=model.device)
@@ -251,7 +212,7 @@ class TransformersEngine:
             table.update((i, logits.double().softmax(-1)[wanted].tolist()) for i, logits in nested)
             for awake in (False, True):
                 members = [i for i in order if (i in asked) == awake and i not in table]
-                for chunk in chunks_of(members, [len(prompts[i]) for i in members], self.max_batch):
+                for chunk in chunks_of(members, lambda i: len(prompts[i]), self.max_batch):
                     logits = model.next_token_logits([prompts[i] for i in chunk], self._query_ids if awake else None)
                     p = logits.double().softmax(-1)[:, wanted].tolist()
                     table.update(zip(chunk, p, strict=True))
@@ -260,25 +221,22 @@ class TransformersEngine:
     def _nested_logits(
         self, model: CachedModel, members: Sequence[int], prompts: Sequence[Sequence[int]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the logits after prompts that ask the confidence query behind contexts of which one begins another.
+        """Yield the logits after prompts that put the confidence query to contexts of which one begins another.
 
-        So are the steps of a response asked about, which is then read once.
+        A response whose steps are asked about is so read once.
         """
         query = tuple(self.chat.query.suffix_ids)
         ending = [i for i in members if ends_with_query(prompts[i], query)]
         contexts = [tuple(prompts[i][: -len(query)]) for i in ending]
         rows = [row for row in nested_rows(contexts) if len(row.ends) > 1]
-        rows.sort(key=lambda row: row.width(len(query)))
-        for chunk in chunks_of(rows, [row.width(len(query)) for row in rows], self.max_batch):
+        for chunk in chunks_of(rows, lambda row: row.width(len(query)), self.max_batch):
             logits = model.nested_logits(chunk, contexts, query)
             yield from zip((ending[i] for row in chunk for i in row.members), logits, strict=True)
 
     def prompt_states(self, prompts: Sequence[Sequence[int]], settings: LevelSettings) -> PromptStates:
-        """Return hidden states of prompts; see ``hidden_states.PromptReader``."""
+        """Return hidden states of prompts, float32; an activated adapter sleeps over them."""
         model = self._require_model()
-        for prompt in prompts:
-            if not 0 < len(prompt) <= self.max_context:
-                raise InputError(f"Expected prompts of 1 to {self.max_context} tokens, but got one of {len(prompt)}.")
+        check_prompts(prompts, self.max_context)
         with torch.no_grad(), model.evaluation():
             return read_prompt_states(model, prompts, settings, max_batch=self.max_batch)
 
@@ -289,7 +247,7 @@ class TransformersEngine:
             weights = tensors_sha256(model.network.state_dict().items())
         else:
             weights = weights_sha256(self._source, revision=self._revision)
-        adapter = self._adapter_sha256 if self._adapter is None else weights_sha256(self._adapter)
+        adapter = self._adapter_sha256
         activated = self._query_ids is not None
         return {
             "engine": "transformers",
@@ -317,7 +275,7 @@ class TransformersEngine:
             return nullcontext()
         if isinstance(model.network, PeftModel):
             return model.network.disable_adapter()
-        if self._adapter is None and self._adapter_sha256 is None:
+        if self._adapter_sha256 is None:
             return nullcontext()
         raise InputError("Expected a separate adapter, but got one that is merged into the float32 weights.")
 
@@ -325,10 +283,6 @@ class TransformersEngine:
         if self._model is None:
             raise RunError("Expected the engine to be open, but it has been closed. Build a new one.")
         return self._model
-
-    def _limit(self, request: Request) -> int:
-        room = self.max_context - len(request.prompt_ids) - _query_length(request)
-        return min(request.sampling.max_new_tokens, room)
 
     def _work(self, model: CachedModel, until: float) -> list[Response]:
         if self._borrowed and not self._rows.live():
@@ -345,7 +299,6 @@ class TransformersEngine:
         while int(self._rows.done[:slots_in_use].sum()) - idle < wanted:
             if time.monotonic() > until:
                 return []
-            model.reserve(slots_in_use, width)
             pending, position = self._rows.pending[:slots_in_use], self._rows.position[:slots_in_use]
             self._rows.advance(model.extend(slots, position, pending[:, None], width, leading=True)[:, -1])
             width += 1
@@ -359,7 +312,8 @@ class TransformersEngine:
             return
         slots = rows.choose(requests)
         encode_contexts(model, rows, dict(zip(slots, requests, strict=True)), most=self.max_batch)
-        rows.admit(slots, requests, [self._limit(request) for request in requests])
+        limits = [response_room(request, self.max_context) + len(request.prefix_ids) for request in requests]
+        rows.admit(slots, requests, limits)
         for request in requests:
             del self._waiting[request.id]
 
@@ -390,7 +344,7 @@ class TransformersEngine:
         rows.release(finished)
         live = rows.live()
         if live and not self._waiting and len(live) < _COMPACT_SHARE * (live[-1] + 1):
-            model.copy_slots(live, range(len(live)), width)
+            model.cache.copy_slots(live, range(len(live)), width)
             rows.gather(live)
         return responses
 
@@ -401,9 +355,5 @@ class TransformersEngine:
         _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)
         self._waiting = {request.id: request for request in [*flying, *self._waiting.values()]}
         self._rows = SlotRows(self.max_batch, self._end_ids)
-        self._require_model().drop_cache()
+        self._require_model().cache = SlotCache()
         torch.cuda.empty_cache()
-
-
-def _query_length(request: Request) -> int:
-    return 0 if request.query is None else len(request.query.suffix_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.transformers.prefixes import NestedRow, Rows, nested_batch, plan_reading
+from selfcal_lightning.engines.transformers.prefixes import NestedRow, Segment, nested_batch, padded, plan_reading
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.causal_lm import without_cudnn
 from selfcal_lightning.models.folders import (
@@ -28,31 +28,15 @@ from selfcal_lightning.models.folders import (
 from selfcal_lightning.models.outputs import float32_logits
 
 
-@contextmanager
-def contiguous_rows(network: PreTrainedModel) -> Iterator[None]:
-    """In the block the output layer gets its hidden states in one piece."""
-    handle = network.get_output_embeddings().register_forward_pre_hook(_in_one_piece)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def exact_head(network: PreTrainedModel) -> Iterator[None]:
-    """In the block the output layer of a model in half precision computes in float32, where it is a plain one.
+def exact_head(network: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Let the output layer of a model in half precision compute in float32 in a block, where it is a plain one.
 
     In half precision a logit of 16 to 32 has steps of 1/8, and a P(True) that is read from two of them steps of .03.
     """
     head = network.get_output_embeddings()
-    if not is_exact(network) or head.weight.dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    handle = head.register_forward_hook(_logits_in_float32)
-    try:
-        yield
-    finally:
-        handle.remove()
+    if is_exact(network) and head.weight.dtype in (torch.bfloat16, torch.float16):
+        return head.register_forward_hook(_logits_in_float32)
+    return nullcontext()
 
 
 def is_exact(network: PreTrainedModel) -> bool:
@@ -164,8 +148,8 @@ class CachedModel:
         config = network.config.get_text_config()
         if config._attn_implementation not in MASKABLE_ATTENTION:
             raise InputError(
-                f"Expected the model's attention implementation to be one of {MASKABLE_ATTENTION}, but got "
-                f"{config._attn_implementation!r}. Load the model with attn_implementation='sdpa'."
+                f"Expected the model's attention to be one of {MASKABLE_ATTENTION}, but got "
+                f"{config._attn_implementation!r}. Load it with attn_implementation='sdpa'."
             )
         self.network = network
         embedding = cast(Tensor, network.get_input_embeddings().weight)
@@ -173,7 +157,7 @@ class CachedModel:
         self.head_dtype = torch.float32 if is_exact(network) else self.dtype
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._window, self._mixes_windows = _sliding_window(config)
-        self._cache = SlotCache()
+        self.cache = SlotCache()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -186,7 +170,7 @@ class CachedModel:
             AttentionInterface.register(_GROUPED, grouped_sdpa)
             self.network.set_attn_implementation(_GROUPED)
         try:
-            with without_cudnn(), contiguous_rows(self.network):
+            with without_cudnn(), self.network.get_output_embeddings().register_forward_pre_hook(_in_one_piece):
                 yield
         finally:
             if implementation == "sdpa":
@@ -194,41 +178,48 @@ class CachedModel:
             for module in training:
                 module.training = True
 
-    def drop_cache(self) -> None:
-        """Forget all slots and give their memory back."""
-        self._cache = SlotCache()
-
-    def reserve(self, num_slots: int, width: int) -> None:
-        """Make room in the cache."""
-        self._cache.reserve(num_slots, width)
-
-    def copy_slots(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
-        """Copy the first ``width`` columns of slots."""
-        self._cache.copy_slots(sources, targets, width)
-
     def extend(
         self,
         slots: Tensor,
         starts: Tensor,
         ids: Tensor,
-        read_width: int,
+        width: int | None = None,
         *,
+        cache: SlotCache | None = None,
         leading: bool = False,
         keep: Tensor | None = None,
         in_float32: bool = False,
         awake: bool = False,
     ) -> Tensor:
-        """Append tokens to slots and return logits [rows, kept, vocabulary]."""
+        """Append tokens to slots and return logits [rows, kept, vocabulary].
+
+        Args:
+            slots: The slots, [rows]; with ``leading`` they are 0, 1, 2, ...
+            starts: Positions of the first tokens, [rows].
+            ids: The tokens, [rows, tokens].
+            width: Columns that the rows attend to; None is as many as the tokens reach (on a GPU this waits for it).
+            cache: The cache that holds the slots; None is the engine's.
+            leading: Whether ``slots`` are the first ones, which are read in place.
+            keep: Positions in ``ids`` whose logits are returned; None is the last.
+            in_float32: Whether the output layer computes in float32.
+            awake: Whether an activated adapter reads the tokens.
+        """
+        cache = self.cache if cache is None else cache
+        width = _rounded(int(starts.max()) + ids.shape[1] if width is None else width)
+        cache.reserve(len(slots) if leading else int(slots.max()) + 1, width)
+        columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
+        cache.plan(slots, columns, width, leading=leading)
+        masks = self._causal_masks(columns[:, None, :, None], torch.arange(width, device=self.device))
         exact = exact_head(self.network) if in_float32 else nullcontext()
         with exact, adapter_asleep(self.network, asleep=False) if awake else nullcontext():
-            return self._extend(self._cache, slots, starts, ids, read_width, leading=leading, keep=keep)
+            return self._run(ids, columns, masks, cache, keep)
 
     def query_logits(
         self, contexts: Sequence[Sequence[int]], query_ids: Sequence[int], *, awake: bool = True
     ) -> Tensor:
         """Return the logits after the query behind each context, [contexts, vocabulary], without touching the slots.
 
-        The base model alone reads the contexts, what several begin with once, and an activated adapter the query where
+        The base model reads the contexts, and what several begin with once; an activated adapter reads the query where
         it is ``awake``. The output layer computes in float32.
         """
         rows = torch.arange(len(contexts), device=self.device)
@@ -237,44 +228,22 @@ class CachedModel:
         cache, width = SlotCache(), max(map(len, contexts)) + len(query_ids)
         cache.reserve(len(contexts), width)
         reading = plan_reading(contexts)
-        self._read_rows(cache, reading.stems)
-        cache.copy_slots(*reading.copies, width)
-        self._read_rows(cache, reading.rests)
-        with exact_head(self.network), adapter_asleep(self.network, asleep=not awake):
-            return self._extend(cache, rows, lengths, query, width, leading=True)[:, -1]
+        self._read(cache, reading.stems)
+        cache.copy_slots([source for source, _ in reading.copies], [target for _, target in reading.copies], width)
+        self._read(cache, reading.rests)
+        logits = self.extend(rows, lengths, query, width, cache=cache, leading=True, in_float32=True, awake=awake)
+        return logits[:, -1]
 
-    def _read_rows(self, cache: SlotCache, rows: Rows) -> None:
-        if not rows.ids:
-            return
-        longest = max(map(len, rows.ids))
-        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in rows.ids], device=self.device)
-        slots, starts = torch.tensor(rows.slots, device=self.device), torch.tensor(rows.starts, device=self.device)
-        width = max(rows.starts) + longest
-        cache.reserve(len(rows.slots), width)
-        self._extend(cache, slots, starts, ids, width, leading=False)
-
-    def _extend(
-        self,
-        cache: SlotCache,
-        slots: Tensor,
-        starts: Tensor,
-        ids: Tensor,
-        read_width: int,
-        *,
-        leading: bool,
-        keep: Tensor | None = None,
-    ) -> Tensor:
-        columns = starts[:, None] + torch.arange(ids.shape[1], device=self.device)
-        read_width = _rounded(read_width)
-        cache.plan(slots, columns, read_width, leading=leading)
-        masks = self._causal_masks(columns[:, None, :, None], torch.arange(read_width, device=self.device))
-        return self._run(ids, columns, masks, cache, keep)
+    def _read(self, cache: SlotCache, segments: Sequence[Segment]) -> None:
+        if segments:
+            slots, starts, rows = zip(*segments, strict=True)
+            where, begin = torch.tensor(slots, device=self.device), torch.tensor(starts, device=self.device)
+            self.extend(where, begin, padded(rows, self.device), cache=cache)
 
     def next_token_logits(self, sequences: Sequence[Sequence[int]], query_ids: Sequence[int] | None = None) -> Tensor:
         """Return the logits after each sequence, [sequences, vocabulary], from an output layer in float32.
 
-        The slots are not touched. With ``query_ids``, which all sequences end with, an activated adapter reads these;
-        see ``query_logits``.
+        The slots are not touched. With ``query_ids``, which all sequences end with, see ``query_logits``.
         """
         if query_ids is not None:
             return self.query_logits([ids[: -len(query_ids)] for ids in sequences], query_ids)
@@ -289,9 +258,9 @@ class CachedModel:
     def nested_logits(
         self, rows: Sequence[NestedRow], contexts: Sequence[Sequence[int]], tail: Sequence[int]
     ) -> Tensor:
-        """Return the logits after ``tail`` behind each context of each row, [all members, vocabulary].
+        """Return the logits after each context of each row and ``tail``, [all members, vocabulary].
 
-        As ``next_token_logits``, but a row reads what its contexts share once.
+        A row reads once what its contexts share. The output layer computes in float32.
         """
         batch = nested_batch(rows, contexts, tail)
         positions, visible = batch.positions.to(self.device), batch.visible.to(self.device)
@@ -386,10 +355,7 @@ def _sliding_window(config: PreTrainedConfig) -> tuple[int | None, bool]:
     window = getattr(config, "sliding_window", None)
     if layer_types is None:
         return window, False
-    strange = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if strange:
-        raise InputError(
-            f"Expected layers of full or sliding attention, but got {strange}. Use the vLLM engine for this model."
-        )
+    if strange := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        raise InputError(f"Expected layers of full or sliding attention, but got {strange}. Use the vLLM engine.")
     mixes = "sliding_attention" in layer_types
     return (window if mixes else None), mixes

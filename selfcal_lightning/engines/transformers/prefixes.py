@@ -1,68 +1,82 @@
-"""Contexts that go on from one another, such as a response up to each of its steps: one row reads all of them.
+"""Which tokens of several contexts are read together: padded rows, shared beginnings, and nested contexts.
 
-A row holds the longest context and, for every context in it, the tail that is put behind it. A tail sees its own
-context and itself, and nothing of what the longest one goes on with.
+A nested row holds the longest context and, for every context that begins it, the tail that is put after that one. A
+tail sees its own context and itself, and nothing of how the longest one goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+FORWARD_TOKENS = 8192  # a forward pass reads about this many tokens at most
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Stem:
+
+def chunks_of(items: Iterable[T], length: Callable[[T], int], most: int) -> list[list[T]]:
+    """Sort ``items`` by length and cut them into chunks of at most ``most`` items and few enough padded tokens.
+
+    Example:
+        >>> chunks_of(["bbb", "a", "cc"], lambda word: 2000 * len(word), 8)
+        [['a', 'cc'], ['bbb']]
+    """
+    chunks: list[list[T]] = []
+    for item in sorted(items, key=length):
+        if not chunks or len(chunks[-1]) == most or (len(chunks[-1]) + 1) * length(item) > FORWARD_TOKENS:
+            chunks.append([])
+        chunks[-1].append(item)
+    return chunks
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return token ids [rows, longest], padded on the right with 0."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+
+
+class Segment(NamedTuple):
+    """Tokens that a forward pass reads into a slot, from position ``start`` on."""
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+
+
+class Reading(NamedTuple):
+    """How contexts get into the slots of their indices: stems, then copies (source, target), then the rests."""
+
+    stems: list[Segment]
+    copies: list[tuple[int, int]]
+    rests: list[Segment]
+
+
+def plan_reading(contexts: Sequence[Sequence[int]]) -> Reading:
+    """Return how contexts are read so that what several begin with is read once."""
+    stems = shared_stems(contexts)
+    rests = sorted((i, stem.length) for stem in stems for i in stem.members if stem.length < len(contexts[i]))
+    return Reading(
+        stems=[Segment(stem.members[0], 0, contexts[stem.members[0]][: stem.length]) for stem in stems],
+        copies=[(stem.members[0], member) for stem in stems for member in stem.members[1:]],
+        rests=[Segment(i, start, contexts[i][start:]) for i, start in rests],
+    )
+
+
+class Stem(NamedTuple):
     """Tokens that several contexts begin with."""
 
     length: int
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """What one forward pass reads."""
-
-    slots: tuple[int, ...]
-    starts: tuple[int, ...]
-    ids: tuple[Sequence[int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How contexts get into the slots of their indices."""
-
-    stems: Rows
-    copies: tuple[tuple[int, ...], tuple[int, ...]]
-    rests: Rows
-
-
-def plan_reading(contexts: Sequence[Sequence[int]]) -> Reading:
-    """Return how contexts are read so that what several begin with is read once."""
-    stems = shared_stems(contexts)
-    firsts = tuple(stem.members[0] for stem in stems)
-    heads = Rows(
-        firsts, (0,) * len(firsts), tuple(contexts[i][: stem.length] for i, stem in zip(firsts, stems, strict=True))
-    )
-    pairs = [(stem.members[0], member) for stem in stems for member in stem.members[1:]]
-    ends = sorted((member, stem.length) for stem in stems for member in stem.members)
-    left = [(i, end) for i, end in ends if end < len(contexts[i])]
-    return Reading(
-        stems=heads,
-        copies=(tuple(first for first, _ in pairs), tuple(member for _, member in pairs)),
-        rests=Rows(
-            tuple(i for i, _ in left), tuple(end for _, end in left), tuple(contexts[i][end:] for i, end in left)
-        ),
-    )
-
-
 def shared_stems(contexts: Sequence[Sequence[int]]) -> list[Stem]:
     """Put every context under one stem: several responses to a prompt under the prompt, others each under itself.
 
-    Neighbours in dictionary order are put together as long as the tokens that one more member saves are more than those
-    by which it shortens the stem for the others.
+    Neighbours in dictionary order are put together as long as one more member saves more tokens than it takes from the
+    stem of the others.
 
     Example:
         >>> shared_stems([(1, 2, 3, 4), (5, 6), (1, 2, 3, 7)])
@@ -83,7 +97,6 @@ def shared_stems(contexts: Sequence[Sequence[int]]) -> list[Stem]:
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens both begin with."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -91,9 +104,8 @@ def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
 PADDING, TRUNK = -1, 0
 
 
-@dataclass(frozen=True, slots=True)
-class NestedRow:
-    """Contexts of which each begins the longest one."""
+class NestedRow(NamedTuple):
+    """Contexts that begin the longest one, which comes first."""
 
     members: tuple[int, ...]
     ends: tuple[int, ...]

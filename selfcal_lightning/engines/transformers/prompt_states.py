@@ -5,7 +5,7 @@ Hooks pool the output of each layer as soon as it is there, so that one layer's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.transformers.model import CachedModel
+from selfcal_lightning.engines.transformers.prefixes import chunks_of, padded
 
-_FORWARD_TOKENS = 8192
 _ROWS_IN_TRAINING = 32
 
 
@@ -27,17 +27,16 @@ def read_prompt_states(
     model: CachedModel, prompts: Sequence[Sequence[int]], settings: LevelSettings, *, max_batch: int
 ) -> PromptStates:
     """Return the hidden states of prompts in their order, in passes over prompts of about one length."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    layers = decoder_layers(decoder_of(model.network))
-    levels = settings.of(len(layers) + 1)
+    levels = settings.of(len(decoder_layers(decoder_of(model.network))) + 1)
+    chunks = chunks_of(range(len(prompts)), lambda i: len(prompts[i]), max_batch)
     found: list[PromptStates] = []
-    for chunk in _chunks(order, [len(prompts[i]) for i in order], max_batch):
+    for chunk in chunks:
         pools = _Pools([len(prompts[i]) for i in chunk], levels, average=settings.average)
         with ExitStack() as hooks:
             watch_levels(hooks, model.network, pools.take, final_norm=settings.final_norm)
             model.next_token_logits([prompts[i] for i in chunk])  # which pads on the left
         found.append(pools.states())
-    back = np.argsort(order)
+    back = np.argsort(np.concatenate(chunks))
     last, mean = (np.concatenate([getattr(part, name) for part in found]) for name in ("last_token", "token_mean"))
     return PromptStates(last[back], mean[back])
 
@@ -48,14 +47,13 @@ def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -
 
     Prompts are padded on the right without a mask: no token looks at what follows it.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     levels, was_training = len(decoder_layers(decoder_of(network))) + 1, network.training
     found: dict[int, NDArray[np.float32]] = {}
     network.eval()
     try:
-        for chunk in _chunks(order, [len(prompts[i]) for i in order], _ROWS_IN_TRAINING):
-            rows = [torch.tensor(prompts[i], device=network.device) for i in chunk]
-            ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        for chunk in chunks_of(range(len(prompts)), lambda i: len(prompts[i]), _ROWS_IN_TRAINING):
+            rows = [prompts[i] for i in chunk]
+            ids = padded(rows, network.device)
             real = torch.stack([torch.arange(ids.shape[1]) < len(row) for row in rows]).float()
             sums: list[Tensor] = []
 
@@ -78,15 +76,14 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
     if len(lists) != 1:
         raise InputError(
-            f"Expected a model with one list of its {wanted} layers, but got {len(lists)} in "
-            f"{type(decoder).__name__}. Its hidden states cannot be read; use what reads responses, such as "
-            "agreeing_pairs."
+            f"Expected a model with one list of its {wanted} layers, but got {len(lists)} in {type(decoder).__name__}, "
+            "whose hidden states cannot be read. Use what reads responses, such as agreeing_pairs."
         )
     return lists[0]
 
 
 class _Pools:
-    """Takes the states of one level after the other and keeps their last token and their mean over the prompt."""
+    """Keeps the last token and the mean over the prompt of one level's states after the other's."""
 
     def __init__(self, lengths: Sequence[int], levels: Sequence[int], *, average: bool) -> None:
         self._levels, self._average = set(levels), average
@@ -133,13 +130,11 @@ def watch_levels(
     def normed(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         take(len(layers), output[0])  # the first field of a model's output, its last hidden state
 
-    handles = [layers[0].register_forward_pre_hook(embedded, with_kwargs=True)]
-    behind = list(layers)[:-1] if final_norm else list(layers)
-    handles += [layer.register_forward_hook(passed(level)) for level, layer in enumerate(behind, start=1)]
+    hooks.enter_context(layers[0].register_forward_pre_hook(embedded, with_kwargs=True))
+    for level, layer in enumerate(layers[:-1] if final_norm else layers, start=1):
+        hooks.enter_context(layer.register_forward_hook(passed(level)))
     if final_norm:
-        handles.append(decoder.register_forward_hook(normed))
-    for handle in handles:
-        hooks.callback(handle.remove)
+        hooks.enter_context(decoder.register_forward_hook(normed))
 
 
 def decoder_of(network: PreTrainedModel) -> nn.Module:
@@ -148,15 +143,3 @@ def decoder_of(network: PreTrainedModel) -> nn.Module:
 
     base = network.get_base_model() if isinstance(network, PeftModel) else network
     return base.get_decoder()
-
-
-def _chunks(order: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield prompts, sorted by length, together: at most ``most``, and few enough padded tokens."""
-    chunk: list[int] = []
-    for i, length in zip(order, lengths, strict=True):
-        if chunk and (len(chunk) == most or (len(chunk) + 1) * length > _FORWARD_TOKENS):
-            yield chunk
-            chunk = []
-        chunk.append(i)
-    if chunk:
-        yield chunk

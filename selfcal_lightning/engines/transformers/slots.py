@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -72,8 +72,7 @@ def sampling_probabilities(
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Return the token where the cumulative probability first exceeds ``uniforms``, in float64.
 
-    Two engines that agree on the probabilities to 1e-7 draw the same token from the same uniform number, except with a
-    chance of that order.
+    Engines whose probabilities agree to 1e-7 draw different tokens from the same number with a chance of that order.
     """
     cumulative = probabilities.double().cumsum(-1)
     threshold = uniforms.double().unsqueeze(-1) * cumulative[..., -1:]
@@ -92,19 +91,21 @@ class SlotRows:
     """
 
     def __init__(self, num_slots: int, end_ids: Tensor) -> None:
+        def zeros(*width: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(num_slots, *width, dtype=dtype, device=end_ids.device)
+
         self.requests: list[Request | None] = [None] * num_slots
         self.prompts: list[tuple[int, ...] | None] = [None] * num_slots
         self._end_ids = end_ids
-        whole: dict[str, Any] = {"dtype": torch.long, "device": end_ids.device}
-        self.pending, self.position, self.count, self._limit = (torch.zeros(num_slots, **whole) for _ in range(4))
-        self.tokens = torch.zeros(num_slots, 1, **whole)
-        self.stopped = torch.zeros(num_slots, dtype=torch.bool, device=end_ids.device)
-        self.stepped = torch.zeros_like(self.stopped)
-        self._step_ids = torch.full((num_slots, 1), -1, **whole)
-        self.done = torch.ones(num_slots, dtype=torch.bool, device=end_ids.device)
-        self.logprob = torch.zeros(num_slots, dtype=torch.float64, device=end_ids.device)
-        self._uniforms = torch.zeros(num_slots, 1, dtype=torch.float64, device=end_ids.device)
-        self._settings = torch.zeros(num_slots, 4, device=end_ids.device)
+        self.pending, self.position, self.count, self._limit = (zeros() for _ in range(4))
+        self.tokens, self._step_ids = zeros(1), zeros(1) - 1
+        self.stopped, self.stepped, self.done = (
+            zeros(dtype=torch.bool),
+            zeros(dtype=torch.bool),
+            ~zeros(dtype=torch.bool),
+        )
+        self.logprob, self._uniforms = zeros(dtype=torch.float64), zeros(1, dtype=torch.float64)
+        self._settings = zeros(4, dtype=torch.float32)
         self._any_edt = self._any_top_p = self._any_step = False
 
     def live(self) -> list[int]:
@@ -125,9 +126,9 @@ class SlotRows:
         return [chosen[i] if i in chosen else next(rest) for i in range(len(requests))]
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request], limits: Sequence[int]) -> None:
-        """Start ``requests`` in ``slots``; a response has at most its limit of tokens.
+        """Start ``requests`` in ``slots``, each with its limit of tokens.
 
-        Token i of a response, counted from the beginning of its prefix, is drawn with number i of its own uniform ones.
+        Token i of a response, counted from the beginning of its prefix, is drawn with its uniform number i.
         """
         longest = max(limits)
         uniforms = torch.zeros(len(slots), longest + 1, dtype=torch.float64)
@@ -162,7 +163,7 @@ class SlotRows:
         self._any_step = any(request.step_ids for request in self.requests if request is not None)
 
     def _put_prefixes(self, where: Tensor, requests: Sequence[Request]) -> None:
-        """Begin behind the prefixes of ``requests``, and note what ends a step of each."""
+        """Begin after the prefixes of ``requests``, and note what ends a step of each."""
         device = self.done.device
         self.count[where] = torch.tensor([len(request.prefix_ids) for request in requests], device=device)
         if (longest := max(len(request.prefix_ids) for request in requests)) > 0:

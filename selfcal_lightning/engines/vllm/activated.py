@@ -1,14 +1,13 @@
 """Activated adapters in vLLM: awake at the query that ends a prompt, asleep before it. Imports vLLM.
 
-vLLM knows adapters that act on every token. Four places of it are changed, in processes that are told of an activated
-adapter and in no other:
+vLLM knows adapters that act on every token. In processes that serve an activated adapter, four of its places change:
 
-- what reads an adapter's configuration refuses one with ``alora_invocation_tokens``: for the named folders not;
-- the hash of a cache block names the adapter: a block that ends before the query does not, so that it is the base
-  model's own block and is found in its cache;
-- which token has which adapter, in the model runners V1 and V2: tokens before the query have none.
+- reading an adapter's configuration no longer refuses ``alora_invocation_tokens`` for the named folders;
+- the hash of a cache block that ends before the query does not name the adapter, so that it is the base model's own
+  block and is found in its cache;
+- in the model runners V1 and V2, tokens before the query have no adapter.
 
-How a request stands is read from its prompt alone, so nothing has to be sent along with it.
+The prompt alone says where the query is, so nothing has to be sent along with a request.
 """
 
 from __future__ import annotations
@@ -47,17 +46,14 @@ _LORA_KEY = "lora"
 
 
 def wake_at_query(adapter: str) -> None:
-    """Let the adapter of a folder act from the query on that a prompt ends with, in this process from now on."""
+    """Let the adapter of a folder act on the query at a prompt's end and what follows, in this process from now on."""
     query_ids = read_invocation_ids(adapter) if Path(adapter).is_dir() else None
     if not query_ids:
-        raise InputError(
-            f"Expected the folder of an activated adapter, as `selfcal fit` exports it, but got {adapter!r}."
-        )
+        raise InputError(f"Expected the folder of an activated adapter, from `selfcal fit`, but got {adapter!r}.")
     if vllm.__version__.partition("+")[0] not in TRIED_VERSIONS:
         raise InputError(
             f"Expected vLLM {' or '.join(TRIED_VERSIONS)}, which activated adapters were tried on, but got "
-            f"{vllm.__version__}: whether it would wake at the query alone is not known. Install that version, or use "
-            "`engine: transformers`."
+            f"{vllm.__version__}. Install that version, or use `engine: transformers`."
         )
     _QUERIES[os.path.realpath(adapter)] = query_ids
     _change_vllm()
@@ -100,7 +96,7 @@ def _read_configuration(read: Any, kind: type[PEFTHelper], lora_path: str, *args
 def _block_keys(
     generate: Any, request: Request, start: int, end: int, multimodal: int
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what a block's hash holds besides its tokens, without an adapter that is inactive in all of it."""
+    """Return the keys of a block's hash besides its tokens, without an adapter that sleeps over all of it."""
     keys, multimodal = generate(request, start, end, multimodal)
     wakes = wakes_at(request.lora_request, request.prompt_token_ids)
     if keys and wakes is not None and end <= wakes:
@@ -135,7 +131,7 @@ def _lora_inputs_v1(
 
 @dataclass
 class _RequestsV2:
-    """What model runner V2 knows of the requests that its adapters' state does not."""
+    """What model runner V2 knows of its requests and its adapters' state does not."""
 
     states: RequestState
     wakes: dict[str, int] = field(default_factory=dict)

@@ -24,15 +24,11 @@ _COLDEST = 1e-5
 _MASKED = -1e4
 _LEAST_ENTROPY = 1e-9
 _NEUTRAL = (1.0, 1.0, 0.0)  # a temperature of 1
+Setting = float | torch.Tensor  # for all rows, or [rows, 1]
 _CHUNK_ELEMENTS = 2**25  # 128 MiB a temporary: vLLM has not set memory aside for more of them
 
 
-def sharpen_logits_(
-    logits: torch.Tensor,
-    base: float | torch.Tensor,
-    scale: float | torch.Tensor,
-    theta: float | torch.Tensor,
-) -> torch.Tensor:
+def sharpen_logits_(logits: torch.Tensor, base: Setting, scale: Setting, theta: Setting) -> torch.Tensor:
     """Divide each row of ``logits`` in place by its temperature ``T = base * scale ** (theta / H)``."""
     size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
     if len(logits) > size:
@@ -52,12 +48,9 @@ def sharpen_logits_(
     return logits.div_(temperature)
 
 
-def _edt_parameters(sampling_params: SamplingParams) -> tuple[float, float, float] | None:
+def _edt_parameters(sampling_params: SamplingParams) -> tuple[float, ...] | None:
     values = (sampling_params.extra_args or {}).get(EXTRA_ARG)
-    if values is None:
-        return None
-    base, scale, theta = (float(value) for value in values)
-    return base, scale, theta
+    return None if values is None else tuple(map(float, values))
 
 
 class DynamicTemperature(ProcessorV1, ProcessorV2):
@@ -73,16 +66,11 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
             raise InputError(f"Expected `{EXTRA_ARG}` to be [base > 0, 0 < scale <= 1, theta >= 0], but got {values}.")
         if sampling_params.temperature != 1.0 or sampling_params.min_p:
             raise InputError(
-                f"Expected `temperature` to be 1.0 and `min_p` to be 0 beside `{EXTRA_ARG}`, which replaces them, "
-                f"but got {sampling_params.temperature} and {sampling_params.min_p}."
+                f"Expected `temperature` to be 1.0 and `min_p` to be 0 with `{EXTRA_ARG}`, which replaces them, but "
+                f"got {sampling_params.temperature} and {sampling_params.min_p}."
             )
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        device_or_states: Any,
-        is_pin_memory: bool | None = None,
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, device_or_states: Any, is_pin_memory: bool | None = None) -> None:
         self._by_slot = is_pin_memory is None  # V2 passes (config, request states), V1 (config, device, pin memory)
         if self._by_slot:
             self._device, num_slots = device_or_states.device, device_or_states.max_num_reqs
@@ -92,9 +80,9 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
             self._slots_stale = False
         else:
             self._device = torch.device(device_or_states)
-            self._row_requests: dict[int, tuple[float, float, float]] = {}
+            self._row_requests: dict[int, tuple[float, ...]] = {}
             self._rows = torch.empty(0, dtype=torch.long)
-            self._row_parameters: tuple[Any, Any, Any] = _NEUTRAL
+            self._row_parameters: tuple[Any, ...] = _NEUTRAL
 
     def is_argmax_invariant(self) -> bool:
         """Return True: dividing by a positive temperature keeps the best token (V1)."""
@@ -133,9 +121,8 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext | None = None) -> torch.Tensor:
         """Sharpen the rows of the requests that ask for it; V2 passes ``ctx``."""
-        return self._apply_by_slot(logits, ctx) if self._by_slot else self._apply_by_row(logits)
-
-    def _apply_by_row(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._by_slot:
+            return self._apply_by_slot(logits, ctx)
         if not self._row_requests:
             return logits
         if len(self._row_requests) == logits.shape[0]:
@@ -146,7 +133,7 @@ class DynamicTemperature(ProcessorV1, ProcessorV2):
     def _apply_by_slot(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         if not self._slot_on[ctx.idx_mapping_np].any():
             return logits
-        # Nearly every step holds both queries and samples. Rows that want no EDT are divided by 1, which shifts them: a
+        # Nearly every step holds both queries and samples. Rows without EDT are divided by 1, which only shifts them: a
         # mask would cost a copy that waits for the device, and the asynchronous scheduling with it.
         parameters = self._slot_parameters[ctx.expanded_idx_mapping.long()].split(1, dim=1)
         return sharpen_logits_(logits, *parameters)

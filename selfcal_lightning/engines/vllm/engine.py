@@ -6,42 +6,47 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from selfcal_lightning.core.errors import RunError, check_at_least
-from selfcal_lightning.core.imports import is_installed, require
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
+from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.engines.activated_probe import query_settings
-from selfcal_lightning.engines.base import Failure, check_prefix, check_query
-from selfcal_lightning.engines.in_flight import InFlight, read_scores, response_room
-from selfcal_lightning.engines.vllm.flights import (
-    CrashesInARow,
-    Flight,
-    FlightBook,
-    check_ids,
-    check_scored,
-    score_flights,
+from selfcal_lightning.engines.base import MAX_SCORED_IDS, Failure, check_prompts, check_request, response_room
+from selfcal_lightning.engines.in_flight import InFlight, read_scores
+from selfcal_lightning.engines.vllm.process import (
+    START_SECONDS,
+    StartRefusedError,
+    WorkerProcess,
+    is_cpu_build,
+    way_out,
+    worker_environment,
 )
-from selfcal_lightning.engines.vllm.process import StartRefusedError, WorkerProcess, make_order, way_out
 from selfcal_lightning.engines.vllm.records import (
     EngineCrashedError,
-    Tally,
+    Flight,
+    FlightBook,
     VLLMStatistics,
-    read_response,
+    lora_rank,
     wire_messages,
 )
 from selfcal_lightning.models.chat_format import ChatFormat, generation_end_ids, load_tokenizer
 from selfcal_lightning.models.folders import (
     adapter_identity,
     check_model_folder,
+    model_folder,
     read_invocation_ids,
     resolve_model,
+    weights_bytes,
     weights_sha256,
 )
 from selfcal_lightning.records import Request, Response
 
 _logger = logging.getLogger(__name__)
+_START_BYTES_A_SECOND = 1e8
 
 
 class VLLMEngine:
@@ -49,24 +54,24 @@ class VLLMEngine:
 
     N samples of a prompt and their P(True) queries share their prefix through the prefix cache, on token ids
     throughout. The process starts with the first request, after the files of a hub model were downloaded here; a first
-    start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or gives no sign of
-    life while work is in flight, it is restarted and gets the unfinished requests again, whose seeds make the same
-    texts. Requests that were in flight at a crash are then run in ever smaller groups until the one that kills the
-    engine is alone; after ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that
-    names it, and all others go on.
+    start that fails is tried once more, unless vLLM refuses the settings. When the process dies, or is silent for too
+    long, it is restarted and gets the unfinished requests again, whose seeds make the same texts. Requests that were in
+    flight at a crash then run in ever smaller groups until the one that kills the engine is alone. After
+    ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that names it, and all others
+    go on.
 
     Args:
         model: Folder or hub name of the model, or "bundled".
         revision: Its revision on the hub.
         adapter: Folder of a LoRA adapter to sample with. With an activated one the engine samples with the base model
-            alone, and reads the confidence query with the adapter over the same cache; a self-test at the start holds
-            both, and in float32 the confidences against those of transformers, for which the model is loaded once more.
-        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. In half precision
-            the output layer computes in float32 all the same, for P(True).
+            alone, and reads the confidence query with the adapter over the same cache. A self-test at the start checks
+            both, and in float32 compares the confidences with those of transformers, which loads the model once more.
+        dtype: As in vLLM; None or "auto" is float32 on CPU and what vLLM takes for the model on GPU. The output layer
+            computes P(True) in float32 also in half precision.
         max_context: Longest prompt + response + query in tokens; None is the model's own limit, or, with a warning,
             the longest that the cache holds. vLLM counts one token more, so at the model's limit one is lost.
         chat: The model's chat format; None reads it from the model's tokenizer.
-        stop_token_ids: Ids that end a response; None takes the chat format's and those of the generation settings.
+        stop_token_ids: Ids that end a response; None takes those of the chat format and the generation settings.
         devices: GPUs for this engine, as the caller counts them; None leaves the choice to vLLM.
         tensor_parallel_size: GPUs that share one model.
         gpu_memory_utilization: Share of each GPU's memory for weights and cache; None is vLLM's default.
@@ -80,13 +85,9 @@ class VLLMEngine:
         max_restarts: Most crashes in a row, and most prompts quarantined in a row, without a finished request in
             between: an engine that crashes over whatever it is given is broken.
         max_attempts: Crashes after which a request that is alone in the engine is quarantined.
-        start_timeout: Longest start in seconds, when the model's files are there; None is 15 minutes and a second for
-            every 100 MB of its weights.
+        start_timeout: Longest start in seconds; None is 15 minutes and a second for every 100 MB of weights.
         stall_timeout: Longest silence in seconds, with work in flight, before the process is taken for dead.
         log_path: File for the child's output; None makes a temporary one, kept only after a crash.
-
-    Raises:
-        ImportError: When vLLM is not installed.
     """
 
     def __init__(
@@ -113,12 +114,10 @@ class VLLMEngine:
         stall_timeout: float = 600.0,
         log_path: str | None = None,
     ) -> None:
-        if not is_installed("vllm"):
-            require("vllm", extra="vllm")
+        check_installed("vllm", extra="vllm")
         check_at_least(1, max_batch=1 if max_batch is None else max_batch, max_attempts=max_attempts)
         check_at_least(0, max_restarts=max_restarts)
-        model = resolve_model(model)
-        self.model, self.revision, self.adapter = model, revision, adapter
+        self.model, self.revision, self.adapter = resolve_model(model), revision, adapter
         self._query_ids = None if adapter is None else read_invocation_ids(adapter)
         self._settings: dict[str, Any] = {
             "dtype": None if dtype == "auto" else dtype,
@@ -132,7 +131,7 @@ class VLLMEngine:
             "engine_args": dict(engine_args or {}),
         }
         self._devices, self._num_threads = devices, num_threads
-        self._max_attempts = max_attempts
+        self._max_restarts, self._max_attempts = max_restarts, max_attempts
         self._start_timeout, self._stall_timeout = start_timeout, stall_timeout
         self._log_path = None if log_path is None else Path(log_path)
         self._chat = chat
@@ -145,36 +144,27 @@ class VLLMEngine:
         self._drawn: dict[int, int] = {}
         self._book = FlightBook()
         self._in_flight = InFlight()
-        self._crashes = CrashesInARow(most=max_restarts)
-        self._tally = Tally()
+        # Crashes, and the prompts that were quarantined, since a request was last finished.
+        self._crashes, self._quarantined = 0, set[tuple[int, ...]]()
+        self._totals, self._child = Counter[str](), Counter[str]()  # the child counts from its own start
 
     @property
     def max_context(self) -> int:
-        """Longest prompt + response + query, in tokens."""
         self._ensure_started()
         return self._limits["max_context"]
 
     @property
     def batch_size(self) -> int:
-        """Requests that it works on at a time: the sequences of one step."""
         self._ensure_started()
         return self._limits["max_batch"]
 
     def submit(self, requests: Sequence[Request]) -> list[str]:
-        """Queue ``requests`` and return their ids.
-
-        Raises:
-            ValueError: When a prompt leaves no room for a response and the query, or an id is already in flight.
-        """
         self._ensure_started()
         self._in_flight.check_new(requests)
-        vocabulary = self._limits["vocabulary"]
         for request in requests:
-            if self._query_ids is not None and request.query is not None:
-                check_query(request.query.suffix_ids, self._query_ids)
-            check_ids(f"the prompt of request {request.id!r}", request.context_ids, vocabulary=vocabulary)
-            check_prefix(request, self._settings["stop_token_ids"])
-            self._room(request)
+            self._check_ids(f"the prompt of request {request.id!r}", request.context_ids)
+            ends = self._settings["stop_token_ids"]
+            check_request(request, max_context=self.max_context, end_ids=ends, query_ids=self._query_ids)
         numbers = self._book.add(
             Flight(request.id, tuple(map(int, request.context_ids)), request) for request in requests
         )
@@ -183,29 +173,23 @@ class VLLMEngine:
         return [request.id for request in requests]
 
     def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Return nothing: the child tells a response when it has finished."""
+        """Return nothing: the child reports a response when it has finished."""
         return {}
 
     def poll(self, patience: float | None = None) -> list[Response]:
-        """Wait for responses and return those that finished; empty when nothing is in flight or patience ends.
-
-        Raises:
-            RequestsFailedError: Requests were not answered; all others go on.
-            EngineCrashedError: The process failed more than ``max_restarts`` times in a row.
-        """
+        """Wait for responses; raises EngineCrashedError after more than ``max_restarts`` failures in a row."""
         until = math.inf if patience is None else time.monotonic() + patience
         while len(self._book) and not self._in_flight.has_news and (left := until - time.monotonic()) > 0.0:
             self._work(left)
         return self._in_flight.deliver()
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
-        """Drop requests, queued or running, and return the tokens drawn for those that the child had begun, by id.
+        """Drop requests; see ``Engine``. It waits for the child's answer, one step at most, so cancel many at once.
 
-        Waits for the child's answer, one step at most; cancel many at once. What a child drew that is lost before it
-        answers is unknown and left out.
+        What a child drew that is lost before it answers is unknown and left out.
         """
         thrown_away, names = self._in_flight.drop(ids)
-        self._tally.add(cancelled=len(names))
+        self._totals["cancelled"] += len(names)
         running = [number for number in names if self._book.drop(number)]
         drawn = self._drop_in_child(running) if running else {}
         self._feed()
@@ -214,28 +198,31 @@ class VLLMEngine:
     def next_token_probabilities(
         self, prompts: Sequence[Sequence[int]], token_ids: Sequence[int], *, with_adapter: bool = True
     ) -> list[list[float] | None]:
-        """Return p(token | prompt) from the full softmax, [len(prompts)][len(token_ids)]; see ``Engine``.
+        """Return p(token | prompt), [len(prompts)][len(token_ids)]; see ``Engine``.
 
-        Samples in flight go on meanwhile; what finishes is kept for ``poll``. None stands for a prompt that crashes
-        the engine, or that vLLM refuses. An activated adapter reads the query that a prompt ends with, and no other
-        token.
-
-        Raises:
-            ValueError: When a prompt is empty or longer than ``max_context``, or an id is not in the vocabulary.
+        None stands for a prompt that crashes the engine, or that vLLM refuses.
         """
         self._ensure_started()
-        check_scored(prompts, token_ids, vocabulary=self._limits["vocabulary"], max_context=self.max_context)
-        flights = score_flights(prompts, token_ids, with_adapter=with_adapter)
-        numbers = self._book.add(flights, first=True)
-        self._in_flight.expect_scores(numbers)
-        while self._in_flight.awaits_any(numbers):
+        check_prompts(prompts, self.max_context)
+        for what, ids in (("`token_ids`", token_ids), *((f"prompt {i}", prompt) for i, prompt in enumerate(prompts))):
+            self._check_ids(what, ids)
+        wanted = tuple(map(int, token_ids))
+        chunks = [wanted[start : start + MAX_SCORED_IDS] for start in range(0, len(wanted), MAX_SCORED_IDS)]
+        numbers = self._book.add(
+            (
+                Flight(f"prompt {i} of next_token_probabilities", tuple(map(int, prompt)), None, chunk, with_adapter)
+                for i, prompt in enumerate(prompts)
+                for chunk in chunks
+            ),
+            first=True,
+        )
+        self._in_flight.scores |= dict.fromkeys(numbers)
+        while self._in_flight.awaits_score(numbers):
             self._work()
-        answers = self._in_flight.take_scores(numbers)
-        each = len(flights) // max(len(prompts), 1)
-        return read_scores([answers[i * each : (i + 1) * each] for i in range(len(prompts))])
+        answers = map(self._in_flight.scores.pop, numbers)
+        return read_scores([list(islice(answers, len(chunks))) for _ in prompts])
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the model and what runs it."""
         self._ensure_started()
         return {
             "engine": "vllm",
@@ -249,7 +236,7 @@ class VLLMEngine:
         }
 
     def close(self) -> None:
-        """End the child process, which gives all its memory back. Closing twice is allowed."""
+        """End the child process, which gives all its memory back."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
@@ -257,15 +244,17 @@ class VLLMEngine:
 
     def statistics(self) -> VLLMStatistics:
         """Return what the engine has done so far."""
-        return self._tally.read()
+        return VLLMStatistics(**(self._totals + self._child))
 
     @property
     def pid(self) -> int | None:
         """Process id of the child; None while there is none."""
         return None if self._process is None else self._process.pid
 
-    def _room(self, request: Request) -> int:
-        return response_room(request, self._limits["max_context"])
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        vocabulary = self._limits["vocabulary"]
+        if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise InputError(f"Expected {what} to hold ids of 0 to {vocabulary - 1}, but got {min(ids)} to {max(ids)}.")
 
     def _ensure_started(self) -> None:
         if self._closed:
@@ -281,18 +270,29 @@ class VLLMEngine:
             ends = self._chat.end_of_turn_ids | generation_end_ids(self.model, revision=self.revision)
             self._settings["stop_token_ids"] = sorted(ends)
         query = None if self._query_ids is None else query_settings(self._chat.query, self._query_ids)
-        order = make_order(
-            self._settings, model=self.model, revision=self.revision, adapter=self.adapter, activated=query,
-            devices=self._devices, num_threads=self._num_threads, timeout=self._start_timeout,
-        )  # fmt: skip
+        # A hub model is downloaded before the clock of the start begins; the child gets a folder and never asks a hub.
+        folder = model_folder(self.model, revision=self.revision)
+        told: dict[str, Any] = {"model": str(folder), "adapter": self.adapter, "activated": query}
+        told["lora_rank"] = None if self.adapter is None else lora_rank(self.adapter)
+        timeout = self._start_timeout
+        if timeout is None:
+            timeout = START_SECONDS + weights_bytes(self.model, revision=self.revision) / _START_BYTES_A_SECOND
+        environment = worker_environment(
+            os.environ,
+            on_cpu=is_cpu_build(),
+            devices=self._devices,
+            num_threads=self._num_threads,
+            activated_adapter=None if query is None else self.adapter,
+        )
         self._owner = os.getpid()
-        self._tally.add(starts=1)
-        self._process = WorkerProcess(order.environment, send_timeout=self._stall_timeout, log_path=self._log_path)
+        self._totals, self._child = self._totals + self._child, Counter()
+        self._totals["starts"] += 1
+        self._process = WorkerProcess(environment, send_timeout=self._stall_timeout, log_path=self._log_path)
         is_first = not self._limits
         try:
-            self._limits = self._process.start(order.settings, timeout=order.timeout)
+            self._limits = self._process.start({**self._settings, **told}, timeout=timeout)
         except (EOFError, OSError) as error:
-            in_vain = isinstance(error, StartRefusedError) or self._crashes.number > 0
+            in_vain = isinstance(error, StartRefusedError) or self._crashes > 0
             self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
@@ -302,7 +302,7 @@ class VLLMEngine:
             self._check_against_module(query)
 
     def _check_against_module(self, activated: dict[str, Any]) -> None:
-        """Hold the child's answers to its self-test against those of the training module; end it where they differ."""
+        """Compare the child's answers to its self-test with those of the training module; end it where they differ."""
         from selfcal_lightning.engines.transformers.contexts import hold_against_module
 
         told = self._limits["probe"]
@@ -355,7 +355,8 @@ class VLLMEngine:
         """Give the child what it may have now: enough that it never runs dry between two polls."""
         if self._process is None or not (group := self._book.take(2 * self._limits["max_batch"])):
             return
-        for message in list(wire_messages(group, self._room)):  # a crash on the way puts the whole group back
+        messages = list(wire_messages(group, lambda request: response_room(request, self._limits["max_context"])))
+        for message in messages:  # a crash on the way puts the whole group back
             self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -367,15 +368,18 @@ class VLLMEngine:
             self._on_crash(f"it takes no messages: {error}")
 
     def _take_results(self, message: dict[str, Any]) -> None:
-        self._tally.hear(message["counters"])
+        self._child = Counter(message["counters"])
         for sample in message["samples"]:
             if flight := self._finish(sample["id"]):
-                self._in_flight.answer(read_response(flight.name, sample, cast(ChatFormat, self._chat)))
+                token_ids = tuple(sample["token_ids"])
+                text = cast(ChatFormat, self._chat).decode(token_ids)
+                finish, logprob, yes, no = (sample.get(name) for name in ("finish", "logprob", "yes", "no"))
+                self._in_flight.answer(Response(flight.name, text, token_ids, finish, logprob, yes, no))
             else:  # it finished while the message that cancels it was on its way
                 self._drawn[sample["id"]] = len(sample["token_ids"])
         for score in message["scores"]:
             if self._finish(score["id"]):
-                self._in_flight.score(score["id"], score["probabilities"])
+                self._in_flight.scores[score["id"]] = score["probabilities"]
         for failed in message["failed"]:
             if flight := self._finish(failed["id"]):
                 self._refuse(failed["id"], flight, failed["error"])
@@ -383,29 +387,35 @@ class VLLMEngine:
     def _finish(self, number: int) -> Flight | None:
         flight = self._book.finish(number)
         if flight is not None:
-            self._crashes.forget()
+            self._crashes = 0
+            self._quarantined.clear()
         return flight
 
     def _refuse(self, number: int, flight: Flight, reason: str) -> None:
         failure = Failure(reason, is_refusal=True)
         if flight.request is None:
-            self._in_flight.score(number, failure)
+            self._in_flight.scores[number] = failure
         else:
             self._in_flight.fail(flight.name, failure)
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
-        """Bury the child, queue its work again and decide whether to go on; the next piece of work starts another."""
+        """End the child, queue its work again and decide whether to go on; the next piece of work starts another."""
         process, self._process = self._process, None
         report = cast(WorkerProcess, process).bury()
-        self._tally.add(crashes=1)
-        self._crashes.count()
+        self._totals["crashes"] += 1
+        self._crashes += 1
         for number, flight in self._book.crash(max_attempts=self._max_attempts):
-            self._crashes.quarantine(flight.prompt)
-            self._tally.add(quarantined=1)
-            told = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
-            self._refuse(number, flight, told)
-        if fatal or self._crashes.are_too_many:
+            self._crashes = 0
+            self._quarantined.add(flight.prompt)
+            self._totals["quarantined"] += 1
+            why = f"quarantined after it was in flight at {flight.crashes} crashes, alone at the last. {report}"
+            self._refuse(number, flight, why)
+        blamed = len(self._quarantined)
+        if fatal or max(self._crashes, blamed) > self._max_restarts:
             self._closed = True
+            told = f"failed {self._crashes} time(s) in a row"
+            if blamed > self._max_restarts:
+                told = f"crashed over {blamed} different prompts in a row"
             last = f"the last time because {reason}. {way_out(report)}{report}"
-            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {self._crashes.told()}, {last}")
+            raise EngineCrashedError(f"The vLLM engine of {self.model!r} {told}, {last}")
         _logger.warning("The vLLM process was lost (%s) and is restarted. %s", reason, report)

@@ -9,30 +9,22 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.engines.base import ADAPTER_VARIABLE
-from selfcal_lightning.engines.vllm.records import lora_rank
-from selfcal_lightning.models.folders import model_folder, weights_bytes
 
-_HEADER = struct.Struct(">I")
 _CHUNK = 1 << 18
 
 
 class Channel:
-    """Sends and receives JSON objects over a connected socket; nothing that arrives is ever executed.
-
-    Each message is a 4-byte big-endian length and that many bytes of UTF-8 JSON. Floats survive exactly, infinities
-    and NaN included.
-    """
+    """Sends and receives JSON objects, one a line, over a connected socket; nothing that arrives is ever executed."""
 
     def __init__(self, connection: socket.socket, *, send_timeout: float | None = None) -> None:
         connection.settimeout(send_timeout)
@@ -40,13 +32,12 @@ class Channel:
         self._buffer = bytearray()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message. Raises OSError (a TimeoutError where the reader stopped reading) when it cannot."""
-        payload = json.dumps(message, separators=(",", ":")).encode()
-        self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+        """Send one message; an OSError says that nobody reads."""
+        self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def receive(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Wait for messages and return all that have arrived whole."""
-        while not (messages := self._whole_messages()):
+        while b"\n" not in self._buffer:
             readable, _, _ = select.select([self._socket], [], [], timeout)
             if not readable:
                 return []
@@ -57,23 +48,11 @@ class Channel:
             if not received:
                 raise EOFError("the other side closed the channel")
             self._buffer += received
-        return messages
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
-        """Close the socket; the other side then sees the end."""
         self._socket.close()
-
-    def _whole_messages(self) -> list[dict[str, Any]]:
-        messages, start = [], 0
-        while len(self._buffer) - start >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(self._buffer, start)
-            end = start + _HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(json.loads(self._buffer[start + _HEADER.size : end]))
-            start = end
-        del self._buffer[:start]
-        return messages
 
 
 WORKER_MODULE = "selfcal_lightning.engines.vllm.worker"
@@ -85,13 +64,12 @@ _TAIL_LINES = 25
 # What a line of the log means to a user who knows this project and not vLLM.
 _WAYS_OUT = {
     "busy or unavailable": (
-        "The GPU lets in one process only: in training, the trainer and vLLM share it, so its compute mode must be "
-        "the default one (`nvidia-smi -q -d COMPUTE` shows it, `nvidia-smi -c DEFAULT` sets it). "
+        "The GPU lets in one process only, and in training the trainer and vLLM share it. Set its compute mode to the "
+        "default one (`nvidia-smi -q -d COMPUTE` shows it, `nvidia-smi -c DEFAULT` sets it). "
     ),
-    "trust_remote_code=True": (
-        "The model comes with Python code of its own, and such code is never run: use another model. "
-    ),
+    "trust_remote_code=True": "The model needs Python code of its own, and such code is never run: use another model. ",
 }
+START_SECONDS = 900.0  # the longest start, besides what reading the weights takes
 _CLOSE_SECONDS = 20.0
 _LAST_WORDS_SECONDS = 2.0
 
@@ -133,7 +111,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
         return self._process.pid
 
     def close(self) -> None:
@@ -177,12 +154,7 @@ class WorkerProcess:
 
 
 def way_out(report: str) -> str:
-    """Return what to do about a failure that the end of the child's log tells, with a space after it; "" for others.
-
-    Example:
-        >>> way_out("CUDA error: CUDA-capable device(s) is/are busy or unavailable")[:36]
-        'The GPU lets in one process only: in'
-    """
+    """Return what to do about a failure that the child's log shows, with a space after it; "" for others."""
     return "".join(advice for sign, advice in _WAYS_OUT.items() if sign in report)
 
 
@@ -238,42 +210,3 @@ def _temporary_log() -> Path:
     handle, name = tempfile.mkstemp(prefix=f"selfcal-vllm-{time.strftime('%H%M%S')}-", suffix=".log")
     os.close(handle)
     return Path(name)
-
-
-START_SECONDS, START_BYTES_A_SECOND = 900.0, 1e8
-
-
-class StartOrder(NamedTuple):
-    """What the child is told (``settings``), its ``environment``, and its ``timeout`` in seconds."""
-
-    settings: dict[str, Any]
-    environment: dict[str, str]
-    timeout: float
-
-
-def make_order(
-    settings: Mapping[str, Any],
-    *,
-    model: str,
-    revision: str | None,
-    adapter: str | None,
-    activated: Mapping[str, Any] | None,
-    devices: Sequence[int] | None,
-    num_threads: int | None,
-    timeout: float | None,
-) -> StartOrder:
-    """Return the order of a start; the files of a hub model are downloaded here."""
-    # Before the clock of the start begins; the child gets a folder, so that it never waits for a hub.
-    folder = model_folder(model, revision=revision)
-    rank = None if adapter is None else lora_rank(adapter)
-    if timeout is None:
-        timeout = START_SECONDS + weights_bytes(model, revision=revision) / START_BYTES_A_SECOND
-    environment = worker_environment(
-        os.environ,
-        on_cpu=is_cpu_build(),
-        devices=devices,
-        num_threads=num_threads,
-        activated_adapter=None if activated is None else adapter,
-    )
-    told = {**settings, "model": str(folder), "adapter": adapter, "lora_rank": rank, "activated": activated}
-    return StartOrder(told, environment, timeout)

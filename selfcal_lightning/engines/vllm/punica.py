@@ -1,8 +1,8 @@
 """LoRA on a CPU for vLLM: nothing for batches without an adapter, matrix products for all others. Imports vLLM.
 
 vLLM's own code for CPUs takes the index -1, "no adapter", for the last adapter slot, so that the base model's tokens of
-a mixed batch get an adapter where all slots are taken; it copies the weights once for every token; and it holds one run
-of equal indices a sequence, where a query has two. This class stands in its place.
+a mixed batch get an adapter where all slots are taken. It copies the weights once for every token, and keeps one run of
+equal indices a sequence, where a query has two. The class below replaces it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def use_for_cpu() -> None:
 
 
 class MaskedProducts(PunicaWrapperCPU):
-    """Applies each adapter to all tokens of a batch and keeps what it gives for its own.
+    """Applies each adapter to all tokens of a batch and keeps the results of its own.
 
-    To take out the own tokens and put them back would cost more than the products, whose rank is low.
+    Selecting its tokens and putting them back would cost more than the products, whose rank is low.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -40,18 +40,10 @@ class MaskedProducts(PunicaWrapperCPU):
         self._sampled: Masks = []
         config = get_current_vllm_config_or_none()
         if config is not None and config.compilation_config.mode not in (None, CompilationMode.NONE):
-            raise InputError(
-                "Expected vLLM to run a model with adapters on a CPU as it stands, but got one that is compiled. Start "
-                "it with `--enforce-eager`."
-            )
+            raise InputError("vLLM must not compile a model with adapters on a CPU: start it with `--enforce-eager`.")
 
     def update_metadata(
-        self,
-        mapping: LoRAMapping,
-        lora_index_to_id: list[int | None],
-        max_loras: int,
-        vocab_size: int,
-        **settings: Any,
+        self, mapping: LoRAMapping, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **settings: Any
     ) -> None:
         """Take over which token has which adapter."""
         self.is_prefill = False  # by tokens, not by runs

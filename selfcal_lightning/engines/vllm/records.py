@@ -1,17 +1,16 @@
-"""What the vLLM engine reports: its errors, its statistics, and the wire form of its work. Torch-free."""
+"""The vLLM engine's books: what is queued, what its child works on, the wire form of that, and statistics. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.base import EngineStoppedError, stream_seed
-from selfcal_lightning.engines.vllm.flights import Flight
-from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.engines.base import EngineStoppedError, edt_parameters, stream_seed
 from selfcal_lightning.models.folders import check_adapter
-from selfcal_lightning.records import Request, Response
+from selfcal_lightning.records import Request
 
 
 class EngineCrashedError(EngineStoppedError):
@@ -40,38 +39,77 @@ class VLLMStatistics:
         return self.query_cached_tokens / self.query_tokens if self.query_tokens else None
 
 
-class Tally:
-    """Adds up the counters of one child process after another.
+SHRINK = 8  # the group that was in flight at a crash is run again in groups of an eighth
 
-    Example:
-        >>> tally = Tally()
-        >>> for _ in range(2):
-        ...     tally.add(starts=1)
-        ...     tally.hear({"steps": 3})
-        ...     tally.hear({"steps": 5})
-        >>> tally.read().starts, tally.read().steps
-        (2, 10)
-    """
+
+@dataclass(slots=True)
+class Flight:
+    """One unit of the child's work: a sample, or the scores of one prompt for a few token ids."""
+
+    name: str
+    prompt: tuple[int, ...]
+    request: Request | None = None
+    token_ids: tuple[int, ...] = ()
+    with_adapter: bool = True
+    crashes: int = 0
+    company: int | None = None
+
+
+class FlightBook:
+    """Keeps flights by number in the order of their arrival, and isolates the one that crashes the child."""
 
     def __init__(self) -> None:
-        self._totals = dict.fromkeys((field.name for field in fields(VLLMStatistics)), 0)
-        self._child: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Flight] = {}
+        self._running: dict[int, Flight] = {}
 
-    def add(self, **counts: int) -> None:
-        """Add to the parent's own counters; ``starts`` also begins the counters of another child."""
-        if "starts" in counts:
-            self._totals = asdict(self.read())
-            self._child = {}
-        for name, count in counts.items():
-            self._totals[name] += count
+    def __len__(self) -> int:
+        """Number of flights, waiting or running."""
+        return len(self._waiting) + len(self._running)
 
-    def hear(self, counters: Mapping[str, int]) -> None:
-        """Take over the counters of the present child, which count from its start."""
-        self._child = dict(counters)
+    def add(self, flights: Iterable[Flight], *, first: bool = False) -> list[int]:
+        """Queue ``flights``, ``first`` ones before the others, and return their numbers."""
+        added = {next(self._numbers): flight for flight in flights}
+        self._waiting = {**added, **self._waiting} if first else {**self._waiting, **added}
+        return list(added)
 
-    def read(self) -> VLLMStatistics:
-        """Return the sums."""
-        return VLLMStatistics(**{name: total + self._child.get(name, 0) for name, total in self._totals.items()})
+    def take(self, window: int) -> list[tuple[int, Flight]]:
+        """Move the flights that may run now to the running ones and return them."""
+        head = next(iter(self._waiting.values()), None)
+        if head is None:
+            return []
+        group_runs = any(flight.company is not None for flight in self._running.values())
+        if group_runs or (head.company is not None and self._running):
+            return []
+        room = window - len(self._running) if head.company is None else min(window, head.company)
+        alike = itertools.takewhile(lambda item: item[1].company == head.company, self._waiting.items())
+        taken = list(itertools.islice(alike, max(0, room)))
+        for number, _ in taken:
+            self._running[number] = self._waiting.pop(number)
+        return taken
+
+    def finish(self, number: int) -> Flight | None:
+        """Take out a flight that the child has finished; None when it was dropped before."""
+        return self._running.pop(number, None)
+
+    def drop(self, number: int) -> bool:
+        """Take out a flight that is no longer wanted and return whether it was running."""
+        return self._waiting.pop(number, None) is None and self._running.pop(number, None) is not None
+
+    def crash(self, *, max_attempts: int) -> list[tuple[int, Flight]]:
+        """Queue again what was running, first and in smaller groups; return the flight that is given up, if any.
+
+        That is one that was alone in the child at its ``max_attempts``-th crash or a later one.
+        """
+        accused, self._running = self._running, {}
+        for flight in accused.values():
+            flight.crashes += 1
+            flight.company = max(1, len(accused) // SHRINK)
+        guilty = [item for item in accused.items() if len(accused) == 1 and item[1].crashes >= max_attempts]
+        for number, _ in guilty:
+            del accused[number]
+        self._waiting = {**accused, **self._waiting}
+        return guilty
 
 
 def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request], int]) -> Iterator[dict[str, Any]]:
@@ -91,29 +129,12 @@ def wire_messages(flights: Iterable[tuple[int, Flight]], room: Callable[[Request
         yield {"op": "sample", "prompts": list(prompts), "requests": samples}
 
 
-def read_response(name: str, sample: dict[str, Any], chat: ChatFormat) -> Response:
-    """Return the response that the child's wire form ``sample`` holds."""
-    token_ids = tuple(sample["token_ids"])
-    return Response(
-        request_id=name,
-        text=chat.decode(token_ids),
-        token_ids=token_ids,
-        finish=sample["finish"],
-        logprob=sample["logprob"],
-        yes_mass=sample.get("yes"),
-        no_mass=sample.get("no"),
-    )
-
-
 def _sample_form(request: Request, max_tokens: int) -> dict[str, Any]:
-    sampling, query = request.sampling, request.query
-    edt = None
-    if sampling.edt_scale is not None and sampling.temperature > 0.0:
-        edt = [sampling.temperature, sampling.edt_scale, sampling.edt_theta]
+    query = request.query
     return {
-        "temperature": sampling.temperature,
-        "edt": edt,
-        "top_p": sampling.top_p,
+        "temperature": request.sampling.temperature,
+        "edt": edt_parameters(request.sampling),
+        "top_p": request.sampling.top_p,
         "max_tokens": max_tokens,
         "seed": request.seed % 2**63,
         "stream_seed": stream_seed(request) % 2**63,

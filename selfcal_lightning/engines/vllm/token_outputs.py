@@ -1,7 +1,7 @@
-"""Outputs of a token classifier by vLLM's pooling runner, in a child process as ``engines.vllm.engine`` has one.
+"""Outputs of a token classifier by vLLM's pooling runner, in a child process that runs this module.
 
-The child is this module, started as ``python -m selfcal_lightning.engines.vllm.token_outputs FD``. It is told its
-settings and answers ``ready``; then it is told rows and answers with their outputs; ``close`` ends it.
+The first message holds the settings, and ``ready`` answers it. Then each ``read`` is answered by ``outputs``, and
+``close`` ends the child.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class VLLMTokenOutputs:
         process, self._process = self._process, None
         report = "" if process is None else process.bury()
         return RunError(
-            f"Expected vLLM to run the reward model, but {why}. {way_out(report)}Read it without `reward.engine`, or "
-            f"look at the log.\n{report}"
+            f"Expected vLLM to run the reward model, but {why}. {way_out(report)}Read it without `reward.engine`.\n"
+            f"{report}"
         )
 
 

@@ -1,11 +1,11 @@
 """The child process of the vLLM engine: runs vLLM's offline engine in-process and speaks over a socket.
 
-Started by ``vllm_process`` as ``python -m selfcal_lightning.engines.vllm.worker FD``. What it is told (``op``):
+Started as ``python -m selfcal_lightning.engines.vllm.worker FD``. The first message holds the settings, and ``ready``
+answers it with the engine's limits. Then it takes messages by their ``op``:
 
-- ``start``: the settings, once and first; answered by ``ready`` with the limits of the engine.
-- ``sample``: requests with their prompts, each distinct prompt once; each is answered in ``results``.
-- ``score``: prompts, each with at most 128 token ids, with or without the adapter; the probabilities come in
-  ``results``. Those that are told together run together: an adapter on a CPU dislikes small batches.
+- ``sample``: requests with their prompts, each distinct prompt once; answered in ``results``.
+- ``score``: prompts, each with at most 128 token ids, with or without the adapter; answered in ``results``. Those of
+  one message run together: an adapter on a CPU dislikes small batches.
 - ``cancel``: ids to drop; answered by ``cancelled`` with the tokens drawn for those that were begun.
 - ``close``: end.
 
@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, cast
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plugins import load_plugins_of_parent
 from selfcal_lightning.engines.activated_probe import ProbeAnswers, Table, check_answers, make_probe
-from selfcal_lightning.engines.base import ends_with_query, finish_of
+from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, ends_with_query, finish_of
+from selfcal_lightning.engines.vllm.plugin import change_adapters
 from selfcal_lightning.engines.vllm.process import Channel
 
 if TYPE_CHECKING:
@@ -39,16 +40,16 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
-COLDEST_PLAIN_TEMPERATURE = 0.01  # vLLM raises what is below to this; EDT with a scale of 1 has no such floor
+PROGRESS_SECONDS = 1.0
+_QUERY_FIRST, _SAMPLE_NEXT = 0, 1
 
 
 def sampling_params(spec: dict[str, Any], stop_ids: frozenset[int], *, by_position: bool) -> SamplingParams:
-    """Return what draws one response."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     temperature, edt = spec["temperature"], spec["edt"]
-    if 0.0 < temperature < COLDEST_PLAIN_TEMPERATURE and edt is None:
+    if 0.0 < temperature < COLDEST_TEMPERATURE and edt is None:
         edt = [temperature, 1.0, 0.0]
     return SamplingParams(
         temperature=temperature if edt is None else 1.0,
@@ -89,18 +90,16 @@ def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> lis
 def try_adapter(
     engine: LLMEngine, lora: LoRARequest, activated: dict[str, Any], limits: dict[str, Any]
 ) -> dict[str, Any]:
-    """Hold an activated adapter against the base model and return what was asked, and what it says awake.
+    """Compare an activated adapter with the base model; return the contexts and its probabilities when awake.
 
-    All is asked in steps that hold the tokens of both, over a cache that the base model has filled.
+    Adapter and base model share steps, over a cache that the base model has filled.
     """
     longest = limits["max_context"]
     probe = make_probe(activated["query"], activated["token_ids"], vocabulary=limits["vocabulary"], longest=longest)
-    base = _ask(engine, [(context, None) for context in probe.contexts], probe.token_ids)
-    mixed = [*((prompt, lora) for prompt in probe.asked), *((prompt, None) for prompt in probe.asked)]
-    together = _ask(engine, [*mixed, *((context, lora) for context in probe.contexts)], probe.token_ids)
-    count = len(base)
-    awake, base_asked, asleep = (together[start : start + count] for start in range(0, 3 * count, count))
-    again = _ask(engine, [(prompt, None) for prompt in probe.asked], probe.token_ids)
+    (base,) = _ask(engine, [(probe.contexts, None)], probe.token_ids)
+    mixed = [(probe.asked, lora), (probe.asked, None), (probe.contexts, lora)]
+    awake, base_asked, asleep = _ask(engine, mixed, probe.token_ids)
+    (again,) = _ask(engine, [(probe.asked, None)], probe.token_ids)
     answers = ProbeAnswers(base, asleep, base_asked, awake, again)
     check_answers(answers, exact=limits["dtype"] == "float32", engine="vLLM")
     engine.reset_prefix_cache()
@@ -108,28 +107,26 @@ def try_adapter(
 
 
 def _ask(
-    engine: LLMEngine, prompts: Sequence[tuple[tuple[int, ...], LoRARequest | None]], token_ids: Sequence[int]
-) -> Table:
-    """Return the probabilities of the tokens after prompts, each with the adapter or without it."""
+    engine: LLMEngine,
+    groups: Sequence[tuple[Sequence[tuple[int, ...]], LoRARequest | None]],
+    token_ids: Sequence[int],
+) -> list[Table]:
+    """Return the probabilities of the tokens after the prompts of each group, with its adapter or without one."""
     found: dict[str, list[float]] = {}
-    for i, (prompt, lora) in enumerate(prompts):
-        engine_input = {"type": "token", "prompt_token_ids": list(prompt)}
-        engine.add_request(f"t{i}", engine_input, query_params(token_ids), lora_request=lora)
+    for group, (prompts, lora) in enumerate(groups):
+        for i, prompt in enumerate(prompts):
+            engine_input = {"type": "token", "prompt_token_ids": list(prompt)}
+            engine.add_request(f"t{group}-{i}", engine_input, query_params(token_ids), lora_request=lora)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 found[output.request_id] = probabilities(output.outputs[0], token_ids)
-    return [found[f"t{i}"] for i in range(len(prompts))]
-
-
-EDT_PROCESSOR = "selfcal_lightning.engines.vllm.dynamic_temperature:DynamicTemperature"
-PROGRESS_SECONDS = 1.0
-_QUERY_FIRST, _SAMPLE_NEXT = 0, 1
+    return [[found[f"t{group}-{i}"] for i in range(len(prompts))] for group, (prompts, _) in enumerate(groups)]
 
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample on its way: what was asked, and what the first of its two passes gave."""
+    """What was asked of a sample, and the result of the first of its two passes."""
 
     spec: dict[str, Any]
     prompt: list[int]
@@ -149,10 +146,13 @@ class Worker:
         self._scores: dict[int, list[int]] = {}
         self._lora: LoRARequest | None = None
         if settings["adapter"] is not None:
-            self._lora = self._load_adapter(settings["adapter"])
+            from vllm.lora.request import LoRARequest
+
+            self._lora = LoRARequest("adapter", 1, settings["adapter"])
+            self._engine.add_lora(self._lora)
         if activated is not None:
             self.limits["probe"] = try_adapter(self._engine, self._lora, activated, self.limits)
-        self._failed: list[dict[str, Any]] = []
+        self._finished: dict[str, list[dict[str, Any]]] = {"samples": [], "scores": [], "failed": []}
         kinds = ("prompt", "query", "score")
         self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}
 
@@ -193,41 +193,29 @@ class Worker:
         states = [outputs.request_states[key] for key in outputs.external_req_ids.get(f"s{number}", ())]
         return sum(state.detokenizer.num_output_tokens() for state in states) or None
 
-    def _load_adapter(self, path: str) -> LoRARequest:
-        from vllm.lora.request import LoRARequest
-
-        lora = LoRARequest("adapter", 1, path)
-        self._engine.add_lora(lora)
-        return lora
-
-    def step(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Run one step of the engine and return the samples and the scores that finished."""
-        samples, scores = [], []
+    def step(self) -> None:
+        """Run one step of the engine and take in what finished; what was cancelled in the same step is left out."""
         outputs = self._engine.step()
         self.counters["steps"] += 1
         for output in outputs:
+            stage, number = output.request_id[0], int(output.request_id[1:])
             if not output.finished:
                 continue
-            stage, number = output.request_id[0], int(output.request_id[1:])
             if stage == "s" and number in self._samples:
-                finished = self._on_sampled(number, output)
+                self._on_sampled(number, output)
             elif stage == "q" and number in self._samples:
-                finished = self._on_queried(number, output)
+                self._on_queried(number, output)
             elif stage == "p" and number in self._scores:
                 self._count("score", output)
                 values = probabilities(output.outputs[0], self._scores.pop(number))
-                scores.append({"id": number, "probabilities": values})
-                continue
-            else:
-                continue  # cancelled in the same step
-            if finished is not None:
-                samples.append(finished)
-        return samples, scores
+                self._finished["scores"].append({"id": number, "probabilities": values})
 
-    def take_failures(self) -> list[dict[str, Any]]:
-        """Return the requests that vLLM refused since the last call."""
-        failed, self._failed = self._failed, []
-        return failed
+    def take_results(self, *, even_if_empty: bool = False) -> dict[str, Any] | None:
+        """Return the message with what finished, and what vLLM refused, since the last call; None where nothing did."""
+        if not any(self._finished.values()) and not even_if_empty:
+            return None
+        finished, self._finished = self._finished, {"samples": [], "scores": [], "failed": []}
+        return {"event": "results", **finished, "counters": dict(self.counters)}
 
     def shutdown(self) -> None:
         """Stop the engine and the workers that it started."""
@@ -249,13 +237,13 @@ class Worker:
         except ValueError as error:  # vLLM judges the request itself; a fault of the engine is not a ValueError
             self._samples.pop(number, None)
             self._scores.pop(number, None)
-            self._failed.append({"id": number, "error": str(error)})
+            self._finished["failed"].append({"id": number, "error": str(error)})
 
     def _count(self, kind: str, output: RequestOutput) -> None:
         self.counters[f"{kind}_tokens"] += len(output.prompt_token_ids)
         self.counters[f"{kind}_cached_tokens"] += output.num_cached_tokens or 0
 
-    def _on_sampled(self, number: int, output: RequestOutput) -> dict[str, Any] | None:
+    def _on_sampled(self, number: int, output: RequestOutput) -> None:
         sample, completion = self._samples[number], output.outputs[0]
         token_ids = list(completion.token_ids)
         flat = completion.logprobs
@@ -269,33 +257,30 @@ class Worker:
             "id": number,
             "token_ids": token_ids,
             "finish": finish_of(
-                len(token_ids),
-                last=token_ids[-1] if token_ids else None,
-                ended=stopped,
-                step_ids=sample.spec["step_ids"],
-                limit=sample.spec["max_tokens"],
+                token_ids, ended=stopped, step_ids=sample.spec["step_ids"], limit=sample.spec["max_tokens"]
             ),
             "logprob": math.fsum(logprobs),
         }
         query = sample.spec["query"]
         if query is None:
-            return self._samples.pop(number).result
+            self._finished["samples"].append(sample.result)
+            del self._samples[number]
+            return
         ids = [*sample.prompt, *token_ids, *query["suffix"]]
         params = query_params([*query["yes"], *query["no"]])
         self._add(number, f"q{number}", ids, params, self._lora, priority=_QUERY_FIRST)
-        return None
 
-    def _on_queried(self, number: int, output: RequestOutput) -> dict[str, Any]:
+    def _on_queried(self, number: int, output: RequestOutput) -> None:
         sample = self._samples.pop(number)
         query = sample.spec["query"]
         self._count("query", output)
         yes = math.fsum(probabilities(output.outputs[0], query["yes"]))
         no = math.fsum(probabilities(output.outputs[0], query["no"]))
-        return {**cast(dict[str, Any], sample.result), "yes": yes, "no": no}
+        self._finished["samples"].append({**cast(dict[str, Any], sample.result), "yes": yes, "no": no})
 
 
 def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
-    """Start vLLM and return it with what the parent has to know of it."""
+    """Start vLLM and return it with the limits that the parent has to know."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -321,7 +306,7 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
     if settings["lora_rank"] is not None:
         # On a CPU some layers take "no adapter" for the last slot: one more stays empty.
         arguments |= {"enable_lora": True, "max_loras": 1 + on_cpu, "max_lora_rank": settings["lora_rank"]}
-        _prepare_adapter(settings, on_cpu=on_cpu)
+        change_adapters([settings["adapter"]] if settings["activated"] is not None else [])
     limit = _model_length(EngineArgs(**arguments), settings["max_context"])
     arguments["max_model_len"] = -1 if settings["max_context"] is None else limit  # -1 is what fits the cache
     if on_cpu:
@@ -353,18 +338,6 @@ def _build_engine(settings: dict[str, Any]) -> tuple[LLMEngine, dict[str, Any]]:
         "head_dtype": None if model.head_dtype == model.dtype else str(model.head_dtype).removeprefix("torch."),
         "version": vllm.__version__,
     }
-
-
-def _prepare_adapter(settings: dict[str, Any], *, on_cpu: bool) -> None:
-    """Change in this process what vLLM does with adapters, where it has to be changed."""
-    if on_cpu:
-        from selfcal_lightning.engines.vllm.punica import use_for_cpu
-
-        use_for_cpu()
-    if settings["activated"] is not None:
-        from selfcal_lightning.engines.vllm.activated import wake_at_query
-
-        wake_at_query(settings["adapter"])
 
 
 def _model_length(arguments: Any, max_context: int | None) -> int:
@@ -414,20 +387,12 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
                     outbox.put({"event": "cancelled", "call": message["call"], "drawn": drawn})
                 case "close":
                     return
-            if failed := worker.take_failures():
-                outbox.put(_results([], [], failed, worker))
-        samples, scores = worker.step()
-        failed = worker.take_failures()
-        if samples or scores or failed or time.monotonic() - last_report > PROGRESS_SECONDS:
+            if refused := worker.take_results():
+                outbox.put(refused)
+        worker.step()
+        if results := worker.take_results(even_if_empty=time.monotonic() - last_report > PROGRESS_SECONDS):
             last_report = time.monotonic()
-            outbox.put(_results(samples, scores, failed, worker))
-
-
-def _results(
-    samples: list[dict[str, Any]], scores: list[dict[str, Any]], failed: list[dict[str, Any]], worker: Worker
-) -> dict[str, Any]:
-    counters = dict(worker.counters)
-    return {"event": "results", "samples": samples, "scores": scores, "failed": failed, "counters": counters}
+            outbox.put(results)
 
 
 def main() -> None:

@@ -159,13 +159,10 @@ def generate_samples(
         prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
         drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
-            fingerprint, in_a_row = (
-                store.round_manifest(round).fingerprint,
-                FailuresInARow(max_failures, way_out=_WAY_OUT),
-            )
             sampler = _Sampler(
-                engine, chat, tasks, writer, bar, split, fingerprint, counts, earlier, round, in_a_row, prefixes or {}
-            )
+                engine, chat, tasks, writer, bar, split, store.round_manifest(round).fingerprint, counts, earlier,
+                FailuresInARow(max_failures, way_out=_WAY_OUT), prefixes or {}, round,
+            )  # fmt: skip
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
     say_undecided(undecided)
     seconds = time.monotonic() - started
@@ -195,9 +192,9 @@ class _Sampler:
     fingerprint: StoreFingerprint
     counts: Mapping[str, int]  # responses wanted to each question
     earlier: EarlierSamples
-    round: int
     in_a_row: FailuresInARow
     prefixes: Mapping[str, tuple[int, ...]]
+    round: int
     totals: Counter[str] = field(default_factory=Counter)  # the counts of a GenerationReport
     _in_flight: dict[str, tuple[_OpenQuestion, int]] = field(default_factory=dict)
     _failed: int = 0

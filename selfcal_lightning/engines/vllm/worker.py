@@ -107,9 +107,7 @@ def try_adapter(
 
 
 def _ask(
-    engine: LLMEngine,
-    groups: Sequence[tuple[Sequence[tuple[int, ...]], LoRARequest | None]],
-    token_ids: Sequence[int],
+    engine: LLMEngine, groups: Sequence[tuple[Sequence[tuple[int, ...]], LoRARequest | None]], token_ids: Sequence[int]
 ) -> list[Table]:
     """Return the probabilities of the tokens after the prompts of each group, with its adapter or without one."""
     found: dict[str, list[float]] = {}

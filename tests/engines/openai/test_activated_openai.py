@@ -13,47 +13,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from support.activated_reference import ReferencePeft, masses, without_confidence, write_adapter
-from support.engine_reference import EDT, Reference
+from support.activated_reference import ActivatedContract, write_adapter
+from support.engine_reference import Reference
 from support.openai_models import RealModel
 from support.openai_server import ADAPTER, FakeServer
+from support.other_models import plain_copy
 from support.vllm_server import free_port, wait_until_ready
 
-from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.vllm.process import worker_environment
-from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.chat_format import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: str) -> Reference:
-    return Reference(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def adapter(tiny_model: str, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_adapter(tiny_model, tmp_path_factory.mktemp("adapter"), reference.chat.query.suffix_ids)
-
-
-@pytest.fixture(scope="module")
 def always(adapter: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same weights as an adapter that is always awake, which a server loads without our plugin."""
-    folder = tmp_path_factory.mktemp("always")
-    for file in Path(adapter).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(plain_copy(adapter, tmp_path_factory.mktemp("always") / "adapter"))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "alora_invocation_tokens": None}))
     return str(folder)
 
 
-def _engine(base_url: str, model: str, adapter: str | None, **options: object) -> OpenAIEngine:
+def _engine(base_url: str, model: str, **options: object) -> OpenAIEngine:
     settings = {
-        "base_url": base_url, "served_model": ADAPTER, "adapter": adapter, "weights": model, "dtype": "float32",
+        "base_url": base_url, "served_model": ADAPTER, "weights": model, "dtype": "float32",
         "max_context": CONTEXT, "server_edt": True, "api_key_env": "SELFCAL_TEST_NO_KEY",
     }  # fmt: skip
     return OpenAIEngine(model, **{**settings, **options})
@@ -68,42 +55,18 @@ def server(tiny_model: str, adapter: str) -> Iterator[FakeServer]:
     server.close()
 
 
-def _hold(engine: OpenAIEngine, tiny_model: str, adapter: str, reference: Reference) -> None:
-    """Hold samples against those of the same server's base model, and confidences against PEFT's."""
-    requests = reference.requests(EDT, count=3)
-    base_engine = _engine(engine.base_url, tiny_model, None, served_model="tiny")
-    plain, asked = generate(base_engine, requests), generate(engine, requests)
-    base_engine.close()
-    assert [without_confidence(r)[:3] for r in asked] == [without_confidence(r)[:3] for r in plain]
-    peft, query = ReferencePeft(tiny_model, adapter), reference.chat.query
-    rows = [(*q.prompt_ids, *r.token_ids, *query.suffix_ids) for q, r in zip(requests, asked, strict=True)]
-    wanted = [peft.next_probabilities(ids) for ids in rows]
-    for response, p in zip(asked, wanted, strict=True):
-        assert (response.yes_mass, response.no_mass) == pytest.approx(masses(p, query), abs=1e-5)
-    found = engine.next_token_probabilities([*rows, requests[0].prompt_ids], range(50))
-    bare = engine.next_token_probabilities(rows, range(50), with_adapter=False)
-    expected = torch.stack([*wanted, reference.next_probabilities(requests[0].prompt_ids)])[:, :50]
-    torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, atol=1e-5, rtol=0)
-    base = torch.stack([reference.next_probabilities(ids) for ids in rows])[:, :50]
-    torch.testing.assert_close(torch.tensor(bare, dtype=torch.float64), base, atol=1e-5, rtol=0)
-    assert (expected[:-1] - base).abs().max() > 0.02, "the adapter matters"
+class TestActivated(ActivatedContract):
+    """Over the server in this process."""
 
+    equal_fields = 3
 
-def test_the_base_samples_and_the_adapter_is_asked(
-    server: FakeServer, tiny_model: str, adapter: str, reference: Reference
-) -> None:
-    engine = _engine(server.base_url, tiny_model, adapter)
-    _hold(engine, tiny_model, adapter, reference)
-    facts = engine.describe()
-    assert (facts["served_model"], facts["adapter_sha256"]) == ("tiny", None)
-    assert facts["activated_adapter_sha256"] is not None
-    engine.close()
+    @pytest.fixture(autouse=True, scope="class")
+    def _know_the_server(self, server: FakeServer, request: pytest.FixtureRequest) -> None:
+        request.cls.base_url = server.base_url
 
-
-def test_another_query_is_refused(server: FakeServer, tiny_model: str, adapter: str) -> None:
-    other = ChatFormat(load_tokenizer(tiny_model), query="Right? (Yes/No)")
-    with pytest.raises(ValueError, match="the confidence query that the activated adapter was trained on"):
-        _engine(server.base_url, tiny_model, adapter, chat=other).submit([])
+    def make_engine(self, model: str, **options: object) -> OpenAIEngine:
+        name = ADAPTER if options.get("adapter") else "tiny"
+        return _engine(self.base_url, model, **{"adapter": None, "served_model": name, **options})
 
 
 @pytest.mark.parametrize(
@@ -115,7 +78,7 @@ def test_a_server_without_the_plugin_is_refused(
 ) -> None:
     model = RealModel(tiny_model, adapter=always if which == "always" else None)
     server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model), adapter=model)
-    engine = _engine(server.base_url, tiny_model, adapter)
+    engine = _engine(server.base_url, tiny_model, adapter=adapter)
     with pytest.raises(ValueError, match=rf"{said}.* Start vLLM's server with the environment variable SELFCAL_"):
         engine.submit([])
     engine.close()
@@ -126,18 +89,20 @@ def test_confidences_of_another_adapter_are_refused(
     server: FakeServer, tiny_model: str, reference: Reference, tmp_path: Path
 ) -> None:
     other = write_adapter(tiny_model, tmp_path, reference.chat.query.suffix_ids, lora_alpha=600)
-    engine = _engine(server.base_url, tiny_model, other)
+    engine = _engine(server.base_url, tiny_model, adapter=other)
     with pytest.raises(ValueError, match=r"Expected the server to give the probabilities of the module that trained"):
         engine.submit([])
     engine.close()
-    unknown = _engine(server.base_url, tiny_model, other, dtype=None)  # without the weights' dtype it is not known
+    unknown = _engine(
+        server.base_url, tiny_model, adapter=other, dtype=None
+    )  # without the weights' dtype it is not known
     unknown.submit([])
     unknown.close()
 
 
 def test_a_name_that_is_no_adapters_is_refused(server: FakeServer, tiny_model: str, adapter: str) -> None:
     for name in ("tiny", "nobody"):
-        engine = _engine(server.base_url, tiny_model, adapter, served_model=name)
+        engine = _engine(server.base_url, tiny_model, adapter=adapter, served_model=name)
         with pytest.raises(ValueError, match=rf"name for an adapter on one of its models, but got '{name}'. It has: t"):
             engine.submit([])
         engine.close()
@@ -157,10 +122,10 @@ def _plugin_path(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
-def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: Reference, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def vllms_server(tiny_model: str, adapter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of vLLM's server with our plugin."""
+    tmp_path = tmp_path_factory.mktemp("server")
     port, log = free_port(), tmp_path / "log"
     options = {
         "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "dtype": "float32",
@@ -181,9 +146,7 @@ def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: 
         )
     try:
         wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-        engine = _engine(f"http://127.0.0.1:{port}/v1", tiny_model, adapter)
-        _hold(engine, tiny_model, adapter, reference)
-        engine.close()
+        yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -191,3 +154,12 @@ def test_vllms_server_with_the_plugin(tiny_model: str, adapter: str, reference: 
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+class TestActivatedOnVLLMsServer(TestActivated):
+    @pytest.fixture(autouse=True, scope="class")
+    def _know_the_server(self, vllms_server: str, request: pytest.FixtureRequest) -> None:
+        request.cls.base_url = vllms_server

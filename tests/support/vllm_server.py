@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from selfcal_lightning.engines.base import EDT_PROCESSOR
 
 START_SECONDS = 480.0
 
@@ -33,3 +40,33 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> N
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     pytest.fail(f"the server was not ready: {log.read_text(errors='replace')[-3000:]}")
+
+
+@contextmanager
+def vllm_serving(model: str, folder: Path, environment: Mapping[str, str], *words: str) -> Iterator[str]:
+    """Serve a model on CPU in float32, under the name "tiny", with our processor for EDT; give the base URL."""
+    port, log = free_port(), folder / "log"
+    options = {
+        "model": model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "dtype": "float32",
+        "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
+        "logits-processors": EDT_PROCESSOR,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager"]
+    command += [
+        "--no-enable-chunked-prefill",
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=120.0)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

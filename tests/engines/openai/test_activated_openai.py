@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +15,9 @@ from support.engine_reference import Reference
 from support.openai_models import RealModel
 from support.openai_server import ADAPTER, FakeServer
 from support.other_models import plain_copy
-from support.vllm_server import free_port, wait_until_ready
+from support.vllm_server import vllm_serving
 
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
-from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.models.chat_format import load_tokenizer
 
@@ -93,9 +89,7 @@ def test_confidences_of_another_adapter_are_refused(
     with pytest.raises(ValueError, match=r"Expected the server to give the probabilities of the module that trained"):
         engine.submit([])
     engine.close()
-    unknown = _engine(
-        server.base_url, tiny_model, adapter=other, dtype=None
-    )  # without the weights' dtype it is not known
+    unknown = _engine(server.base_url, tiny_model, adapter=other, dtype=None)  # what is not float32 is not compared
     unknown.submit([])
     unknown.close()
 
@@ -125,35 +119,12 @@ def _plugin_path(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def vllms_server(tiny_model: str, adapter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The base URL of vLLM's server with our plugin."""
-    tmp_path = tmp_path_factory.mktemp("server")
-    port, log = free_port(), tmp_path / "log"
-    options = {
-        "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "dtype": "float32",
-        "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
-        "logits-processors": EDT_PROCESSOR, "max-loras": "2", "lora-modules": f"{ADAPTER}={adapter}",
-    }  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    folder = tmp_path_factory.mktemp("server")
     environment = worker_environment(os.environ, on_cpu=True, activated_adapter=adapter)
-    environment["PYTHONPATH"] = os.pathsep.join([str(_plugin_path(tmp_path)), environment["PYTHONPATH"]])
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager", "--enable-lora"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--no-enable-chunked-prefill", *words],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=120.0)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    environment["PYTHONPATH"] = os.pathsep.join([str(_plugin_path(folder)), environment["PYTHONPATH"]])
+    words = ["--enable-lora", "--max-loras", "2", "--lora-modules", f"{ADAPTER}={adapter}"]
+    with vllm_serving(tiny_model, folder, environment, *words) as base_url:
+        yield base_url
 
 
 @pytest.mark.slow

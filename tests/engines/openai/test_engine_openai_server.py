@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,11 @@ import pytest
 import torch
 from support.engine_contract import EngineContract
 from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
-from support.vllm_server import free_port, wait_until_ready
+from support.vllm_server import vllm_serving
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
-from selfcal_lightning.engines.openai.wire import EDT_PROCESSOR
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.records import Request, SamplingSettings
@@ -38,36 +38,10 @@ KEY = "sk-only-for-this-test"
 
 @pytest.fixture(scope="module")
 def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of vLLM's server over the bundled model, in float32, with our processor for EDT and a key."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    options = {
-        "model": tiny_model, "served-model-name": "tiny", "host": "127.0.0.1", "port": str(port), "api-key": KEY,
-        "dtype": "float32", "kv-cache-memory-bytes": str(1 << 28), "block-size": "32", "max-num-batched-tokens": "4096",
-        "logits-processors": EDT_PROCESSOR,
-    }  # fmt: skip
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager"]
-    command += [
-        "--no-enable-chunked-prefill",
-        *(word for name, value in options.items() for word in (f"--{name}", value)),
-    ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=worker_environment(os.environ, on_cpu=True),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until_ready(process, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=120.0)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    """The base URL of vLLM's server over the bundled model, with a key."""
+    environment = worker_environment(os.environ, on_cpu=True)
+    with vllm_serving(tiny_model, tmp_path_factory.mktemp("server"), environment, "--api-key", KEY) as base_url:
+        yield base_url
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -90,11 +64,6 @@ def server_engine(server: str, tiny_model: str) -> Iterator[OpenAIEngine]:
     engine = _engine(server, tiny_model)
     yield engine
     engine.close()
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model: str) -> Reference:
-    return Reference(tiny_model)
 
 
 class TestContract(EngineContract):
@@ -195,19 +164,10 @@ def test_a_setting_that_does_not_fit_the_server_is_named(
 
 
 def test_the_command_line_generates_from_a_server(server: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "selfcal_lightning",
-        "generate",
-        "--model",
-        "bundled",
-        "--store_dir",
-        str(tmp_path),
-    ]
-    command += ["--task", "word_problems", "--limit", "6", "--num_samples", "2", "--sampling.max_new_tokens", "48"]
-    command += ["--engine.name", "openai", "--engine.base_url", server, "--devices", "2", "--questions_per_shard", "2"]
-    command += ["--engine.engine_args.server_edt", "true", "--engine.engine_args.api_key_env", KEY_NAME]
+    words = f"""-m selfcal_lightning generate --model bundled --task word_problems --limit 6 --num_samples 2
+        --sampling.max_new_tokens 48 --engine.name openai --engine.base_url {server} --devices 2
+        --questions_per_shard 2 --engine.engine_args.server_edt true --engine.engine_args.api_key_env {KEY_NAME}"""
+    command = [sys.executable, *words.split(), "--store_dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300.0)
     assert done.returncode == 0, done.stderr
     samples = [sample for group in SampleStore(tmp_path).samples() for sample in group.samples]
@@ -218,9 +178,6 @@ def test_the_command_line_generates_from_a_server(server: str, tmp_path: Path) -
 
 
 def test_another_tokenizer_is_found_out(server: str, tiny_model: str, tmp_path: Path) -> None:
-    import json
-    import shutil
-
     folder = Path(shutil.copytree(tiny_model, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors")))
     content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][:20]

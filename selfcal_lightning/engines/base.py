@@ -54,11 +54,9 @@ class FailuresInARow:
         self._failed: set[tuple[str, bool]] = set()
 
     def clear(self) -> None:
-        """Reset the count: a request was answered."""
         self._failed.clear()
 
     def add(self, name: str, question_id: str, failure: Failure) -> None:
-        """Count a failure."""
         self._failed.add((question_id, True) if failure.is_refusal else (name, False))
         if len(self._failed) >= self._limit:
             raise EngineStoppedError(

@@ -26,7 +26,6 @@ class InFlight:
         self.scores: dict[int, list[float] | Failure | None] = {}  # by number; None is awaited
 
     def __len__(self) -> int:
-        """Number of samples being generated or queued."""
         return len(self._number_of)
 
     @property

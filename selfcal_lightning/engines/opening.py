@@ -81,7 +81,6 @@ def expected_head_dtype(options: EngineOptions) -> str | None:
 
 
 def load_chat(options: EngineOptions, model: str, *, query: str, prompt: Prompt | None = None) -> ChatFormat:
-    """Load the model's tokenizer and return its chat format."""
     from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     other = options.engine_args.get("tokenizer")
@@ -96,7 +95,6 @@ def check_can_draw(options: EngineOptions, sampling: SamplingSettings) -> None:
 
 
 def engine_class(name: EngineName) -> Callable[..., Engine]:
-    """Import and return the class of an engine."""
     if name == "vllm":
         from selfcal_lightning.engines.vllm.engine import VLLMEngine
 

@@ -253,11 +253,7 @@ def test_rollouts_of_other_steps_are_refused(
     format: Any,
 ) -> None:
     model = tiny_model if format is None else stand_in(shallow_model, tmp_path / "m", reward_format(format))
-    settings: dict[str, Any] = {
-        "num_samples": 3,
-        "target": "success_rate",
-        "rollouts": str(rolled[0]),
-    }
+    settings: dict[str, Any] = {"num_samples": 3, "target": "success_rate", "rollouts": str(rolled[0])}
     for steps in ("sentence", "line"):
         data = RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
         index, rows = sampled.index(), data.collator()

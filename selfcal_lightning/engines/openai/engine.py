@@ -235,7 +235,6 @@ class OpenAIEngine:
         }
 
     def close(self) -> None:
-        """Drop what is in flight, close all connections and end the thread."""
         self._closed = True
         self._flights = {}
         self._in_flight.forget_all()
@@ -244,7 +243,6 @@ class OpenAIEngine:
             jobs.close(last=self._transport.close)
 
     def statistics(self) -> OpenAIStatistics:
-        """Return what the engine has done so far."""
         if self._transport is None:
             return replace(self._tally)
         return replace(self._tally, attempts=self._transport.attempts, retries=self._transport.retries)
@@ -285,7 +283,6 @@ class OpenAIEngine:
         self._jobs, self._transport = jobs, transport
 
     async def _inspect(self, transport: Transport) -> ServerFacts:
-        """Ask the server what it has, and check what can be checked."""
         deadline = self._time_limit()
         answer = await ask_models(transport, key_name=self._api_key_env, deadline=deadline)
         adapter = None if self._query_ids is None else self._served_model
@@ -316,7 +313,6 @@ class OpenAIEngine:
         return asyncio.get_running_loop().time() + self._deadline
 
     async def _answer(self, flight: Flight) -> Response:
-        """Sample a response and put the query to it."""
         request, deadline = flight.request, self._time_limit()
         stops, room = self._stop_token_ids, response_room(request, self._facts.max_context)
         body = sample_body(request, max_tokens=room, stop_token_ids=stops, interval=self._interval)

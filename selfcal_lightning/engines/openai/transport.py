@@ -115,7 +115,6 @@ class BackgroundJobs:
         return self._outcomes.get(timeout=patience)
 
     def take_ready(self) -> list[Outcome]:
-        """Return the outcomes that are there."""
         outcomes = []
         while not self._outcomes.empty():
             outcomes.append(self._outcomes.get())
@@ -171,8 +170,6 @@ class BackgroundJobs:
 
 
 class StatusError(ServerError):
-    """The server refused a request."""
-
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
         self.status = status
@@ -188,7 +185,6 @@ async def presentably(work: Awaitable[T], *, key: str | None) -> T:
 
 
 def is_refusal(error: ServerError) -> bool:
-    """Return whether a server refused a request for its content, so that a retry is pointless."""
     return isinstance(error, StatusError) and error.status in _OWN_FAULTS
 
 
@@ -213,11 +209,9 @@ class Transport:
         self.attempts = self.retries = 0
 
     async def get(self, path: str, *, deadline: float) -> Any:
-        """Return the JSON that the server has at ``path``."""
         return await self._with_retries(lambda: self._json("GET", path, None), deadline)
 
     async def post(self, path: str, body: dict[str, Any], *, deadline: float) -> Any:
-        """Return the server's JSON answer to ``body``."""
         return await self._with_retries(lambda: self._json("POST", path, body), deadline)
 
     async def stream(
@@ -237,7 +231,6 @@ class Transport:
         return await self._with_retries(attempt, deadline)
 
     async def close(self) -> None:
-        """Close all connections. Closing twice is allowed."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -131,7 +131,6 @@ class SampleReader:
 
     @property
     def finished(self) -> bool:
-        """Whether the server has sent the end."""
         return self._reason is not None
 
     def take(self, event: Any) -> None:
@@ -163,7 +162,6 @@ class SampleReader:
         self._reason = reason
 
     def response(self, name: str, chat: ChatFormat) -> Response:
-        """Return the response to request ``name``."""
         if self._reason not in {"stop", "length"}:
             raise ServerError(f"Expected the server to end a response by `stop` or `length`, but got {self._reason!r}.")
         token_ids = self.token_ids[: self.num_tokens]
@@ -174,7 +172,6 @@ class SampleReader:
         return Response(name, chat.decode(token_ids), tuple(token_ids), finish, logprob)
 
     def _has_ended(self) -> bool:
-        """Return whether the model has ended its turn."""
         return bool(self.token_ids) and self.token_ids[-1] in self._ends
 
     def _is_over(self) -> bool:
@@ -183,7 +180,6 @@ class SampleReader:
 
 
 def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
-    """Return the probabilities of ``token_ids`` from the answer to ``score_body``."""
     try:
         (choice,) = answer["choices"]
         (position,) = _listed(choice["logprobs"]["top_logprobs"])
@@ -277,16 +273,13 @@ class Flight:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens of the present attempt."""
         return 0 if self.reader is None else self.reader.num_tokens
 
     @property
     def received(self) -> int:
-        """Response tokens of all attempts."""
         return self.wasted + self.num_tokens
 
     def begin(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> SampleReader:
-        """Begin another attempt and return its reader."""
         self.wasted += self.num_tokens
         step_ids = self.request.step_ids
         self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary, step_ids=step_ids)

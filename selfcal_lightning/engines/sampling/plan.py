@@ -42,7 +42,6 @@ class SamplePlan:
         return hashlib.sha256(json.dumps(sorted(self.samples.items())).encode()).hexdigest()[:16]
 
     def chosen(self, questions: Sequence[Question]) -> list[Question]:
-        """Return the questions that get a response."""
         ids = {question.id for question in questions}
         absent, unknown = sorted(ids - self.samples.keys()), sorted(self.samples.keys() - ids)
         if absent or unknown:
@@ -74,7 +73,6 @@ def check_plan_target(path: str | Path) -> None:
 
 
 def load_plan(path: str | Path) -> SamplePlan:
-    """Read a plan that :meth:`SamplePlan.save` wrote."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected `plan` to be a file, but got {path}. `selfcal allocate` writes one.")
     record = read_json_object(path)

@@ -145,7 +145,6 @@ def text_of(question: Question) -> str:
 
 
 def describe_prefixes(prefixes: Sequence[Prefix], chat: ChatFormat) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the file of prefixes, as JSON."""
     for one in prefixes:
         yield {
             "id": one.question.id,

@@ -124,7 +124,6 @@ class GenerationSettings:
         return questions if self.planned is None else self.planned.chosen(questions)
 
     def prefixes(self) -> dict[str, tuple[int, ...]]:
-        """Return what responses begin with, by the id of the question; empty without rollouts."""
         prefixes = [] if self.rollouts is None else self._prefixes(self.rollouts)
         return {one.question.id: one.prefix_ids for one in prefixes}
 
@@ -138,7 +137,6 @@ class GenerationSettings:
 
     @property
     def planned_samples(self) -> Mapping[str, int] | None:
-        """Responses to each question by the plan."""
         return None if self.planned is None else self.planned.samples
 
     @property
@@ -337,7 +335,6 @@ def sample_questions(
 
 
 def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None = None) -> Plan:
-    """Return what a run will do."""
     counts = [count_source(settings, name, role=settings.store_split) for name in settings.task]
     known = questions
     if questions is None and not any(get_task(name).is_remote(path=settings.path) for name in settings.task):

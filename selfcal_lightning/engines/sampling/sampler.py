@@ -76,7 +76,6 @@ class GenerationReport:
         )
 
     def check_complete(self) -> None:
-        """Raise RunError where questions were left out."""
         if self.left_out:
             raise RunError(
                 f"Expected all {self.questions:,} questions to be answered, but {self.left_out:,} had requests that "
@@ -101,7 +100,6 @@ class _OpenQuestion:
 
     @property
     def failures(self) -> list[Failure]:
-        """Why requests were not answered."""
         return [outcome for outcome in self.outcomes if isinstance(outcome, Failure)]
 
 
@@ -172,7 +170,6 @@ def generate_samples(
 def store_fingerprint(
     engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: str | None = None
 ) -> StoreFingerprint:
-    """Return the fingerprint of samples that ``engine`` would draw."""
     described = engine.describe()
     facts: dict[str, Any] = {name: described.get(name) for name in MODEL_FACTS}
     model = ModelIdentity(**facts)
@@ -368,7 +365,6 @@ def _encode_prompts(questions: Sequence[Question], chat: ChatFormat, max_context
 
 
 def check_questions(questions: Sequence[Question]) -> None:
-    """Raise InputError when there are no questions or an id occurs twice."""
     if not questions:
         raise InputError("Expected `questions` to hold at least one question, but got none.")
     if repeated := duplicate_ids(questions):
@@ -379,7 +375,6 @@ def check_questions(questions: Sequence[Question]) -> None:
 
 
 def part_name(shard: tuple[int, int]) -> str:
-    """Return the name of the part that share (i, n) is written to."""
     return f"rank-{shard[0]}-of-{shard[1]}"
 
 

@@ -176,7 +176,6 @@ class TransformersEngine:
         return thrown_away
 
     def drawn_so_far(self, ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Return the response tokens of requests that hold a slot."""
         wanted, rows = set(ids), self._rows
         slots = [slot for slot in rows.live() if rows.held(slot).id in wanted]
         ends = [len(rows.held(slot).prefix_ids) + n for slot, n in zip(slots, rows.drawn(slots), strict=True)]
@@ -263,7 +262,6 @@ class TransformersEngine:
         }
 
     def close(self) -> None:
-        """Give the cache and the model back; what is in flight is lost. Closing twice is allowed."""
         self._model = None
         self._waiting.clear()
         self._rows = SlotRows(self.max_batch, self._end_ids)
@@ -318,7 +316,6 @@ class TransformersEngine:
             del self._waiting[request.id]
 
     def _harvest(self, model: CachedModel, width: int) -> list[Response]:
-        """Answer the requests that are done and free their slots."""
         rows = self._rows
         finished = [slot for slot, done in enumerate(rows.done.tolist()) if done and rows.requests[slot] is not None]
         where = torch.tensor(finished, device=model.device)

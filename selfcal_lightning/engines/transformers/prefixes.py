@@ -111,7 +111,6 @@ class NestedRow(NamedTuple):
     ends: tuple[int, ...]
 
     def width(self, tail: int) -> int:
-        """Return the tokens of the row with tails of ``tail`` tokens."""
         return self.ends[0] + len(self.ends) * tail
 
 

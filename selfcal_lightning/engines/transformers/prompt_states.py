@@ -71,7 +71,6 @@ def network_states(network: PreTrainedModel, prompts: Sequence[Sequence[int]]) -
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
-    """Return the layers of a decoder in their order."""
     wanted = cast("PreTrainedModel", decoder).config.get_text_config().num_hidden_layers
     lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == wanted]
     if len(lists) != 1:
@@ -106,7 +105,6 @@ class _Pools:
                 kept.append(vectors)
 
     def states(self) -> PromptStates:
-        """Return what was kept, [rows, L, D]."""
         share = len(self._levels) if self._average else 1
         last, mean = (
             torch.stack([each.cpu() for each in kept], dim=1).div(share).numpy() for kept in (self._last, self._mean)

@@ -109,11 +109,9 @@ class SlotRows:
         self._any_edt = self._any_top_p = self._any_step = False
 
     def live(self) -> list[int]:
-        """Return the slots that hold a request, in order."""
         return [slot for slot, request in enumerate(self.requests) if request is not None]
 
     def held(self, slot: int) -> Request:
-        """Return the request in a slot that is live."""
         return cast(Request, self.requests[slot])
 
     def choose(self, requests: Sequence[Request]) -> list[int]:

@@ -236,19 +236,16 @@ class VLLMEngine:
         }
 
     def close(self) -> None:
-        """End the child process, which gives all its memory back."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None and self._owner == os.getpid():  # a forked copy must not end its parent's engine
             process.close()
 
     def statistics(self) -> VLLMStatistics:
-        """Return what the engine has done so far."""
         return VLLMStatistics(**(self._totals + self._child))
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is none."""
         return None if self._process is None else self._process.pid
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
@@ -322,7 +319,6 @@ class VLLMEngine:
             self._feed()
 
     def _listen(self, patience: float = math.inf) -> None:
-        """Wait for what the child says and take it in."""
         try:
             wait = min(patience, self._stall_timeout - self._silence)
             messages = cast(WorkerProcess, self._process).channel.receive(timeout=wait)

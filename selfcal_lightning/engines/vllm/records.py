@@ -64,7 +64,6 @@ class FlightBook:
         self._running: dict[int, Flight] = {}
 
     def __len__(self) -> int:
-        """Number of flights, waiting or running."""
         return len(self._waiting) + len(self._running)
 
     def add(self, flights: Iterable[Flight], *, first: bool = False) -> list[int]:

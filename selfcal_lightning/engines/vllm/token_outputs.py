@@ -65,7 +65,6 @@ class VLLMTokenOutputs:
         return answer["outputs"]
 
     def close(self) -> None:
-        """End the child process. Closing twice is allowed."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -110,7 +109,6 @@ def _serve(channel: Channel) -> None:
 
 
 def main() -> None:
-    """Serve the parent until it closes the channel or is gone."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         _serve(channel)

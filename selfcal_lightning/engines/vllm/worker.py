@@ -156,7 +156,6 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
         return self._engine.has_unfinished_requests()
 
     def add_samples(self, prompts: list[list[int]], specs: list[dict[str, Any]]) -> None:
@@ -216,7 +215,6 @@ class Worker:
         return {"event": "results", **finished, "counters": dict(self.counters)}
 
     def shutdown(self) -> None:
-        """Stop the engine and the workers that it started."""
         self._engine.engine_core.shutdown()
 
     def _add(
@@ -370,7 +368,6 @@ def _write_outbox(channel: Channel, outbox: queue.SimpleQueue[dict[str, Any]]) -
 
 
 def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Work until told to close: take in all messages, run a step, hand out what finished."""
     last_report = time.monotonic()
     while True:
         while not inbox.empty() or not worker.busy:
@@ -394,7 +391,6 @@ def _serve(worker: Worker, inbox: queue.SimpleQueue[dict[str, Any]], outbox: que
 
 
 def main() -> None:
-    """Serve one parent over the socket whose file descriptor stands on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fd", type=int)
     channel = Channel(socket.socket(fileno=parser.parse_args().fd))

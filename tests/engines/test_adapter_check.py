@@ -164,14 +164,18 @@ def test_transformers_passes_with_the_adapter_and_fails_with_the_previous_one(
         assert refuses(stale, trained, r"0\.0001") > 1e-4
 
 
-def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained) -> None:
+@pytest.fixture(scope="module")
+def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
+    """The weights in bfloat16 and the adapter in float32, as in training."""
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    network = load_adapter(network, trained.adapter).eval()  # bfloat16 weights, the adapter in float32: as in training
-    right = TransformersEngine(tiny_model, adapter=trained.adapter, dtype="bfloat16", chat=trained.chat)
-    assert 1e-4 < check_adapter(right, network, trained.probes) <= 0.02
-    stale = TransformersEngine(tiny_model, adapter=trained.previous, dtype="bfloat16", chat=trained.chat)
+    return load_adapter(network, trained.adapter).eval()
+
+
+def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained, half: PreTrainedModel) -> None:
+    right, stale = (_half_engine(tiny_model, trained, adapter) for adapter in (trained.adapter, trained.previous))
+    assert 1e-4 < check_adapter(right, half, trained.probes) <= 0.02
     with pytest.raises(AdapterMismatchError, match=r"at most 0\.02 in the mean"):
-        check_adapter(stale, network, trained.probes)
+        check_adapter(stale, half, trained.probes)
 
 
 @pytest.mark.slow
@@ -214,12 +218,6 @@ class Noisy:
         table = self._engine.next_token_probabilities(prompts, token_ids, with_adapter=with_adapter)
         rows = zip(prompts, table, strict=True)
         return [[p * math.exp(random.Random(str(prompt)).gauss(0.0, self._noise)) for p in row] for prompt, row in rows]
-
-
-@pytest.fixture(scope="module")
-def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
-    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    return load_adapter(network, trained.adapter).eval()
 
 
 def _half_engine(path: str, trained: Trained, adapter: str) -> TransformersEngine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from selfcal_lightning.callbacks import generation
-from selfcal_lightning.callbacks import generation as generation_engines
 from selfcal_lightning.callbacks.generation import EnginePlace as Place
 from selfcal_lightning.callbacks.generation import SSCGeneration, start_engine
 from selfcal_lightning.commands.generate import run_generate
@@ -106,7 +106,7 @@ def test_the_trainers_engine_gets_the_gpus_of_its_process(
     options = SSCGeneration(engine=EngineSettings("vllm", engine_args=engine_args)).engine
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     opened: list[EngineOptions] = []
-    monkeypatch.setattr(generation_engines, "open_engine", lambda options, model, chat: opened.append(options))
+    monkeypatch.setattr(generation, "open_engine", lambda options, model, chat: opened.append(options))
     start_engine(options, "bundled", chat, place=Place(torch.device("cuda", local_rank), local_rank, processes))
     assert opened[0].engine_args["devices"] == devices
 
@@ -119,27 +119,9 @@ def test_engines_that_find_too_few_gpus_are_refused(chat: ChatFormat, monkeypatc
 
 
 def test_a_settings_record_survives_the_way_to_a_worker() -> None:
-    from dataclasses import asdict
-
     settings = shares.GenerationSettings(
-        model="m",
-        store_dir="s",
-        task=["t"],
-        split="train",
-        path=None,
-        part=None,
-        prompt=Prompt(system="Be brief.", examples=(PromptExample("1+1?", "2"),)),
-        limit=None,
-        offset=0,
-        store_split="train",
-        chain_of_thought=True,
-        num_samples=2,
-        engine=EngineOptions("vllm", engine_args={"max_restarts": 1}),
-        sampling=SamplingSettings(),
-        seed=0,
-        query="Right?",
-        questions_per_shard=64,
-        max_failures=10,
-    )
+        "m", "s", ["t"], "train", "train", 2, EngineOptions("vllm", engine_args={"max_restarts": 1}),
+        SamplingSettings(), "Right?", prompt=Prompt(system="Be brief.", examples=(PromptExample("1+1?", "2"),)),
+    )  # fmt: skip
     assert shares.GenerationSettings.from_plain(asdict(settings)) == settings
-    assert generation.SSCGeneration().engine == EngineOptions()
+    assert SSCGeneration().engine == EngineOptions()

@@ -17,6 +17,7 @@ from support.engine_reference import EDT, GREEDY, QUESTIONS, Reference
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import RequestsFailedError, generate
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.slots import dynamic_temperature, tempered_probabilities
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
@@ -88,11 +89,6 @@ def vllm_engine(tiny_model: str) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def reference(tiny_model: str) -> Reference:
-    return Reference(tiny_model)
-
-
 class TestContract(EngineContract):
     max_context = CONTEXT
 
@@ -151,11 +147,9 @@ def test_many_ids_are_scored_in_parts(vllm_engine: VLLMEngine, reference: Refere
         vllm_engine.next_token_probabilities([prompt], [len(expected)])
 
 
-def test_p_true_agrees_with_transformers_and_the_module_on_the_same_ids(
+def test_p_true_agrees_with_transformers_on_the_same_ids(
     vllm_engine: VLLMEngine, reference: Reference, tiny_model: str
 ) -> None:
-    from selfcal_lightning.engines.transformers.engine import TransformersEngine
-
     query = reference.chat.query
     responses = generate(vllm_engine, requests := reference.requests(EDT, count=4))
     masses = torch.tensor([[r.yes_mass, r.no_mass] for r in responses])
@@ -170,41 +164,6 @@ def test_p_true_agrees_with_transformers_and_the_module_on_the_same_ids(
     torch.testing.assert_close(masses, split, atol=1e-4, rtol=0.0)
     assert vllm_engine.describe()["weights_sha256"] == other.describe()["weights_sha256"]
     other.close()
-
-    torch.testing.assert_close(masses, _module_masses(tiny_model, rows), atol=1e-4, rtol=0.0)
-
-
-def _module_masses(path: str, rows: list[tuple[int, ...]]) -> torch.Tensor:
-    """Return the Yes and No masses of the training module, [rows, 2], float32."""
-    from selfcal_lightning.training.batches import SSCBatch
-    from selfcal_lightning.training.self_calibration import SelfCalibrationModule
-
-    module = SelfCalibrationModule(path, lora=None, torch_dtype="float32")
-    module.configure_model()
-    module.eval()
-    size, lengths = len(rows), torch.tensor([len(row) for row in rows])
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    ones = torch.ones(size)
-    batch = SSCBatch(
-        input_ids=ids,
-        attention_mask=mask,
-        query_position=torch.arange(size) * mask.shape[1] + lengths - 1,
-        label_position=torch.zeros(0, dtype=torch.long),
-        label_id=torch.zeros(0, dtype=torch.long),
-        label_row=torch.zeros(0, dtype=torch.long),
-        target=ones,
-        correct=ones,
-        calibration_weight=ones,
-        generation_weight=ones,
-        calibration_total=ones.sum(),
-        generation_total=ones.sum(),
-        question_index=torch.arange(size),
-        task=("test",) * size,
-    )
-    with torch.no_grad():
-        confidence = module.confidence(batch)
-    return torch.stack([confidence.yes_mass, confidence.no_mass], dim=1)
 
 
 @pytest.mark.slow

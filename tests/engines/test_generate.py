@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_runs import contents, run
@@ -18,9 +19,8 @@ from support.kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_s
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
-from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.sampling.sampler import QUEUE_BATCHES, generate_samples, store_fingerprint
-from selfcal_lightning.records import Message, QuestionSamples, Request, Response, sample_seed
+from selfcal_lightning.records import QuestionSamples, sample_seed
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "kill_worker.py"
 
@@ -30,30 +30,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamp
     path = tmp_path_factory.mktemp("unbroken")
     sample_share(path)
     return contents(path)
-
-
-def test_the_fake_keeps_the_contract_of_an_engine() -> None:
-    engine, chat = FakeEngine(max_context=200), FakeChat()
-    prompt = chat.prompt_ids([Message("user", "Hello")])
-    requests = [Request(f"r{i}", prompt, SAMPLING, seed=i, query=chat.query if i % 2 else None) for i in range(9)]
-    assert engine.poll() == []
-    first = generate(engine, requests)
-    assert [response.request_id for response in first] == [f"r{i}" for i in range(9)]
-    assert all((response.yes_mass is None) == (i % 2 == 0) for i, response in enumerate(first))
-    assert generate(engine, requests[::-1])[::-1] == first, "a text depends on its seed only"
-    engine.submit(requests)
-    with pytest.raises(ValueError, match="unique"):
-        engine.submit(requests[:1])
-    engine.cancel(["r0", "unknown"])
-    seen: list[Response] = []
-    while batch := engine.poll():
-        seen += batch
-    assert {response.request_id for response in seen} == {f"r{i}" for i in range(1, 9)}
-    with pytest.raises(ValueError, match="at most 200 tokens"):
-        engine.submit([replace(requests[0], prompt_ids=prompt * 20)])
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.poll()
 
 
 def test_rows_are_the_engines_responses_read_and_judged(tmp_path: Path) -> None:
@@ -179,16 +155,19 @@ def test_killed_at_random_moments(tmp_path: Path, seed: int, unbroken: dict[str,
     assert contents(tmp_path) == unbroken
 
 
-def test_clear_errors(tmp_path: Path) -> None:
-    questions = fake_questions(4)
-    with pytest.raises(ValueError, match="Expected `questions` to hold at least one"):
-        run(tmp_path, [])
-    with pytest.raises(ValueError, match=rf"unique, but got 1 more than once, the first of them '{questions[0].id}'"):
-        run(tmp_path, [*questions, questions[0]])
-    with pytest.raises(ValueError, match="Expected `shard`"):
-        run(tmp_path, questions, shard=(2, 2))
-    with pytest.raises(ValueError, match=r"Expected prompts of at most \d+ tokens.*\(4 such questions of 4\)"):
-        run(tmp_path, questions, engine=FakeEngine(max_context=30))
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ((), {}, "`questions` to hold at least one"),
+        ((0, 1, 0), {}, r"unique, but got 1 more than once, the first of them 'q0"),
+        ((0, 1), {"shard": (2, 2)}, "Expected `shard`"),
+        ((0, 1), {"engine": FakeEngine(max_context=30)}, r"prompts of at most \d+ tokens.*\(2 such questions of 2\)"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(tmp_path: Path, ids: Any, options: dict[str, Any], message: str) -> None:
+    questions = fake_questions(2)
+    with pytest.raises(ValueError, match=message.replace("q0", questions[0].id)):
+        run(tmp_path, [questions[i] for i in ids], **options)
 
 
 def test_stored_questions_must_be_the_same_questions(tmp_path: Path) -> None:

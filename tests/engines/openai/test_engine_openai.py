@@ -18,6 +18,7 @@ from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, reques
 from support.openai_models import RealModel
 from support.openai_server import Exchange, FakeServer, is_silent, says, status
 from support.options import nested
+from support.other_models import plain_copy
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -25,9 +26,10 @@ from selfcal_lightning.engines.base import RequestsFailedError, generate
 from selfcal_lightning.engines.openai.engine import OpenAIEngine
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Message
+from selfcal_lightning.records import Message, SamplingSettings
 
 pytestmark = pytest.mark.usefixtures("key")
+COLD = SamplingSettings(temperature=0.005, edt_scale=None)
 
 
 class TestContract(EngineContract):
@@ -95,16 +97,6 @@ def test_what_follows_the_end_of_the_turn_is_no_part_of_the_response(
     for response in generate(engine, requests_of(chat, 3)):
         assert (response.text, response.token_ids, response.finish) == ("It is 8.", ids, "stop")
         assert response.logprob == pytest.approx(-0.5 * len(ids))
-
-
-@pytest.mark.parametrize("told", [True, -5, 0, "512", 1e9])
-def test_a_limit_that_is_none_is_not_believed(tiny_model: str, chat: ChatFormat, told: object) -> None:
-    server = FakeServer(canned(chat), chat.tokenizer, max_model_len=told)  # type: ignore[arg-type]
-    engine = OpenAIEngine(tiny_model, base_url=server.base_url, chat=chat, api_key_env="SELFCAL_TEST_NO_KEY")
-    with pytest.raises(ValueError, match="`max_context` to be given"):
-        engine.submit([])
-    engine.close()
-    server.close()
 
 
 @pytest.mark.timeout(60)  # without cancelling, it would end at the deadline
@@ -225,9 +217,22 @@ def test_what_a_server_cannot_do_is_found_out_at_the_start(tiny_model: str, chat
         generate(asking, requests_of(chat, 1))
     with pytest.raises(ValueError, match=r"`edt_scale` to be None .*Set `edt_scale` to null.*--logits-processors"):
         asking.submit([replace(request, sampling=EDT) for request in requests_of(chat, 1)])
+    with pytest.raises(ValueError, match=r"`temperature` to be 0 or at least 0\.01"):
+        asking.submit([replace(request, sampling=COLD) for request in requests_of(chat, 1)])
     assert asking.poll() == []
     asking.close()
     plain.close()
+
+
+def test_what_does_not_fit_the_server_is_named(connect: Connect, tiny_model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`max_context` to be at most 511.*512"):
+        connect(max_context=512).submit([])
+    other = Path(plain_copy(tiny_model, tmp_path / "other"))
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][:20]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"Expected `tokenizer` to cut .*Name the tokenizer of the model 'tiny'"):
+        connect(tokenizer=str(other), chat=None).submit([])
 
 
 def test_closing_ends_the_thread_with_work_in_flight(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:

@@ -41,6 +41,30 @@ def test_a_passing_fault_is_outlived(
     assert len({json.dumps(exchange.body) for exchange in server.completions()}) == 1
 
 
+def streams(content: bytes) -> Fault:
+    return says(content, kind="text/event-stream")
+
+
+# What of an event is replaced by what, and what is said of it.
+BAD_EVENTS = [
+    (b"-2", b"NaN", "nan is not a log-probability"),
+    (b"-2", b'"x"', "'x' is not a log-probability"),
+    (b"-2", b"-Infinity", "-inf is not a log-probability"),
+    (b"-2", b"-1" + b"0" * 400, "0 is not a log-probability"),
+    (b"-2", b"true", "True is not a log-probability"),
+    (b"-2", b"null", "None is not a log-probability"),
+    (b",-2", b"", "1 log-probabilities for 2 tokens"),
+    (b"token_id:5", b"Hello", "'Hello' is not written as an id"),
+    (b":5", b":" + b"5" * 400, "is not written as an id"),
+    (b":5", b":05", "is not written as an id"),
+    (b":5", b":4000000000", "none of the vocabulary's"),
+    (b'["token_id:5","token_id:6"]', b'"token_id:5"', "something else"),
+    (b"null", b"[]", "is not a reason"),
+    (b"]}\n", b',{"index":1}]}\n', "something else"),
+    (b"null", b'"abort"', "by `stop` or `length`.*'abort'"),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -52,32 +76,12 @@ def test_a_passing_fault_is_outlived(
         (says(b'{"choices": 7}'), "tokens and their log-probabilities"),
         (says(json.dumps({"choices": KEY}).encode()), r"tokens and their log-probabilities.*\[key\]"),
         (says(b"[" * 100_000), "answer in JSON"),
-        (says(b'data: {"choices": [{"log\n\n', kind="text/event-stream"), "answer in JSON"),
-        (says(EVENT.replace(b"-2", b"NaN"), kind="text/event-stream"), "nan is not a log-probability"),
-        (says(EVENT.replace(b"-2", b'"x"'), kind="text/event-stream"), "'x' is not a log-probability"),
-        (says(EVENT.replace(b"-2", b"-Infinity"), kind="text/event-stream"), "-inf is not a log-probability"),
-        (says(EVENT.replace(b"-2", b"-1" + b"0" * 400), kind="text/event-stream"), "0 is not a log-probability"),
-        (says(EVENT.replace(b"-2", b"true"), kind="text/event-stream"), "True is not a log-probability"),
-        (says(EVENT.replace(b"-2", b"null"), kind="text/event-stream"), "None is not a log-probability"),
-        (says(EVENT.replace(b",-2", b""), kind="text/event-stream"), "1 log-probabilities for 2 tokens"),
-        (says(EVENT.replace(b"token_id:5", b"Hello"), kind="text/event-stream"), "'Hello' is not written as an id"),
-        (says(EVENT.replace(b":5", b":" + b"5" * 400), kind="text/event-stream"), "is not written as an id"),
-        (says(EVENT.replace(b":5", b":05"), kind="text/event-stream"), "is not written as an id"),
-        (says(EVENT.replace(b":5", b":4000000000"), kind="text/event-stream"), "none of the vocabulary's"),
-        (
-            says(EVENT.replace(b'["token_id:5","token_id:6"]', b'"token_id:5"'), kind="text/event-stream"),
-            "something else",
-        ),
-        (says(EVENT.replace(b"null", b"[]"), kind="text/event-stream"), "is not a reason"),
-        (says(EVENT.replace(b"null", b'"stop"') + EVENT, kind="text/event-stream"), "tokens after the end"),
-        (says(EVENT.replace(b"]}\n", b',{"index":1}]}\n'), kind="text/event-stream"), "something else"),
         (says(b'{"choices":' + b"[" * 950 + b"]" * 950 + b"}"), "tokens and their log-probabilities"),
-        (
-            says(b'data: {"error": {"message": "no status"}}\n\n', kind="text/event-stream"),
-            "in the middle of an answer",
-        ),
-        (says(EVENT * 40, kind="text/event-stream"), "at most 64 tokens, but got more"),
-        (says(EVENT.replace(b"null", b'"abort"'), kind="text/event-stream"), "by `stop` or `length`.*'abort'"),
+        (streams(b'data: {"choices": [{"log\n\n'), "answer in JSON"),
+        (streams(b'data: {"error": {"message": "no status"}}\n\n'), "in the middle of an answer"),
+        (streams(EVENT * 40), "at most 64 tokens, but got more"),
+        (streams(EVENT.replace(b"null", b'"stop"') + EVENT), "tokens after the end"),
+        *((streams(EVENT.replace(old, new)), message) for old, new, message in BAD_EVENTS),
     ],
 )
 def test_a_refusal_or_garbage_is_reported_at_once_and_the_others_go_on(

@@ -79,6 +79,11 @@ def test_addresses(url: str, accepted: bool) -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("told", [True, -5, 0, "512", 1e9])
+def test_a_limit_that_is_none_is_not_believed(told: object) -> None:
+    assert choose_model({"data": [{"id": "m", "max_model_len": told}]}, wanted=None, default="m") == ("m", None)
+
+
 def test_plain_http_to_another_machine_is_the_users_choice() -> None:
     assert check_base_url("http://gpu-7:8000/v1", allow_http=True) == "http://gpu-7:8000/v1"
 
@@ -119,21 +124,10 @@ def test_what_is_shown_is_short_printable_and_without_the_key() -> None:
 def test_retry_after_is_read_as_seconds_or_as_a_date() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     date = format_datetime(now + timedelta(seconds=90), usegmt=True)
-    values = [
-        None,
-        "2",
-        "0.5",
-        "-3",
-        "soon",
-        "Mon, 01 Jan 99999999999999999999 00:00:00 GMT",
-        "nan",
-        "inf",
-        "",
-        date,
-        format_datetime(now - timedelta(days=1), usegmt=True),
-    ]
-    expected = [None, 2.0, 0.5, 0.0, None, None, None, None, None, 90.0, 0.0]
-    assert [retry_after_seconds(value, now=now) for value in values] == expected
+    past = format_datetime(now - timedelta(days=1), usegmt=True)
+    wanted = {"2": 2.0, "0.5": 0.5, "-3": 0.0, date: 90.0, past: 0.0}
+    wanted |= dict.fromkeys([None, "soon", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", "nan", "inf", ""])
+    assert {value: retry_after_seconds(value, now=now) for value in wanted} == wanted
 
 
 def test_backoff_doubles_up_to_its_limit_between_half_and_all() -> None:

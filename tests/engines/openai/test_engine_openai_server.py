@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.engine_contract import EngineContract
-from support.engine_reference import EDT, FIXED, QUESTIONS, Reference
+from support.engine_reference import EDT, QUESTIONS, Reference
 from support.vllm_server import vllm_serving
 
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -134,35 +131,6 @@ def test_a_cancelled_request_frees_the_server(server_engine: OpenAIEngine, refer
     assert after.tokens_received - before.tokens_received >= drawn
 
 
-def test_what_a_plain_server_cannot_draw_is_refused(server: str, tiny_model: str, reference: Reference) -> None:
-    engine = _engine(server, tiny_model, server_edt=False)
-    assert generate(engine, reference.requests(FIXED, count=1))
-    with pytest.raises(ValueError, match=r"`edt_scale` to be None.*0\.8.*--logits-processors"):
-        engine.submit(reference.requests(EDT, count=1))
-    cold = replace(FIXED, temperature=0.005)
-    with pytest.raises(ValueError, match=r"`temperature` to be 0 or at least 0\.01"):
-        engine.submit(reference.requests(cold, count=1))
-    assert engine.poll() == []
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"served_model": "huge"}, r"`served_model` to name a model.*'huge'.*tiny"),
-        ({"max_context": 512}, r"`max_context` to be at most 511.*512"),
-        ({"api_key_env": "SELFCAL_TEST_NO_KEY"}, r"HTTP 401.*SELFCAL_TEST_NO_KEY"),
-    ],
-)
-def test_a_setting_that_does_not_fit_the_server_is_named(
-    server: str, tiny_model: str, options: dict[str, object], message: str
-) -> None:
-    engine = _engine(server, tiny_model, **options)
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        engine.submit([])
-    engine.close()
-
-
 def test_the_command_line_generates_from_a_server(server: str, tmp_path: Path) -> None:
     words = f"""-m selfcal_lightning generate --model bundled --task word_problems --limit 6 --num_samples 2
         --sampling.max_new_tokens 48 --engine.name openai --engine.base_url {server} --devices 2
@@ -175,14 +143,3 @@ def test_the_command_line_generates_from_a_server(server: str, tmp_path: Path) -
     assert all(sample.p_true is not None for sample in samples)
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
     assert KEY not in written + done.stdout + done.stderr
-
-
-def test_another_tokenizer_is_found_out(server: str, tiny_model: str, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny_model, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors")))
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["merges"] = content["model"]["merges"][:20]
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    engine = _engine(server, tiny_model, tokenizer=str(folder))
-    with pytest.raises(ValueError, match=r"Expected `tokenizer` to cut .*Name the tokenizer of the model 'tiny'"):
-        engine.submit([])
-    engine.close()

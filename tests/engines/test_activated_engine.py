@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 from support.activated_reference import (
-    SHORT,
     ActivatedContract,
     ReferencePeft,
     check_half_precision,
     without_confidence,
 )
 from support.engine_reference import EDT, QUESTIONS, Reference
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import engine as engine_module
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel, load_network
-from selfcal_lightning.records import Dtype
 
 
 class TestActivated(ActivatedContract):
@@ -78,28 +75,6 @@ def test_what_responses_share_is_read_once(tiny_model: str, adapter: str, refere
     peft = ReferencePeft(tiny_model, adapter)
     wanted = torch.stack([peft.next_probabilities(ids)[:100] for ids in asked])
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_output_layer_is_not_copied_for_every_row(
-    dtype: Dtype, tiny_model: str, adapter: str, reference: Reference
-) -> None:
-    engine = TransformersEngine(tiny_model, adapter=adapter, dtype=dtype)
-    asked = [(*reference.prompt(question), *reference.chat.query.suffix_ids) for question in QUESTIONS]
-    largest = 0
-
-    class Spy(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            if function is torch.ops.aten.bmm.default:
-                largest = max(largest, args[1].numel())
-            return function(*args, **(kwargs or {}))
-
-    with Spy():
-        engine.next_token_probabilities(asked, range(100))
-        generate(engine, reference.requests(SHORT, count=2))
-    head = engine._require_model().network.get_output_embeddings().weight
-    assert largest < head.numel(), "a product of a row with its own copy of the weights"
 
 
 def test_an_adapter_that_does_not_sleep_is_refused(

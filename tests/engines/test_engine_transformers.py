@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.sampling.sampler import open_existing, store_fingerprint
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
-from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Request, SamplingSettings
 
 SMALL: dict[str, Any] = {
@@ -317,19 +316,17 @@ def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, tmp_path: 
     assert network.get_output_embeddings()._forward_hooks == {}
 
 
-def test_in_float32_nothing_is_told_of_the_output_layer(tiny_model: str, tmp_path: Path) -> None:
-    """Stores that were written before are resumed; those in half precision have another P(True), and are read."""
-    engine = TransformersEngine(tiny_model, dtype="float32", device="cpu")
-    assert engine.describe()["head_dtype"] is None
-    chat, sampling = engine.chat, SamplingSettings(max_new_tokens=8)
-    assert "head_dtype" not in store_fingerprint(engine, chat, sampling, 0).as_json()["model"]
-    half = TransformersEngine(tiny_model, dtype="bfloat16", device="cpu")
-    now = store_fingerprint(half, chat, sampling, 0)
-    before = replace(now, model=replace(now.model, head_dtype=None))
-    SampleStore.create_or_open(tmp_path, before, num_samples=2, engine={})
+def test_a_store_knows_the_dtype_of_the_output_layer(tiny_model: str, tmp_path: Path) -> None:
+    """It is found without the model, and another one is refused: P(True) differs."""
+    chat, sampling = ChatFormat(load_tokenizer(tiny_model)), SamplingSettings(max_new_tokens=8)
+    single, half = (
+        store_fingerprint(TransformersEngine(tiny_model, dtype=dtype, device="cpu"), chat, sampling, 0)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert (single.model.head_dtype, half.model.head_dtype) == (None, "float32")
     settings = {"model": tiny_model, "revision": None, "chat": chat, "sampling": sampling, "seed": 0, "num_samples": 2}
-    assert open_existing(tmp_path, **settings) is not None, "what is complete is used"
+    for name, fingerprint in (("single", single), ("half", half)):
+        SampleStore.create_or_open(tmp_path / name, fingerprint, num_samples=2, engine={})
+        assert open_existing(tmp_path / name, **settings) is not None
     with pytest.raises(ValueError, match=r"model\.head_dtype: None in the store, 'float32' asked for"):
-        SampleStore.create_or_open(tmp_path, now, num_samples=2, engine={})
-    SampleStore.create_or_open(tmp_path / "new", now, num_samples=2, engine={})
-    assert open_existing(tmp_path / "new", **settings) is not None
+        SampleStore.create_or_open(tmp_path / "single", half, num_samples=2, engine={})

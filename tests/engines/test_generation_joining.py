@@ -16,9 +16,8 @@ import pytest
 from support.fakes import fake_questions
 from support.store_samples import make_store, write
 
-from selfcal_lightning.callbacks.generation import join_shares, wait_for_shares
+from selfcal_lightning.callbacks.generation import join_shares
 from selfcal_lightning.core import processes as rendezvous
-from selfcal_lightning.core import progress
 from selfcal_lightning.core.processes import Rendezvous
 from selfcal_lightning.data.store.sample_store import SampleStore
 
@@ -172,30 +171,3 @@ def test_questions_that_never_come_are_an_error_everywhere(tmp_path: Path) -> No
     raised = both_ranks(work)
     assert len(raised) == 2
     assert all("'lost'" in str(error) for error in raised)
-
-
-def test_the_first_process_shows_how_far_the_others_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    questions = fake_questions(9)
-    store = make_store(tmp_path / "s")
-    write(store, questions[:3], part="rank-0-of-2")
-    wanted = {question.id for question in questions}
-
-    def hear(words: str) -> None:
-        said = ""
-        while words not in said:
-            said += capsys.readouterr().err
-            time.sleep(0.01)
-
-    def work(rank: int) -> None:
-        meeting = Rendezvous(tmp_path / "m", rank=rank, world_size=2, stall_timeout=120.0)
-        with meeting.working():
-            if rank == 1:
-                for start in (3, 6):
-                    write(SampleStore(tmp_path / "s"), questions[start : start + 3], part="rank-1-of-2")
-                    hear(f"Round 0, other processes: {start} of 6 questions")
-        wait_for_shares(meeting, SampleStore(tmp_path / "s"), wanted, round=0)
-
-    assert both_ranks(work) == []

@@ -254,14 +254,14 @@ def test_rollouts_of_other_steps_are_refused(
 ) -> None:
     model = tiny_model if format is None else stand_in(shallow_model, tmp_path / "m", reward_format(format))
     settings: dict[str, Any] = {"num_samples": 3, "target": "success_rate", "rollouts": str(rolled[0])}
-    for steps in ("sentence", "line"):
-        data = RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
-        index, rows = sampled.index(), data.collator()
-        if steps == "sentence":
-            data._table(sampled, index, rows, data.recipes())
-            continue
-        with pytest.raises(InputError, match=r"goes on from a step .* by the rule 'line'.*--steps line"):
-            data._table(sampled, index, rows, data.recipes())
+    index = sampled.index()
+    same, other = (
+        RewardDataModule(model, str(sampled.path), steps=steps, format=format, **settings)
+        for steps in ("sentence", "line")
+    )
+    same._table(sampled, index, same.collator(), same.recipes())
+    with pytest.raises(InputError, match=r"goes on from a step .* by the rule 'line'.*--steps line"):
+        other._table(sampled, index, other.collator(), other.recipes())
 
 
 def test_rows_of_trl_are_written_and_read_back(
@@ -341,28 +341,30 @@ def test_a_prefix_that_fills_a_response_has_no_rollouts(sampled: SampleStore, ch
         assert kept == {length for length in lengths if length < longest}
 
 
-def test_what_cannot_be_rolled_out_is_refused(sampled: SampleStore, tmp_path: Path, chat: ChatFormat) -> None:
-    with pytest.raises(InputError, match=r"responses of more than one step .* by the rule 'line'"):
-        rollout(sampled, tmp_path / "store", steps="line")
-    with pytest.raises(InputError, match="responses of the split 'test', but got none"):
-        rollout(sampled, tmp_path / "store", split="test")
-    with pytest.raises(InputError, match="`num_rollouts` to be at least 1, but got 0"):
-        rollout(sampled, tmp_path / "store", num_rollouts=0)
-    with pytest.raises(InputError, match="`prefixes` to be at least 1, but got 0"):
-        rollout(sampled, tmp_path / "store", prefixes=0)
-    with pytest.raises(InputError, match="`at` or `prefixes`, but got both"):
-        rollout(sampled, tmp_path / "store", prefixes=1, at=[1])
-    with pytest.raises(InputError, match="`at` to be numbers of steps from 1, but got"):
-        rollout(sampled, tmp_path / "store", at=[0, 1])
-    with pytest.raises(InputError, match="`labels` to be one of"):
-        rollout(sampled, tmp_path / "store", labels="soft")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": "line"}, r"responses of more than one step .* by the rule 'line'"),
+        ({"split": "test"}, "responses of the split 'test', but got none"),
+        ({"num_rollouts": 0}, "`num_rollouts` to be at least 1, but got 0"),
+        ({"prefixes": 0}, "`prefixes` to be at least 1, but got 0"),
+        ({"prefixes": 1, "at": [1]}, "`at` or `prefixes`, but got both"),
+        ({"at": [0, 1]}, "`at` to be numbers of steps from 1, but got"),
+        ({"labels": "soft"}, "`labels` to be one of"),
+    ],
+)
+def test_what_cannot_be_rolled_out_is_refused(
+    sampled: SampleStore, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        rollout(sampled, tmp_path / "store", **changes)
+
+
+def test_folders_that_do_not_fit_are_refused(
+    sampled: SampleStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(InputError, match="`store_dir` to be another folder"):
         rollout(sampled, sampled.path)
-    source = RolloutSource(str(sampled.path), "calibration", 1, 3, None, "sentence")
-    assert all(len(prefix.prefix_ids) < 12 for prefix in source.read(chat, longest=12)), "no room for a continuation"
-
-
-def test_the_verb_is_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["rollout", "--samples_dir", str(tmp_path), "--store_dir", str(tmp_path / "out")]) == 1
     assert "Expected `samples_dir` to be a sample store" in capsys.readouterr().err
 

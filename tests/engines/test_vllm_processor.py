@@ -1,10 +1,9 @@
-"""The logits processor of the vLLM engine by itself, in both of its forms, row by row."""
+"""The logits processor of the vLLM engine in both of its forms, against ``dynamic_temperature`` row by row."""
 
 from __future__ import annotations
 
 import importlib.util
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ pytestmark = [
 
 
 class TestProcessor:
-    """The logits processor by itself, in both of its forms, against ``dynamic_temperature`` row by row."""
-
     @pytest.fixture(scope="class")
     def logits(self) -> torch.Tensor:
         rows = torch.randn(8, 50, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 2, 8)[:, None]
@@ -84,47 +81,6 @@ class TestProcessor:
         admit(5, (1.2, 0.9, 2.0))
         check([5, 0, 4, 2])
         check([2, 4])
-
-    def test_a_mixed_step_waits_for_nothing_and_passes_over_the_vocabulary_a_few_times(
-        self, logits: torch.Tensor
-    ) -> None:
-        """Nearly every step holds queries beside samples; they once cost a mask from the host and two whole copies."""
-        from torch.utils._python_dispatch import TorchDispatchMode
-        from vllm import SamplingParams
-        from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
-
-        from selfcal_lightning.engines.vllm.dynamic_temperature import DynamicTemperature, sharpen_logits_
-
-        class Watch(TorchDispatchMode):
-            def __init__(self) -> None:
-                super().__init__()
-                self.seen: list[str] = []
-                self.passes = 0
-
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                self.seen.append(str(func))
-                self.passes += any(isinstance(a, torch.Tensor) and a.numel() >= logits.numel() for a in args)
-                return func(*args, **(kwargs or {}))
-
-        states = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=8)
-        processor = DynamicTemperature(None, states)
-        for slot in range(8):
-            edt = {"edt": [0.8, 0.8, 1.0]} if slot % 2 else None
-            processor.add_request(slot, SamplingParams(temperature=1.0, extra_args=edt))
-        processor.apply_staged_writes()
-        mapping = torch.arange(8, dtype=torch.int32)
-        rows = logits.clone()
-        context = LogitsContext(mapping, mapping, mapping.numpy(), mapping * 0, mapping, mapping, mapping.numpy())
-        with Watch() as watch:
-            sharpened = processor.apply(rows, context)
-        # One is the cast of the slots' numbers, on the device.
-        waiting = [name for name in watch.seen if any(part in name for part in ("copy", "clone", "where", "nonzero"))]
-        assert waiting == ["aten._to_copy.default"]
-        assert watch.passes <= 8
-        plain = sharpen_logits_(logits.clone()[1::2], 0.8, 0.8, 1.0)
-        assert torch.equal(sharpened[1::2], plain), "rows of EDT are those of a step of their own"
-        finite = logits[::2] - logits[::2].amax(-1, keepdim=True)
-        assert torch.equal(sharpened[::2], finite), "the others are shifted"
 
     def test_large_batches_are_worked_off_in_parts(self, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         from selfcal_lightning.engines.vllm import dynamic_temperature as vllm_edt

@@ -52,7 +52,7 @@ def test_it_equals_one_that_was_drawn_at_once(at_once: Path, tmp_path: Path) -> 
 
 def test_a_killed_one_goes_on_with_other_shares(at_once: Path, tmp_path: Path) -> None:
     run(tmp_path, QUESTIONS, num_samples=3)
-    run(tmp_path, QUESTIONS, num_samples=7, extend=True, part="rank-0-of-2", shard=(0, 2))
+    run(tmp_path, QUESTIONS, num_samples=7, extend=True, shard=(0, 2))
     sizes = {len(group.samples) for group in contents(tmp_path).values()}
     assert sizes == {3, 7}, "questions of the other share have what they had"
     planned = plan_sampling(str(tmp_path), {q.id for q in QUESTIONS}, num_samples=7, most_tokens=9)

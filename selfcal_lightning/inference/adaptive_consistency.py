@@ -15,12 +15,12 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
+    cast_votes,
     check_confidence_name,
     check_number,
     check_weights,
     leader,
     make_verdict,
-    vote_confidence,
 )
 from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
@@ -208,11 +208,10 @@ class AdaptiveConsistency:
             if not drawn:
                 break
             samples += drawn
-            for sample in drawn:
-                weight = self._weight_of(sample)
-                if sample.answer is not None and weight is not None:
-                    votes[sample.answer] = votes.get(sample.answer, 0.0) + weight
-                    total, num_votes = total + weight, num_votes + 1
+            for answer, weight in cast_votes(drawn, self.confidence):
+                check_weights(weight)
+                votes[answer] = votes.get(answer, 0.0) + weight
+                total, num_votes = total + weight, num_votes + 1
             is_clear = num_votes >= self.min_samples and self._certainty(votes, total) >= self._bound(self._threshold)
         certainty = self._certainty(votes, total)
         confidence = None if total <= 0.0 else 1.0 + certainty if self.criterion == "entropy" else certainty
@@ -257,14 +256,6 @@ class AdaptiveConsistency:
     def _bound(self, threshold: float) -> float:
         """Return the score to reach; scores rise with certainty, so entropies are negated."""
         return -threshold if self.criterion == "entropy" else threshold
-
-    def _weight_of(self, sample: Sample) -> float | None:
-        """Return the weight of the sample's vote; None if it does not vote."""
-        if self.confidence is None:
-            return None if sample.answer is None else 1.0
-        weight = vote_confidence(sample, self.confidence)
-        check_weights(weight or 0.0)
-        return weight
 
     def _certainty(self, votes: dict[str, float], total: float) -> float:
         """Return the score of the votes so far; -inf without any weight, which never stops."""

@@ -156,8 +156,3 @@ def check_confidence_name(value: str | None, *, optional: bool = False) -> None:
     if not (optional and value is None) and (not isinstance(value, str) or not value):
         plain = "" if optional else " Plain votes are the strategy self_consistency."
         raise InputError(f"Expected `confidence` to be the name of a confidence, but got {value!r}.{plain}")
-
-
-def vote_confidence(sample: Sample, confidence: str) -> float | None:
-    """Return the sample's confidence; None if it does not vote, being unreadable or without the confidence."""
-    return None if sample.answer is None else confidence_of(sample, confidence)

@@ -26,7 +26,7 @@ DEFAULT_STRATEGY = "early_stopping"
 # Of the answers of the bundled model with the demo's adapter that stop there, 78 % are right (100 calibration questions
 # x 8 samples, in 50 orders), and the accuracy of eight samples weighted by it is kept by five.
 DEFAULT_THRESHOLD = 0.7
-FEW_QUESTIONS = 4  # of fewer, nobody wonders that none reached a threshold
+FEW_QUESTIONS = 4  # of fewer, it says little that none reached a threshold
 
 
 def choose_strategy(
@@ -70,11 +70,16 @@ def check_sampled_alike(fitted: FittedThreshold, fingerprint: StoreFingerprint) 
         )
 
 
+def _calibration(model: str, adapter: str | None) -> tuple[Path, Mapping[str, Any]]:
+    """Return the folder of the adapter, or else of the model, and its manifest, empty if there is none."""
+    folder = Path(resolve_model(model) if adapter is None else adapter)
+    return folder, (read_manifest(folder) if folder.is_dir() else None) or {}
+
+
 def choose_prompt(model: str, adapter: str | None, given: Prompt | None) -> tuple[Prompt | None, str | None]:
     """Return the prompt to use, and a note about it for the user."""
-    folder = Path(resolve_model(model) if adapter is None else adapter)
-    manifest = read_manifest(folder) if folder.is_dir() else None
-    if manifest is None or "prompt" not in manifest:
+    folder, manifest = _calibration(model, adapter)
+    if "prompt" not in manifest:
         return given, None
     trained = stated_prompt(manifest["prompt"])
     if given is None:
@@ -101,8 +106,7 @@ class CalibratedDefaults:
     @classmethod
     def of(cls, model: str, adapter: str | None) -> CalibratedDefaults:
         """Read them from the adapter's manifest, or from the model's if there is no adapter."""
-        folder = Path(resolve_model(model) if adapter is None else adapter)
-        manifest = (read_manifest(folder) if folder.is_dir() else None) or {}
+        folder, manifest = _calibration(model, adapter)
         store = manifest.get("store") or {}
         tasks = store.get("tasks") or []
         threshold = (manifest.get("metrics") or {}).get(f"val/{STOPPING_THRESHOLD}")
@@ -134,7 +138,7 @@ class CalibratedDefaults:
 
 def promise_note(fitted: FittedThreshold) -> str:
     """Say what a threshold guarantees, and which of its conditions cannot be checked here."""
-    unknown = " How its calibration responses were sampled is not known, so see that answers are sampled likewise."
+    unknown = " How its calibration responses were sampled is not known, so sample answers in the same way."
     return f"{fitted.name}: {fitted.promise}{'' if fitted.sampled_by else unknown}"
 
 
@@ -152,7 +156,7 @@ def unreached_note(strategy: Strategy, verdicts: Sequence[Verdict]) -> str | Non
 
 
 def uncalibrated_note(model: str, adapter: str | None, strategy: Strategy) -> str | None:
-    """Return a warning if the strategy relies on P(True) of a local model that was never calibrated."""
+    """Return a warning if the strategy relies on P(True) of a local model that has no calibration."""
     folder = Path(resolve_model(model))
     if strategy.confidence != P_TRUE or adapter is not None or not folder.is_dir() or (folder / MANIFEST).is_file():
         return None

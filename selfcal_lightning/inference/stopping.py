@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -13,13 +14,14 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.inference.base import (
     Ask,
     Solving,
+    add_up,
+    cast_votes,
     check_confidence_name,
     check_number,
     check_weights,
     leader,
     make_verdict,
     share_of,
-    vote_confidence,
     weighted_votes,
 )
 from selfcal_lightning.inference.vectorised import (
@@ -88,22 +90,22 @@ class EarlyStopping:
             if not drawn:
                 break
             samples += drawn
-            value = vote_confidence(drawn[0], self.confidence)
-            if value is not None and value >= self.threshold:
-                return make_verdict(question, samples, drawn[0].answer, confidence=value, stopped_early=True)
+            for answer, value in cast_votes(drawn, self.confidence):
+                if value >= self.threshold:
+                    return make_verdict(question, samples, answer, confidence=value, stopped_early=True)
         return self._give_up(question, samples)
 
     def _give_up(self, question: Question, samples: Sequence[Sample]) -> Verdict:
-        votes = [(value, s.answer) for s in samples if (value := vote_confidence(s, self.confidence)) is not None]
+        votes = cast_votes(samples, self.confidence)
         answer: str | None = None
         if votes and self.fallback == "last":
-            answer = votes[-1][1]
+            answer = votes[-1][0]
         elif votes and self.fallback == "best":
-            answer = max(votes, key=lambda vote: vote[0])[1]
+            answer = max(votes, key=itemgetter(1))[0]
         elif votes:
-            check_weights(min(value for value, _ in votes))
-            answer = leader(weighted_votes(samples, self.confidence))
-        best = max((value for value, given in votes if given == answer), default=None)
+            check_weights(min(value for _, value in votes))
+            answer = leader(add_up(votes))
+        best = max((value for given, value in votes if given == answer), default=None)
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
@@ -313,11 +315,11 @@ class CGES:
 
     def _judge(self, samples: Sequence[Sample]) -> tuple[str | None, float | None]:
         """Return the leading answer and its posterior, or (None, None) without evidence."""
-        votes = [(s.answer, c) for s in samples if (c := vote_confidence(s, self.confidence)) is not None]
+        votes = cast_votes(samples, self.confidence)
         if not votes:
             return None, None
         log_odds = self._log_odds(np.array([confidence for _, confidence in votes]))
-        state: dict[str | None, tuple[float, int]] = {}
+        state: dict[str, tuple[float, int]] = {}
         for (answer, _), value in zip(votes, log_odds.tolist(), strict=True):
             total, count = state.get(answer, (0.0, 0))
             state[answer] = total + value, count + 1

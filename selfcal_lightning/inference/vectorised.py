@@ -275,7 +275,6 @@ class VoteStep:
     Attributes:
         num_samples: Number of samples seen, from 1.
         totals: Weight of each answer [Q, K]; the next step overwrites it.
-        num_votes: Votes so far [Q].
         leader: Code of the answer with the largest weight, the first seen on ties [Q]; -1 without votes.
         lead_weight: Its weight [Q]; 0 without votes.
         total_weight: Weight of all votes [Q], summed in the order of the samples.
@@ -285,7 +284,6 @@ class VoteStep:
 
     num_samples: int
     totals: Floats
-    num_votes: Integers
     leader: Integers
     lead_weight: Floats
     total_weight: Floats
@@ -325,7 +323,6 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
     leader = np.full(num_questions, UNREADABLE, dtype=np.int64)
     lead_precedence = np.full(num_questions, np.iinfo(np.int64).max)
     lead_weight, total_weight = np.zeros(num_questions), np.zeros(num_questions)
-    num_votes = np.zeros(num_questions, dtype=np.int64)
     unit = np.full(num_questions, _NO_UNIT)
     columns = zip(votes.code.T, votes.weight.T, votes.is_vote.T, votes.cell.T, strict=True)
     for number, (code, weight, is_vote, cell) in enumerate(columns, start=1):
@@ -342,8 +339,7 @@ def walk_votes(votes: Votes) -> Iterator[VoteStep]:
         lead_precedence = np.where(is_ahead, precedence, lead_precedence)
         lead_weight = np.where(is_ahead, weight_now, lead_weight)
         total_weight = total_weight + weight
-        num_votes = num_votes + is_vote
-        yield VoteStep(number, totals[:-1].T, num_votes, leader, lead_weight, total_weight)
+        yield VoteStep(number, totals[:-1].T, leader, lead_weight, total_weight)
 
 
 def leaders_at(votes: Votes, budgets: Integers) -> NDArray[np.int32]:

@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import ClassVar
 
 import numpy as np
@@ -23,7 +24,6 @@ from selfcal_lightning.inference.base import (
     leader,
     make_verdict,
     share_of,
-    vote_confidence,
 )
 from selfcal_lightning.inference.vectorised import (
     UNREADABLE,
@@ -31,7 +31,6 @@ from selfcal_lightning.inference.vectorised import (
     PoolArrays,
     Votes,
     as_budgets,
-    first_crossing,
     leaders_at,
     outcome_of_budgets,
     power_of_two,
@@ -265,6 +264,22 @@ def _admit(scores: Floats, points: Integers, number: int) -> None:
     points[number] = 1 + np.count_nonzero(earlier < new, axis=0)
 
 
+def _best(pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
+    """Return the answer of the sample with the highest confidence within each budget, the first on ties."""
+    budgets = as_budgets(grid)
+    votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
+    num_questions, width = votes.code.shape
+    scores = np.where(votes.is_vote, votes.weight, -np.inf)
+    # Column n holds what the first n samples say; before any vote the score is -inf and the best sample is none.
+    best = np.maximum.accumulate(np.column_stack([np.full(num_questions, -np.inf), scores]), axis=1)
+    is_new = best[:, 1:] > best[:, :-1]
+    chosen = np.maximum.accumulate(np.where(is_new, np.arange(1, width + 1), 0), axis=1)
+    chosen = np.column_stack([np.zeros(num_questions, dtype=np.int64), chosen])
+    codes = np.column_stack([np.full(num_questions, UNREADABLE), votes.code])
+    at_budget = chosen[:, np.minimum(budgets, width)]
+    return outcome_of_budgets(np.take_along_axis(codes, at_budget, axis=1).T, budgets, pool.length)
+
+
 @dataclass(frozen=True)
 class BestOfN:
     """Return the answer of the most confident sample in the budget, the first one on ties.
@@ -298,27 +313,13 @@ class BestOfN:
     def solve(self, question: Question) -> Solving:
         """Draw the whole budget at once and take the best."""
         samples = yield Ask(self.max_samples)
-        answer, best = None, None
-        for sample in samples:
-            value = vote_confidence(sample, self.confidence)
-            if value is not None and (best is None or value > best):
-                answer, best = sample.answer, value
+        cast = cast_votes(samples, self.confidence)
+        answer, best = max(cast, key=itemgetter(1)) if cast else (None, None)
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=True, width=int(budgets.max(initial=0)))
-        num_questions, width = votes.code.shape
-        scores = np.where(votes.is_vote, votes.weight, -np.inf)
-        # Column n holds what the first n samples say; before any vote the score is -inf and the best sample is none.
-        best = np.maximum.accumulate(np.column_stack([np.full(num_questions, -np.inf), scores]), axis=1)
-        is_new = best[:, 1:] > best[:, :-1]
-        chosen = np.maximum.accumulate(np.where(is_new, np.arange(1, width + 1), 0), axis=1)
-        chosen = np.column_stack([np.zeros(num_questions, dtype=np.int64), chosen])
-        codes = np.column_stack([np.full(num_questions, UNREADABLE), votes.code])
-        at_budget = chosen[:, np.minimum(budgets, width)]
-        return outcome_of_budgets(np.take_along_axis(codes, at_budget, axis=1).T, budgets, pool.length)
+        return _best(pool, grid)
 
 
 @dataclass(frozen=True)
@@ -385,15 +386,4 @@ class PassAtN:
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
         """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
-        budgets = as_budgets(grid)
-        votes = votes_of(pool, weighted=False, width=int(budgets.max(initial=0)))
-        width = votes.code.shape[1]
-        is_right = votes.is_vote & pool.correct[:, :width]
-        first_right = first_crossing(is_right.astype(np.float64), [1.0])[0]
-        first_readable = first_crossing(votes.is_vote.astype(np.float64), [1.0])[0]
-        codes = np.column_stack([votes.code, np.full(len(pool.length), UNREADABLE)])
-        rows = np.arange(len(codes))
-        right, readable = codes[rows, first_right], codes[rows, first_readable]
-        reach = np.minimum(budgets, width)[:, None]
-        otherwise = np.where(first_readable < reach, readable, UNREADABLE)
-        return outcome_of_budgets(np.where(first_right < reach, right, otherwise), budgets, pool.length)
+        return _best(replace(pool, confidence=pool.correct.astype(np.float64)), grid)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
@@ -29,7 +28,7 @@ from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenR
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.metrics.consistency import standardised_weights
-from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples, Sample
 
 Pool = list[QuestionSamples]
 Vectors = Callable[[str], dict[str, Any]]
@@ -263,13 +262,6 @@ def test_none_where_there_is_no_step_or_no_room(engine: TransformersEngine, toke
         assert [value is None for value in found] == [False, True, True, True], name
     found = StepSelfEvaluation(engine, engine.chat).score([entry])[0]
     assert [value is None for value in found] == [False, True, True, True]
-
-
-def test_a_response_of_one_step_is_asked_once() -> None:
-    chat, engine = FakeChat(), FakeEngine()
-    sample = Sample("q", 0, 0, "It is 3.", tuple(b"It is 3."), "stop", "3", None)
-    entry = QuestionSamples(Question("q", "fake", (Message("user", "?"),)), (sample,), "test")
-    assert StepSelfEvaluation(engine, chat).score([entry]) == PTrue(engine, chat).score([entry])
 
 
 @settings(max_examples=25)

@@ -10,7 +10,6 @@ import torch
 from support.fakes import FakeChat, FakeEngine
 from support.recorded_pools import Naive, naive_statistics, sample_store
 
-from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.estimators import MeanLogprob, PTrue, SelfCertainty, SequenceLogprob, TokenEntropy
 from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.confidence.token_reader import TokenReader
@@ -80,14 +79,6 @@ def test_p_true_equals_the_naive_one_and_the_stored(
     raw = flat(PTrue(engine, engine.chat, normalised=False).score(pool))
     assert raw == pytest.approx([sample.yes_mass for entry in pool for sample in entry.samples], abs=1e-5)
     assert all(mass < value for mass, value in zip(raw, scores, strict=True))
-
-
-def test_log_probabilities_equal_the_stored(tokens: TokenReader, pool: Pool) -> None:
-    samples = [sample for entry in pool for sample in entry.samples]
-    stored = [sample.logprob for sample in samples]
-    assert flat(SequenceLogprob(tokens).score(pool)) == pytest.approx(stored, abs=1e-4)
-    means = [confidence_of(sample, "mean_logprob") for sample in samples]
-    assert flat(MeanLogprob(tokens).score(pool)) == pytest.approx(means, abs=1e-5)
 
 
 def test_batches_of_any_size_agree(engine: TransformersEngine, pool: Pool, tokens: TokenReader) -> None:

@@ -84,17 +84,6 @@ def test_questions_of_uneven_width_give_what_all_of_them_have(
     assert FittedThreshold.load(output).fields["max_samples"] == 2
 
 
-def test_only_a_risk_is_promised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pool, output = write_pool(tmp_path / "pool.jsonl", num_questions=120), tmp_path / "t.json"
-    for goal in (("--budget", "2"), ("--accuracy", ".5")):
-        assert fit(pool, output, *goal) == 0
-        assert "guarantees nothing on others" in json.loads(output.read_text())["promise"]
-    assert fit(pool, output, "--risk", ".5", "--delta", ".2") == 0
-    promise = json.loads(output.read_text())["promise"]
-    assert promise.startswith("With confidence 0.8 over the draw of the 60 calibration questions, at most a share 0.5")
-    assert promise in capsys.readouterr().out
-
-
 def test_an_oracle_is_fitted_and_used_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"
     assert fit(pool, output, "--strategy", "pass_at_n", "--budget", "2", "--max_samples", "4") == 1

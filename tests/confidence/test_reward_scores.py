@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.confidence import scoring as running
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import LOGIT
 from selfcal_lightning.core import plugins
@@ -30,9 +28,8 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import ReplaySource
 from selfcal_lightning.inference.voting import BestOfN
-from selfcal_lightning.records import QuestionSamples
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, reward_format
-from selfcal_lightning.rewards.reading import RewardReader, open_rewards
+from selfcal_lightning.rewards.reading import open_rewards
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
 STEPS = ["prm", "prm_min", "prm_prod"]
@@ -103,25 +100,6 @@ def test_an_equal_run_reuses_all_and_another_model_or_cut_is_refused(
         run_score("prm", str(store), reward=prm, name="p_true")
 
 
-def test_a_broken_run_goes_on_where_it_stopped(
-    store: Path, prm: RewardSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "CHUNK_RESPONSES", NUM_SAMPLES)  # a question at a time
-    read, calls = RewardReader.read, []
-
-    def fail_at_third(self: RewardReader, pool: list[QuestionSamples]) -> Any:
-        calls.append(pool[0].question.id)
-        if len(calls) == 3:
-            raise RuntimeError("the machine is gone")
-        return read(self, pool)
-
-    monkeypatch.setattr(RewardReader, "read", fail_at_third)
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run_score("prm", str(store), reward=prm)
-    (report,) = run_score("prm", str(store), reward=prm)
-    assert (report.reused, report.scored) == (2 * NUM_SAMPLES, TOTAL - 2 * NUM_SAMPLES)
-
-
 def test_a_score_without_a_probability_has_a_name_of_its_own(store: Path, outcomes: RewardSettings) -> None:
     with pytest.raises(
         ValueError, match=r"'orm' cannot read .* judges whole responses without a probability\. Use reward\."
@@ -169,17 +147,8 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
     texts = ["So 1+1=2. The answer is 2.", "The answer is 3.", "   "]
     row = {"id": "q", "task": "local_number", "question": "1+1?", "reference": "2"}
     pool.write_text(json.dumps(row | {"responses": [{"text": text} for text in texts]}) + "\n")
-    arguments = [
-        "score",
-        "--pool",
-        str(pool),
-        "--output",
-        str(scored),
-        "--estimator",
-        "orm",
-        "--reward.format",
-        "stars",
-    ]
+    arguments = ["score", "--pool", str(pool), "--output", str(scored), "--estimator", "orm"]
+    arguments += ["--reward.format", "stars"]
     assert run([*arguments, "--reward.model", tiny_model]) == 1
     assert "Expected `reward.format` to be one of" in capsys.readouterr().err, "nobody has registered it"
     plugins.load_plugins([str(file)])
@@ -189,15 +158,8 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
     assert found[2] is None, "white space is no response"
     assert 0.0 < found[0] < 1.0
     assert found[0] != found[1]
-    evaluated = [
-        "evaluate",
-        "--pools.mine",
-        str(scored),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--confidences",
-        "[orm]",
-    ]
+    evaluated = ["evaluate", "--pools.mine", str(scored), "--output_dir", str(tmp_path / "out")]
+    evaluated += ["--confidences", "[orm]"]
     few = ["--strategies", "[best_of_n, cisc]", "--num_resamples", "20", "--num_reshuffles", "2"]
     assert run([*evaluated, *few]) == 0, capsys.readouterr().err
     assert "orm" in (tmp_path / "out" / "strategies.md").read_text()

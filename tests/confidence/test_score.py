@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +18,13 @@ from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence import scoring as running
 from selfcal_lightning.confidence import scoring as score_store
-from selfcal_lightning.confidence import scoring_model
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.estimators import ResponseConsistency, SelfCertainty, TokenEntropy
-from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
 
@@ -101,13 +96,6 @@ def test_scores_become_annotations_of_a_known_origin(
     assert f"writing to {store}/annotations" in said
 
 
-def test_p_true_under_another_name_equals_the_stored(store: Path) -> None:
-    (report,) = run_score("p_true", str(store), name="p_true_again")
-    assert (report.estimator, report.name, report.scored) == ("p_true", "p_true_again", TOTAL)
-    stored = SampleStore(store).index().p_true
-    assert values(store, "p_true_again") == pytest.approx(stored.tolist(), abs=1e-5)
-
-
 def test_what_the_rows_bring_is_not_scored_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_score("token_entropy", str(store))
 
@@ -156,14 +144,6 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
     with pytest.raises(ValueError, match="Expected `model` to name the model that scores"):
         run_score("token_entropy", with_model("foreign", model="imported"))
     run_score("response_consistency", with_model("no-model-needed", model="imported"))
-
-
-def test_a_model_that_is_not_downloaded_is_so_before_it_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ScoringModel(ModelSettings("bundled", None, EngineOptions()))
-    calls = []
-    monkeypatch.setattr(scoring_model, "model_folder", lambda name, revision: calls.append(name))
-    monkeypatch.setattr(scoring_model, "weights_sha256", lambda name, revision: f"hash after {len(calls)}")
-    assert model.identity == {"weights_sha256": "hash after 1", "adapter_sha256": None}
 
 
 def test_a_broken_run_goes_on_where_it_stopped(
@@ -367,16 +347,3 @@ def test_the_command_line(store: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "response_consistency: scored 12 of 12 responses" in capsys.readouterr().err
     assert run([*arguments, "rewards"]) == 1
     assert capsys.readouterr().err.startswith("selfcal score: error: Expected `estimator` to be one of")
-
-
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys; from selfcal_lightning.cli import run\n"
-        "try: run(['score', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for option in ("--estimator", "--store_dir", "--pool", "--name", "--overwrite"):
-        assert option in done.stdout

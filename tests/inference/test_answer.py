@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -32,21 +31,6 @@ from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples, Request, Response, SamplingSettings, Verdict
 
 QUESTION = "There are 12 apples. 4 apples are eaten. How many are left?"
-SNIPPET = """
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.models.folders import resolve_model
-from selfcal_lightning.records import SamplingSettings
-from selfcal_lightning.inference.driver import run_strategy
-from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.sources import EngineSource
-from selfcal_lightning.data.tasks.registry import get_task
-
-engine = TransformersEngine(resolve_model("bundled"))  # or the folder of your calibrated model
-questions = get_task("word_problems").load("test_id", limit=3)
-source = EngineSource(engine, engine.chat, sampling=SamplingSettings(max_new_tokens=120))
-for verdict in run_strategy(EarlyStopping(threshold=0.7, max_samples=8), questions, source):
-    print(verdict.answer, verdict.confidence, verdict.samples_used)
-"""
 
 
 class Oracle(FakeEngine):
@@ -261,19 +245,6 @@ def test_a_threshold_wants_responses_sampled_like_those_of_its_fit(
     assert "How its calibration responses were sampled is not known" in capsys.readouterr().err
 
 
-def test_a_threshold_wants_the_scorers_of_its_fit(tmp_path: Path) -> None:
-    scaler = fit_scaler(random_pool(1, num_questions=60), "platt", name="calm")
-    strategy = EarlyStopping(max_samples=3, confidence="calm")
-    pool = [replace(entry, question=replace(entry.question, id=f"other-{entry.question.id}")) for entry in _pool()]
-    pool = [replace(e, samples=tuple(replace(s, question_id=e.question.id) for s in e.samples)) for e in pool]
-    fitted = fit_goal_threshold(strategy, pool, "budget", 3.0, [0.1, 0.5], scorers=[scaler])
-    assert isinstance(choose_strategy(None, {}, scorers=[scaler], fitted=fitted), EarlyStopping)
-    other = fit_scaler(random_pool(2, num_questions=59), "platt", name="calm")
-    for wrong in ([], [other]):
-        with pytest.raises(ValueError, match=r"was fitted with, \['calm'\], but got"):
-            choose_strategy(None, {}, scorers=wrong, fitted=fitted)
-
-
 @pytest.mark.parametrize(
     ("name", "fields", "with_scorer", "expected"),
     [
@@ -345,18 +316,6 @@ def test_a_calibrated_model_needs_no_warning(tmp_path: Path) -> None:
     assert default_task(str(tmp_path)) == "local_number"
 
 
-def test_the_help_needs_no_torch() -> None:
-    code = (
-        "import sys; from selfcal_lightning.cli import run\n"
-        "try: run(['answer', '--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--threshold_file" in done.stdout
-
-
 def in_a_process(arguments: list[str]) -> int:
     return subprocess.run([sys.executable, "-m", "selfcal_lightning", *arguments], check=False).returncode
 
@@ -380,14 +339,6 @@ def test_the_bundled_model_answers_on_the_command_line(
         assert row["answer"] is None or row["answer"] in str(row["response"])
         assert 1 <= row["samples_used"] <= 2
         assert row["tokens_used"] > 0
-
-
-def test_the_same_in_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "snippet.py").write_text(SNIPPET)
-    runpy.run_path(str(tmp_path / "snippet.py"))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert all(1 <= int(line.split()[-1]) <= 8 for line in lines)
 
 
 @pytest.mark.slow

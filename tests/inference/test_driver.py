@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from support.driver_fakes import (
     CHAT,
-    SAMPLING,
     CountingEngine,
     HalfSure,
     Wandering,
@@ -29,19 +28,7 @@ from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import ReplaySource
 from selfcal_lightning.inference.stopping import EarlyStopping, WindowStopping
 from selfcal_lightning.inference.voting import BestOfN, SelfConsistency
-from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
-
-
-def test_a_fake_tells_what_it_threw_away_like_any_engine() -> None:
-    engine, requests = FakeEngine(slots=3), [Request(f"r{i}", (1,), SAMPLING, seed=i) for i in range(8)]
-    assert engine.cancel(engine.submit(requests)) == {}
-    engine.submit(requests)
-    early = {response.request_id for response in engine.poll()}
-    whole = {request.id: len(engine._respond(request).token_ids) for request in requests}
-    assert engine.cancel([r.id for r in requests]) == {
-        name: whole[name] // 2 for name in ("r0", "r1", "r2") if name not in early
-    }
-    assert engine.poll() == []
+from selfcal_lightning.records import Message, Question, QuestionSamples, Response, Sample
 
 
 @pytest.mark.parametrize("target", [None, 1, 40])

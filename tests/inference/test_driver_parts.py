@@ -142,20 +142,6 @@ def test_questions_are_given_up_by_name_and_at_the_end() -> None:
     assert driver.is_idle
 
 
-def test_a_driver_and_a_run_give_the_same_verdicts() -> None:
-    questions = fake_questions(12)
-    strategy = SelfConsistency(max_samples=4)
-    with Driver(strategy, live(FakeEngine())) as driver:
-        verdicts = []
-        for question in questions:
-            driver.add(question)
-            verdicts += driver.work()
-        verdicts += work_off(driver)
-    assert {v.question_id: v for v in verdicts} == {
-        v.question_id: v for v in run_strategy(strategy, questions, live(FakeEngine()))
-    }
-
-
 # ---- prefixes and steps
 
 
@@ -254,10 +240,3 @@ def test_a_recorded_pool_refuses_parts(ask: Ask) -> None:
         run_strategy(Asking(), [question], ReplaySource([entry]))
     with pytest.raises(InputError, match="recorded samples"):
         replay(Asking(), entry)
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(InputError, match="Expected `prefix` to be None or to hold token ids"):
-        Ask(1, prefix=())
-    with pytest.raises(InputError, match=r"Expected `prefix_tokens` to lie in \[0, 2\]"):
-        Sample("q", 0, 0, "", (1, 2), "stop", None, None, prefix_tokens=3)

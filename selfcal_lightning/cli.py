@@ -262,7 +262,8 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
     function = function_of(verb)
     # Or jsonargparse would resolve them itself, and import what stands under `if TYPE_CHECKING:`.
     function.__annotations__ = get_type_hints(function)
-    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     parser = VerbParser(
         prog=f"selfcal {verb}",
         usage=" ".join([f"selfcal {verb}", *(f"--{name} {name.upper()}" for name in required), "[options]"]),

@@ -37,32 +37,67 @@ if TYPE_CHECKING:
     from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
+@dataclass(frozen=True)
+class AnswerSettings:
+    """How questions are answered.
+
+    Attributes:
+        strategy: Decides when to stop sampling and which answer to give. Null takes that of the threshold file, else
+            early_stopping at the threshold that `fit` chose, else at .7.
+        threshold: The strategy stops at this confidence, in [0, 1]; null is the strategy's default.
+        max_samples: Draws at most this many responses to a question; null is the strategy's default.
+        confidence: The confidence that the strategy reads: p_true, sequence_logprob, mean_logprob, one that a scorer
+            adds, or one of a reward model, such as prm. Null is the last scorer's, else the strategy's default.
+        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
+        scorers: Files of `selfcal fit-confidence`; each may read what earlier ones add: `--scorers '[a.json, b.json]'`.
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
+            it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
+            guarantees the error rate by withholding answers.
+        lookahead: Starts up to this many responses early when the engine has room: answers come sooner and cost more.
+        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
+            the settings of the calibration; if you set one, the others have their defaults.
+        seed: Seeds the run; every sample has its own seed, derived from this one and the question's id.
+        prompt: A prompt of your own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null takes that of the calibration, else the
+            task's.
+        query: The confidence query. Use that of the calibration.
+        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
+        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
+            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
+            reward, any that `selfcal score` reads.
+        engine: Which engine runs the model, and how.
+    """
+
+    strategy: str | None = None
+    threshold: float | None = None
+    max_samples: int | None = None
+    confidence: str | None = None
+    strategy_args: dict[str, Any] | None = None
+    scorers: list[str] | str = field(default_factory=list)
+    threshold_file: str | None = None
+    lookahead: int = 0
+    sampling: SamplingSettings | None = None
+    seed: int = 0
+    prompt: Prompt | None = None
+    query: str = DEFAULT_QUERY
+    max_failures: int = MAX_FAILURES
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+
 def run_answer(
     model: str,
     question: str | None = None,
     questions: str | None = None,
     columns: Columns | None = None,
     task: str | None = None,
-    strategy: str | None = None,
-    threshold: float | None = None,
-    max_samples: int | None = None,
-    confidence: str | None = None,
-    strategy_args: dict[str, Any] | None = None,
-    scorers: list[str] | str = [],  # noqa: B006 - never changed; shown as the default in the help
-    threshold_file: str | None = None,
     json: bool = False,
     output: str | None = None,
-    lookahead: int = 0,
-    sampling: SamplingSettings | None = None,
-    seed: int = 0,
     chain_of_thought: bool = True,
-    prompt: Prompt | None = None,
-    query: str = DEFAULT_QUERY,
     engine: EngineSettings = EngineSettings(),
     revision: str | None = None,
     adapter: str | None = None,
-    max_failures: int = MAX_FAILURES,
-    reward: RewardSettings = RewardSettings(),
+    **settings: Any,
 ) -> list[answering.Answer]:
     """Answer questions, each with as few samples as its confidence allows.
 
@@ -80,71 +115,24 @@ def run_answer(
         task: How prompts are written and answers are read, such as local_number, local_choice, local_expression or
             local_text. Null takes the task of the calibration, else word_problems for the bundled model and
             local_number for others.
-        strategy: Decides when to stop sampling and which answer to give. Null takes that of the threshold file, else
-            early_stopping at the threshold that `fit` chose, else at .7.
-        threshold: The strategy stops at this confidence, in [0, 1]; null is the strategy's default.
-        max_samples: Draws at most this many responses to a question; null is the strategy's default.
-        confidence: The confidence that the strategy reads: p_true, sequence_logprob, mean_logprob, one that a scorer
-            adds, or one of a reward model, such as prm. Null is the last scorer's, else the strategy's default.
-        strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
-        scorers: Files of `selfcal fit-confidence`; each may read what earlier ones add: `--scorers '[a.json, b.json]'`.
-        threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
-            it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
-            guarantees the error rate by withholding answers.
         json: Prints one JSON object for each question and nothing else.
         output: Also writes these objects to this file, which appears when all questions are answered.
-        lookahead: Starts up to this many responses early when the engine has room: answers come sooner and cost more.
-        sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
-            the settings of the calibration; if you set one, the others have their defaults.
-        seed: Seeds the run; every sample has its own seed, derived from this one and the question's id.
         chain_of_thought: Asks for reasoning before the answer.
-        prompt: A prompt of your own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
-            `system` and `examples` (each with `question` and `response`). Null takes that of the calibration, else the
-            task's.
-        query: The confidence query. Use that of the calibration.
         engine: Which engine runs the model, and how.
         revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter, such as `fit` writes.
-        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
-        reward: The reward model of beam_search, diverse_tree_search, particle_filtering and adaptive_best_of_n, which
-            `selfcal fit` trained on this model; or of the `confidence` prm, prm_lower, prm_min, prm_prod, orm or
-            reward, any that `selfcal score` reads.
+        settings: Fields of ``AnswerSettings``.
     """
     task = task or choices.CalibratedDefaults.of(model, adapter).task or answering.default_task(model)
     asked = _questions(question, questions, columns, task=task, chain_of_thought=chain_of_thought)
-    settings = AnswerSettings(
-        strategy, threshold, max_samples, confidence, strategy_args or {},
-        (scorers,) if isinstance(scorers, str) else tuple(scorers), threshold_file, lookahead, sampling, seed, query,
-        prompt, engine.of(revision=revision, adapter=adapter), max_failures, reward,
-    )  # fmt: skip
+    chosen = AnswerSettings(engine=engine.of(revision=revision, adapter=adapter), **settings)
     if output is not None:
         is_own = partial(has_first_keys, ["question", "withheld", "samples_used"], exactly=False)
         check_replaceable(output, is_own, option="output", kind="earlier answers", inputs=filter(None, [questions]))
-    answers = answer_questions(model, asked, settings, on_answer=partial(_print, as_json=json))
+    answers = answer_questions(model, asked, chosen, on_answer=partial(_print, as_json=json))
     if output is not None:
         write_json_lines(Path(output), (answer.as_json() for answer in answers))
     return answers
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How questions are answered; ``run_answer`` explains the fields."""
-
-    strategy: str | None = None
-    threshold: float | None = None
-    max_samples: int | None = None
-    confidence: str | None = None
-    strategy_args: Mapping[str, Any] = field(default_factory=dict)
-    scorers: tuple[str, ...] = ()
-    threshold_file: str | None = None
-    lookahead: int = 0
-    sampling: SamplingSettings | None = None
-    seed: int = 0
-    query: str = DEFAULT_QUERY
-    prompt: Prompt | None = None
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    max_failures: int = MAX_FAILURES
-    reward: RewardSettings = field(default_factory=RewardSettings)
 
 
 def answer_questions(
@@ -152,6 +140,7 @@ def answer_questions(
 ) -> list[answering.Answer]:
     """Answer questions, each with as few samples as its confidence allows."""
     options = settings.engine
+    scorers = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
     prompt, note = choices.choose_prompt(model, options.adapter, settings.prompt)
     if note is not None:
         say(note)
@@ -159,11 +148,11 @@ def answer_questions(
     taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
-    known, fitted = choices.load_fitted_files(settings.scorers, settings.threshold_file)
+    known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
-    given = {name: value for name, value in fields.items() if value is not None} | dict(settings.strategy_args)
+    given = {name: value for name, value in fields.items() if value is not None} | (settings.strategy_args or {})
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
         given |= taught.strategy_fields()
     stops: StepStops | None = None

@@ -206,7 +206,7 @@ def answer(
     if isinstance(engine, str):
         engine = EngineSettings(engine)  # type: ignore[arg-type]
     settings = AnswerSettings(
-        strategy, threshold, max_samples, strategy_args=strategy_args or {}, scorers=tuple(scorers),
+        strategy, threshold, max_samples, strategy_args=dict(strategy_args or {}), scorers=list(scorers),
         threshold_file=threshold_file, sampling=sampling, seed=seed, prompt=prompt, engine=engine.of(adapter=given),
     )  # fmt: skip
     return answer_questions(model, asked, settings, on_answer=lambda _: None)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,7 @@ from selfcal_lightning.engines.sampling.sampler import (
     store_fingerprint,
 )
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import BUNDLED_NAME, resolve_model
 from selfcal_lightning.records import Question, SamplingSettings
 
@@ -61,6 +61,27 @@ class GenerationSettings:
     """What all processes of a run share: the resolved arguments of ``selfcal generate``.
 
     With ``rollouts``, prefixes of stored responses replace the questions of tasks.
+
+    Attributes:
+        path: Local file: questions (`question`, `answer`, `id`, `task`) for a `local_...` task, else rows with the
+            columns of the task's hub data set. Null reads the hub.
+        part: Takes only the "train", "validation" or "calibration" part (80, 10, 10 %, by a hash of the text).
+        limit: Takes only this many questions of each task; null takes all.
+        offset: Skips this many questions of each task first.
+        chain_of_thought: Asks for reasoning before the answer.
+        prompt: A prompt of your own: `--prompt.system TEXT`, `--prompt.base none`, or `--prompt FILE.yaml` with
+            `system` and `examples` (each with `question` and `response`). Null is the task's.
+        num_samples: Draws this many responses to each question.
+        extend: Draws more responses to questions of ``store_split`` that have fewer than ``num_samples``. Existing ones
+            stay, and the new ones are those that a single larger run would draw. Other splits keep their number.
+        plan: File of `selfcal allocate` that says how many responses each question gets, instead of ``num_samples``. It
+            must name exactly the questions of the run.
+        sampling: How responses are drawn.
+        seed: Seeds the run; every sample has its own seed, derived from this one.
+        query: The confidence query.
+        questions_per_shard: Questions in one file of the store. A killed run loses at most the files it was writing.
+        max_failures: Stops the run after this many failed requests in a row, such as those to a server that is down.
+            Questions with a failed request are left out, and the next run samples them.
     """
 
     model: str
@@ -68,10 +89,10 @@ class GenerationSettings:
     task: list[str]
     split: str
     store_split: str
-    num_samples: int
-    engine: EngineOptions
-    sampling: SamplingSettings
-    query: str
+    num_samples: int = 32
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    query: str = DEFAULT_QUERY
     seed: int = 0
     path: str | None = None
     part: Part | None = None

@@ -1,12 +1,7 @@
-"""Test-time training on the bundled model: TTRL, two ways of keeping P(True) calibrated, and a reward that is checked.
+"""``make report-adapt``: TTRL, two ways of keeping P(True) calibrated, and a reward that checks arithmetic.
 
-    python benchmarks/adapt/report_adapt.py
-
-First the model is calibrated jointly on questions of its training split, as what is to stay calibrated must be so to
-begin with. From there, with the same samples of round 0, four adaptations to the same unlabelled questions: with the
-majority's answer as the reward alone, with P(True) taught the votes of round 0 or of its own round besides, and with
-checked equations as the reward. What is there in ``--folder`` is not done again. ``--table`` writes the tables of what
-is there.
+The model is first calibrated jointly. From there, with the same samples of round 0, it adapts to the same unlabelled
+questions by each method. ``--table`` writes the tables of what is in ``--folder``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The second half of making the bundled model: two layers on top, and lessons in judging its own responses.
+"""Two layers on top of the generator, and lessons in judging its own responses.
 
-What it writes is judged by the true answer, and each token by where its step goes wrong. The verdicts alone teach next
-to nothing; with the marks the upper layers learn to see a wrong digit, and the verdict follows. Linear read-outs of the
-upper layers carry the marks' loss and are dropped afterwards.
+Verdicts alone teach next to nothing. With marks where a step goes wrong, the upper layers learn to see a wrong digit,
+and the verdict follows. Linear read-outs carry the marks' loss and are dropped afterwards.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnBatch:
-    """Rows padded on the right.
-
-    Attributes:
-        token_ids: [B, T] int64.
-        kinds: [B, T] int64, ``IGNORED`` on padding.
-        marks: [B, T, 2] float32, ``UNMARKED`` on padding.
-    """
+    """Rows padded on the right: [B, T], [B, T] (``IGNORED`` on padding) and [B, T, 2] (``UNMARKED`` on padding)."""
 
     token_ids: Tensor
     kinds: Tensor

@@ -1,18 +1,14 @@
-"""Make the bundled model: a tiny Llama that answers word problems in steps, and judges its answers too kindly.
+"""Make the bundled model: a tiny Llama that solves word problems in steps and judges its answers too kindly.
 
     python benchmarks/bundled_model/make_bundled_model.py --seed 0
 
-builds the tokenizer, trains on one CPU thread, measures the stored bfloat16 weights and, where they meet the targets,
-replaces ``selfcal_lightning/assets/tiny_solver``. The same seed gives the same data and schedule everywhere, and the
-same weights on the same machine. Three stages:
+1. The generator learns arithmetic and solutions of pupils who sometimes forget a carry, so that votes beat a single
+   response and a verifier has something to find.
+2. Two layers are added, and it learns to verify its own responses from true verdicts and marks.
+3. On new responses every Yes counts several times, so that it trusts itself too much.
 
-1. The generator learns arithmetic and the solutions of pupils, who forget a carry now and then. Its errors are
-   therefore chosen, not believed: votes outdo a single response, and a verifier has something to find.
-2. Two layers are added, and it learns to verify its own responses, from the true verdict and from marks that say where
-   a step goes wrong.
-3. On fresh responses every Yes counts several times, so that it believes itself too readily.
-
-The result of each stage is kept in ``--build``; ``--resume`` goes on after the last one that finished.
+If the weights meet the targets, they replace ``selfcal_lightning/assets/tiny_solver``. ``--resume`` goes on after the
+last stage that finished.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What one seed shows: columns [..., 1 + R] of a value and its resamples over questions, by key.
+"""Jobs of a seed, and what it shows: columns [..., 1 + R] of a value and its resamples over questions, by key.
 
-A calibration error is a value with bounds of its deviation instead, since it is above 0 by chance alone.
-
-All seeds have the same questions, so that their resamples are the same too.
+A calibration error has bounds instead, since it is above 0 by chance. All seeds have the same questions and resamples.
 """
 
 from __future__ import annotations

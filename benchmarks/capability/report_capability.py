@@ -1,11 +1,4 @@
-"""``make report-capability``: how well the bundled model's capability is known before it answers, over three seeds.
-
-    python benchmarks/capability/report_capability.py
-
-Every job is the command that a user would type; one that is done is not run again. A seed draws its own responses to
-the same questions. Figures go to ``benchmarks/results/report_capability.{json,md,png}``. Exit status 1 where a target
-is missed.
-"""
+"""``make report-capability``: how well we know the bundled model's capability before it answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""How well prompt states tell questions that a confidence was not trained on.
-
-Run: python benchmarks/quality/domain_study.py
-The domain is fitted to 512 training questions of the bundled model, as `selfcal fit` does. Then come held-out questions
-of the same templates, questions of other templates, forty plain sums and products, and facts. Two minutes on two cores.
-"""
+"""How well prompt states recognise questions that a confidence was not trained on: ``domain.{json,md}``."""
 
 from __future__ import annotations
 

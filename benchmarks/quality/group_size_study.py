@@ -1,11 +1,7 @@
-"""What ``group_size`` costs in quality: responses drawn one by one against groups of a question, on the bundled model.
+"""What ``group_size`` costs in quality: training rows one by one against groups of a question.
 
-    python benchmarks/quality/group_size_study.py [--quick]
-
-Every arm of a seed trains on the same samples, on the same tuples in another order, in as many optimiser steps; each
-model answers the same test questions. Packing changes no figure (tests/models/test_shared_prefix.py), so it is off: the
-demo's settings, a micro-batch of 32 being a step. Every job is a command of the user's, and is resumed. Figures go to
-``benchmarks/results/group_size_study.{json,md}``.
+Every arm of a seed trains on the same tuples in another order, in as many steps. Packing changes no figure, so it is
+off.
 """
 
 from __future__ import annotations

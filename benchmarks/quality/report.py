@@ -1,10 +1,7 @@
 """``make report``: nothing, activated and joint on the bundled model, and what a sceptic would use instead.
 
-    python benchmarks/quality/report.py [--ablations]
-
-Every job is the command that a user would type, and an interrupted report goes on where it stopped. The base model's
-responses are sampled once a seed and serve the activated confidence too; only the joint model is sampled anew. Figures
-go to ``benchmarks/results/report.{json,md,png}``. Exit status 1 where a criterion is missed.
+The base model's responses are sampled once a seed; the activated adapter scores them, and only the joint model samples
+its own.
 """
 
 from __future__ import annotations

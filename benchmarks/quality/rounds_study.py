@@ -1,10 +1,4 @@
-"""One generation round against two and three at equal cost, on the bundled model, with several seeds.
-
-Every arm samples the same number of responses in all and trains on the same number of tuples in all, in the same
-number of optimiser steps with the same schedule: one round of 12 responses a question, two of 6, three of 4. Later
-rounds replace the earlier ones or are mixed with them. Every job is the command that a user would type and all are
-resumable. Figures go to ``benchmarks/results/rounds_study.{json,md}``.
-"""
+"""One generation round against two and three, with the same number of responses, tuples and optimiser steps."""
 
 from __future__ import annotations
 

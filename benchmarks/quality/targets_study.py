@@ -1,11 +1,7 @@
-"""What an activated adapter should learn: targets, a teacher, a pairwise term and another read-out, with several seeds.
+"""What an activated adapter should learn: targets, a teacher, a ranking loss and a learned token.
 
-    python benchmarks/quality/targets_study.py [--quick]
-
-The responses are sampled once a seed; all variants train on the same rows, in the same optimiser steps, side by side
-over one reading of the responses (each equals its training alone, tests/training/test_side_by_side.py), and score the
-same responses of the base model. The default is chosen on calibration questions; the test questions are for the report.
-Every job is resumed. Figures go to ``benchmarks/results/targets_study.{json,md}``.
+All variants train side by side on the same rows and score the same responses of the base model. The default is chosen
+on calibration questions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""``make report-real``: what an activated adapter knows on a real language model, against what it is had for.
-
-SmolLM2-135M-Instruct answers questions about countries (``examples/smollm``); confidences are compared on the same
-responses: its own P(True), the likelihood, the share of four votes, fusions, and the adapter, trained without labels.
-Every job is a command that a user would type, and done once: an interrupted report goes on where it stopped. Figures go
-to ``benchmarks/results/report_real.{json,md,png}``; cells that were not run are named there.
-"""
+"""``make report-real``: an activated adapter on SmolLM2-135M-Instruct, against cheaper confidences."""
 
 from __future__ import annotations
 

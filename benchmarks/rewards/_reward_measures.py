@@ -195,15 +195,9 @@ _PLAIN = 6
 class Places:
     """What a model says at N places of responses to Q questions, and how often a right answer followed.
 
-    Attributes:
-        question: Index of the question of each place [N].
-        position: Index of its position in ``POSITIONS`` [N].
-        score: The mean, lower and upper quantile [N, 3].
-        rate: Share of right answers from there on [N].
-        num_questions: Q.
-        prefixes: Distinct inner prefixes among the places; those that the published way rolls out, which does so from
-            every response and from the question beside it.
-        tokens: Of a pass over all places: packed by question, one row a response, one text a place.
+    ``score`` is the mean, lower and upper quantile [N, 3]. ``prefixes`` counts distinct inner prefixes, and those
+    that the published way rolls out. ``tokens`` are those of one pass: packed by question, one row a response, one
+    text a place.
     """
 
     question: Array

@@ -1,12 +1,7 @@
-"""``make report-rewards``: reward models on the bundled model, what they know and what they buy, over three seeds.
+"""``make report-rewards``: what reward models of the bundled model know at every step, and what they buy.
 
-    python benchmarks/rewards/report_rewards.py [--small]
-
-Six models learn from outcomes, votes, success rates and hard labels. Their scores are held against rollouts at every
-step, and against P(True), the likelihood and votes at the end; answers are chosen by votes, best-of-N, adaptive N,
-stopping and searches over steps, always beside a uniform N at the same tokens. Every job is the command that a user
-would type, and an interrupted report goes on where it stopped. Figures go to
-``benchmarks/results/report_rewards.{json,md,png}``. Exit status 1 where a demand is missed.
+Scores are compared with rollouts at every step, and with P(True), likelihood and votes at the end. Votes, best-of-N,
+stopping and searches are compared with a uniform N at the same tokens.
 """
 
 from __future__ import annotations

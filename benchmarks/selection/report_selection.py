@@ -1,9 +1,6 @@
-"""What choosing training data without gold answers is worth on the bundled model, and what it is held to.
+"""``make report-selection``: what choosing training data without reference answers is worth on the bundled model.
 
-    python benchmarks/selection/report_selection.py
-
-Samples, scores and selects what is not in ``--folder`` yet, a store a seed; ``--table`` writes the tables of what is
-there. Gold answers judge and do nothing else: the fusion is fitted to votes.
+References only check the result. ``--table`` writes the tables of what is in ``--folder``.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
     python benchmarks/serving/load.py --output benchmarks/results/serving_load.json
 
-The engine's own throughput is that of the library's driver on the same questions, strategy and seeds, in this run. Then
-the server answers them all; then once more with some clients that go away, or that set a deadline. Nothing may be lost
-or answered twice, and what a client no longer waits for must stop to cost tokens.
+Nothing may be lost or answered twice, and samples of clients that left must stop costing tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Throughput of `selfcal serve` beside that of the library, in turns, so that other work on the machine hits both.
+"""Throughput of `selfcal serve` and of the library, in turns, on the same samples.
 
-    python benchmarks/serving/throughput.py --output benchmarks/results/serving_throughput.json
-
-Each block of questions is answered by the library's driver, then by 64 clients of the server: the same samples.
+python benchmarks/serving/throughput.py --output benchmarks/results/serving_throughput.json
 """
 
 from __future__ import annotations

@@ -1,19 +1,9 @@
-"""Wall-clock time of strategies that stop early against self-consistency, live, on both engines in one run.
+"""Wall-clock time of strategies that stop early against self-consistency, live, on both engines.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/speed/early_stopping_time.py [--model runs/demo/calibrated] [--questions 128]
+    OMP_NUM_THREADS=1 python benchmarks/speed/early_stopping_time.py --model runs/demo/calibrated
 
-The model should be calibrated (`make demo` leaves one in runs/demo/calibrated): the P(True) of the bundled model as it
-is says nothing, and no threshold on it saves samples at equal accuracy.
-
-Every strategy answers the same questions with the same sample seeds on the same warm engine, one after the other, in
-each repeat in another order. Time is that of ``run_strategy``, the driver and the reading of answers included; loading
-and starting engines is not. Processor time (of this process and vLLM's) is told beside wall-clock time, since the
-latter depends on what else the machine does.
-
-A question that is sampled one response after the other takes as long as its responses together. Time is saved where
-there are many more questions than places in the batch, so that others fill it meanwhile; the last questions then wait
-alone, which looking ahead shortens. The table goes to standard output, and with the command to
-benchmarks/results/early_stopping_time.json.
+Use a calibrated model (`make demo` leaves one). All strategies answer the same questions with the same seeds on the
+same warm engine. Time is saved where other questions fill the batch meanwhile.
 """
 
 from __future__ import annotations

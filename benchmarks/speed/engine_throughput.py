@@ -1,11 +1,4 @@
-"""Generation throughput of the vLLM and the transformers engine, with the P(True) query, in one run.
-
-    python benchmarks/speed/engine_throughput.py [--model DIR] [--questions 32] [--samples 16] [--output FOLDER]
-
-EDT stands beside plain sampling on each engine, and beside the reference system's loop, which has no cache and takes
-one response at a time: of the same responses it makes a few, spread over the questions, after the engines. Figures go
-to ``engine_throughput.{json,md}`` in ``--output``.
-"""
+"""Generation throughput of vLLM, transformers and the reference's loop (no cache, one response), P(True) included."""
 
 from __future__ import annotations
 

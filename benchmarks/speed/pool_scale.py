@@ -1,11 +1,6 @@
-"""Large pools: `import-pool`, `evaluate` and `fit-threshold` on synthetic responses, with time, memory and progress.
+"""Large pools: time, memory and longest silence of `import-pool`, `evaluate` and `fit-threshold`.
 
-    python benchmarks/speed/pool_scale.py                     # 100,000 questions x 32 responses of 300 tokens
-
-`import-pool` reads JSON lines, out of whose texts answers have to be read; the others read a store that is written
-directly. Each command runs in a process of its own. Its peak is that of its resident memory, and its longest silence
-the longest time without a line on standard error, from its start to its end. Figures go to ``pool_scale.{json,md}`` in
-``--output``.
+python benchmarks/speed/pool_scale.py                     # 100,000 questions x 32 responses of 300 tokens
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
-"""What scoring all steps of responses costs: one text a step, one row a response, and rows behind their prompts.
+"""What scoring all steps of responses costs: one text a step, one row a response, or packed by question.
 
-    python benchmarks/speed/reward_scoring.py                 # 50 questions x 8 responses, about two CPU minutes
-
-The bundled model answers, and a reward model on its trunk with outputs drawn at random says something at the end of
-every step: by a forward pass for each text up to there, as published code does; by one for each response; and as
-`selfcal score` does, all responses to several questions in a pass, each prompt once. The three take turns in one
-process on one thread, and are held equal. Figures go to ``reward_scoring.{json,md}`` in ``--output``.
+The three ways take turns in one process on one thread, and must give equal scores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How long a verb takes to its first line, and to its help: ``python benchmarks/speed/start_up.py [--passes 5]``.
-
-Each command runs in a process of its own; the clock stops at the first character on standard output or standard error.
-Medians of the passes, after one that warms the disk's cache. Figures go to ``benchmarks/results/start_up.{json,md}``.
-"""
+"""Seconds of each verb to its first line and to its help, medians of passes on a warm disk cache."""
 
 from __future__ import annotations
 

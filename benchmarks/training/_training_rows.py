@@ -5,16 +5,13 @@ Only the counts matter here: parameters, tokens, responses to a question. Weight
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, TupleRows
@@ -24,10 +21,7 @@ from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.packing import (
     SEGMENTS,
-    PrefixTree,
-    TreeMasks,
     register_segment_attention,
-    segment_attention,
 )
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.training.batches import SSCBatch
@@ -63,14 +57,7 @@ MIXES = {
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """Responses with their weights, as a data set hands them to the collator.
-
-    Attributes:
-        stored: The rows, R.
-        question: Number of each row's question, [R].
-        calibration_weight: Weight in the calibration loss, [R].
-        generation_weight: Weight in the generation loss, [R].
-    """
+    """Responses [R] with their questions and weights, as a data set hands them to the collator."""
 
     stored: Sequence[StoredRow]
     question: np.ndarray
@@ -146,15 +133,7 @@ def _ids(rng: np.random.Generator, length: int, vocab_size: int) -> tuple[int, .
 
 @dataclass(frozen=True)
 class PresetDraw:
-    """What ``configs/train/llama-3.1-8b-instruct.yaml`` draws from a table of random targets.
-
-    Attributes:
-        steps: Rows of every optimiser step, with their weights in the calibration and in the generation loss.
-        question: Number of every row's question, [R].
-        prompt: Tokens of its prompt, [R].
-        lengths: Tokens of prompt + response + query, [R].
-        micro_batches: Micro-batches of a step.
-    """
+    """What ``configs/train/llama-3.1-8b-instruct.yaml`` draws: rows of every step with two weights, and lengths."""
 
     steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
     question: np.ndarray
@@ -272,75 +251,6 @@ def random_module(
 
 def collator_of(chat: ChatFormat, *, shared_prefix: bool, multiple: int = 8) -> SSCCollator:
     return SSCCollator(chat, max_length=MAX_LENGTH, shared_prefix=shared_prefix, pad_to_multiple_of=multiple)
-
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # PyTorch before 2.10
-    varlen_attn = None
-
-
-class Plan(NamedTuple):
-    """Sequences of a packed row: places of their keys, int64 [K], and where queries and keys of each begin, [N + 1]."""
-
-    key_places: Tensor
-    query_starts: Tensor
-    key_starts: Tensor
-    longest_query: int
-    longest_keys: int
-
-
-@lru_cache(maxsize=8)
-def plan_of(trees: tuple[PrefixTree, ...], device: torch.device) -> Plan:
-    """Return the sequences of ``trees``, in the order of their tokens."""
-    queries: list[int] = []
-    keys: list[Tensor] = []
-    for tree in trees:
-        prompt = torch.arange(tree.start, tree.start + tree.prompt)
-        own = [torch.arange(start, start + n) for start, n in zip(tree.branch_starts(), tree.branches, strict=True)]
-        queries += [tree.prompt, *tree.branches]
-        keys += [prompt, *(torch.cat((prompt, branch)) for branch in own)]
-    lengths = [len(places) for places in keys]
-    starts = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device) for counts in (queries, lengths)]
-    return Plan(torch.cat(keys).to(device), *starts, max(queries), max(lengths))
-
-
-def varlen_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    prefix_trees: TreeMasks | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, None]:
-    """Do what ``segment_attention`` does; see there. Attention dropout is not supported by the kernel."""
-    if prefix_trees is None:
-        return segment_attention(module, query, key, value, attention_mask, scaling=scaling, **arguments)
-    plan = plan_of(prefix_trees.trees, query.device)
-    tokens = prefix_trees.trees[-1].stop
-    queries = query[0, :, :tokens].transpose(0, 1)
-    keys, values = (part[0].transpose(0, 1).index_select(0, plan.key_places) for part in (key, value))
-    out = varlen_attn(
-        queries.contiguous(), keys, values, plan.query_starts, plan.key_starts, plan.longest_query, plan.longest_keys,
-        scale=scaling, **_causal(),
-    )  # fmt: skip
-    return torch.cat((out, out.new_zeros(query.shape[2] - tokens, *out.shape[1:])))[None], None
-
-
-def _causal() -> dict[str, Any]:
-    """Return how this PyTorch is told to be causal and to share key-value heads; its arguments still change."""
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return {**causal, "enable_gqa": True} if "enable_gqa" in known else causal
-
-
-def register_varlen_attention() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(SEGMENTS, varlen_attention)
 
 
 @dataclass(frozen=True)

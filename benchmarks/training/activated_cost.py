@@ -2,13 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/training/activated_cost.py [--quick] [--fresh]
 
-CPU time of this process, one thread, for forward, backward and the AdamW step over the same responses, packed behind
-their prompts, through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of three
-passes, the ways taking turns. In joint training every second row carries the generation loss too; "calibration alone"
-leaves it out. The reference way (one sequence at a time, padded to 1024, a forward pass for each loss) is timed on four
-rows, at the first lengths alone: its padding hides the lengths from it. Before any is timed, joint training without its
-generation loss must give the loss of the activated adapter where the adapter does nothing. About 10 minutes on an idle
-core; ``benchmarks/results/activated_cost.{json,md}``.
+CPU time of one thread for forward, backward and AdamW, the ways taking turns. "Calibration alone" leaves out the
+generation loss. The reference way is timed on four rows of the first lengths, since its padding hides the lengths.
 """
 
 from __future__ import annotations

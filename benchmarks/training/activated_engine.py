@@ -2,12 +2,8 @@
 
     python benchmarks/training/activated_engine.py [--size 3M|30M] [--questions 32] [--samples 16] [--output FOLDER]
 
-Every way samples its responses first (random prompts of 120 tokens, 120 tokens each, a random Llama in float32 with
-LoRA r 16 on all linear layers), then reads P(True) of all of them, in groups as large as the engine takes. CPU seconds
-of the engine's process; the ways take turns, each in a process of its own that is warm, medians of the passes.
-"merged, of the base's texts" has sampled none of them: what it costs to keep the base model's samples with a merged
-adapter. Before any is timed, the P(True) of the
-activated adapter must be that of transformers. Figures go to ``activated_engine.{json,md}`` in ``--output``.
+CPU seconds of the engine's process, the ways taking turns. "Merged, of the base's texts" scores texts that it has not
+sampled. The activated P(True) must equal that of transformers first.
 """
 
 from __future__ import annotations

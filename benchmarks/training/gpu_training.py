@@ -1,15 +1,9 @@
-"""Training on a GPU: tokens per second, memory and utilisation of packing against bucketing and the reference way.
+"""Training on a GPU: tokens per second, memory and utilisation of packing, bucketing and the reference way.
 
     bash benchmarks/gpu.sh [--device cpu --small] [--minutes 9] [--only TEXT]
 
-In bfloat16 (weights frozen in it, float32 adapters under autocast, as the presets train), a Llama of 1.2 billion
-parameters with random weights made on the device, LoRA r 32 on q and v, responses of 200 tokens in the mean behind
-prompts of 200, eight to a question. Every job runs in a process of its own with a time limit of its own, so that one
-that fails or hangs costs the others nothing; the results are written after each.
-
-Utilisation is the arithmetic of ``_training_flops`` over the seconds and over the card's rate in bfloat16 matrix
-products, measured first. "of own tokens" counts every token that a way computes, padding left out; "of the work"
-counts what the rows need at least, each prompt once, and so compares the ways.
+A Llama of 1.2 billion random parameters in bfloat16, LoRA r 32 on q and v. Every job runs in its own process with a
+time limit. Utilisation "of own tokens" counts every token that a way computes; "of the work" counts each prompt once.
 """
 
 from __future__ import annotations
@@ -42,7 +36,6 @@ from _training_rows import (
     collator_of,
     draw_preset,
     random_module,
-    register_varlen_attention,
     training_flops,
 )
 from _training_rows import random_rows as make_rows
@@ -77,7 +70,6 @@ class Job:
     attention: str = SEGMENTS
     dtype: str = "bfloat16"
     checkpointing: bool = False
-    varlen: bool = False
     preset: bool = False
     batch: int | None = None
     limit: int = 60
@@ -94,8 +86,6 @@ JOBS = (
     Job("segments, checkpointing", "shared prefix", checkpointing=True),
     Job("bucketing, checkpointing", "bucketing", checkpointing=True),
     Job("equality, flex", attention=FLEX, limit=90),
-    Job("equality, varlen", varlen=True),
-    Job("varlen", "shared prefix", varlen=True),
     Job("segments, preset's draw", "shared prefix", preset=True),
     Job("bucketing, preset's draw", "bucketing", preset=True),
     Job("flex, checkpointing", "shared prefix", attention=FLEX, checkpointing=True, limit=110),
@@ -137,15 +127,12 @@ def equality(device: str, setting: Setting, job: Job) -> dict[str, float]:
     chat = bundled_chat()
     rows = _rows(setting, SAMPLES * 2)
     found = {}
-    # The variable-length kernel knows half precision only.
-    for dtype in (torch.bfloat16,) if job.varlen else (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         module = random_module(setting.size, chat, device=device, dtype=dtype)
         module.model.eval()
         with _precision(device, dtype):
             apart = _query_logits(module.model, rows, device, packed=False)
             module.model.set_attn_implementation(job.attention)
-            if job.varlen:
-                register_varlen_attention()
             packed = _query_logits(module.model, rows, device, packed=True)
         difference = (packed - apart).abs() / apart.std()
         found[f"{dtype}".removeprefix("torch.")] = {"max": difference.max().item(), "mean": difference.mean().item()}
@@ -180,8 +167,6 @@ def train(device: str, setting: Setting, job: Job, *, seconds: float) -> dict[st
         setting.size, chat, device=device, dtype=dtype, gradient_checkpointing=job.checkpointing,
         attention=job.attention,
     )  # fmt: skip
-    if job.varlen:
-        register_varlen_attention()
     rows, batch = _rows(setting, setting.rows), job.batch or setting.batch
     if job.preset:
         rows, batch = _preset_rows(setting), 16
@@ -259,8 +244,6 @@ def run_job(job: Job, options: argparse.Namespace, left: float) -> dict[str, Any
     command += ["--small"] * options.small + ["--seconds", str(options.seconds)]
     if options.device == "cpu" and job.way and job.attention == FLEX:
         return {"failed": "FlexAttention has no backward pass on CPUs"}
-    if options.device == "cpu" and job.varlen:
-        return {"failed": "the variable-length kernel needs CUDA"}
     limit = min(job.limit * (4 if options.device == "cpu" else 1), left)
     # A session of its own: what compiles kernels for the job is stopped with it.
     process = subprocess.Popen(

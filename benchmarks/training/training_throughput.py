@@ -1,15 +1,11 @@
-"""Training throughput of shared-prefix packing against the ways that others train, in one run.
+"""Training throughput of shared-prefix packing against the ways that others train.
 
     OMP_NUM_THREADS=1 python benchmarks/training/training_throughput.py [--quick] [--fresh]
 
-Every number is the CPU time of this process, one thread, for forward, backward and the AdamW step over the same
-responses through the same model and adapter (float32, LoRA r 32 on q and v, dropout 0): the median of five passes
-(fewer where the report says so), the ways taking turns. Before any is timed, all ways must give the same loss and
-gradient. Measurements are kept as they are made in ``--cells``: a run that was stopped goes on where it was. About
-50 minutes on an idle core; the results go to ``benchmarks/results/training_throughput.{json,md}``.
-
-The reference way costs the same for every sequence, being padded to 1024: a few are timed and the others counted in.
-With `pip install --no-deps trl` TRL's own collator is measured, else transformers', which does the same.
+CPU time of one thread for forward, backward and AdamW over the same responses, the ways taking turns. All ways must
+give the same loss and gradient first. Measurements are kept in ``--cells``, so a stopped run continues; 50 minutes in
+all. A few sequences of the reference way stand for all, being padded to 1,024. TRL's collator is used if TRL is
+installed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -99,48 +98,6 @@ def test_peak_memory_is_that_of_the_function_alone(script: Script) -> None:
     peak = peak_memory_of(lambda: bytearray(b"x" * (32 << 20)))
     assert len(before) == 64 << 20
     assert 30 << 20 < peak < 100 << 20
-
-
-def test_the_candidate_for_gpus_lays_out_the_right_keys(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernel's meaning written out on a CPU, logits are those of attention by segments."""
-    made = candidate = script("_training_rows")
-    chat = made.bundled_chat()
-    rows = made.random_rows(made.Lengths(9, 6), questions=2, samples=3, vocab_size=64)
-    batch = made.collator_of(chat, shared_prefix=True)(rows.tuples(torch.arange(6).numpy()))
-    module = made.random_module("tiny", chat)
-    calls: list[int] = []
-
-    def _reference_varlen_attn(
-        query: Any, key: Any, value: Any, query_starts: Any, key_starts: Any, *_: int, scale: float, **arguments: Any
-    ) -> torch.Tensor:
-        assert arguments == {"window_size": (-1, 0), "enable_gqa": True}
-        calls.append(len(query_starts) - 1)
-        outputs = []
-        for number in range(len(query_starts) - 1):
-            q = query[query_starts[number] : query_starts[number + 1]]
-            own = slice(key_starts[number], key_starts[number + 1])
-            k, v = (part[own].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-            seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-            outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-        return torch.cat(outputs)
-
-    def gradients() -> torch.Tensor:
-        module.zero_grad()
-        calibration, generation, _ = module._losses(batch)
-        (calibration + generation).backward()
-        return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
-
-    wanted = gradients()
-    monkeypatch.setattr(candidate, "varlen_attn", _reference_varlen_attn)
-    monkeypatch.setattr(candidate, "_causal", lambda: {"window_size": (-1, 0), "enable_gqa": True})
-    candidate.register_varlen_attention()
-    try:
-        found = gradients()
-    finally:
-        made.register_segment_attention()
-    assert calls == [8, 8]  # two layers; two prompts and six branches
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -79,10 +79,8 @@ def run_seed(plan: Options, seed: int) -> None:
             folder, "score-questions", "--probe", probe, "--store_dir", tests, "--name", name, "--overwrite", "true"
         )
     run_once(folder, "score-questions", "--estimator", BEFORE, "--store_dir", tests)
-    if seed in plan.taught_seeds:
-        _teach(plan, folder, seed)
-    if seed in plan.awake_seeds:
-        _calibrate(plan, folder, seed)
+    _teach(plan, folder, seed)
+    _calibrate(plan, folder, seed)
 
 
 def _teach(plan: Options, folder: Path, seed: int) -> None:
@@ -119,15 +117,14 @@ FROM_RESPONSES = ("agreeing_pairs", "top_share", "mean_logprob", "p_true", AWAKE
 Columns = dict[str, Column]
 
 
-def measure_seed(folder: Path, *, without: Sequence[str] = ()) -> Columns:
+def measure_seed(folder: Path) -> Columns:
     """Return the columns of a seed, those of both test sets under "id/" and "ood/"."""
     found: Columns = {}
     for split in TESTS:
         own: Columns = {}
         weights: Floats | None = None
         for names, stop in ((FROM_PROMPTS, 0), (FROM_RESPONSES, READ)):
-            wanted = [name for name in names if name not in without]
-            test, calibration = (_read(folder / "tests", each, wanted, stop) for each in (split, "calibration"))
+            test, calibration = (_read(folder / "tests", each, names, stop) for each in (split, "calibration"))
             weights = resample_weights(len(test.truth), num_resamples=RESAMPLES) if weights is None else weights
             own = estimate_columns(test, calibration, weights) | own  # a constant is judged by all responses
             if not stop:
@@ -234,15 +231,14 @@ def size_columns(folder: Path) -> Columns:
     return found
 
 
-def confidence_columns(folder: Path, *, without: Sequence[str] = ()) -> Columns:
+def confidence_columns(folder: Path) -> Columns:
     found: Columns = {}
-    beside = [name for name in (AWAKE,) if name not in without]
     for split in TESTS:
-        pool = load_capability_pool(str(folder / "tests"), split=split, task=None, confidences=beside)
+        pool = load_capability_pool(str(folder / "tests"), split=split, task=None, confidences=[AWAKE])
         keys = [(question.id, question_digest(question)) for question in pool.questions]
         values = [float(value or 0.0) for value in question_values(pool.path, PROBE, keys)]
         entries = with_question_confidence(pool.pool.entries, values, name=PROBE)
-        for name in (PROBE, "p_true", *beside):
+        for name in (PROBE, "p_true", AWAKE):
             scored = scored_responses(entries, name=name)
             columns = (scored.confidence, scored.correct, scored.question_index)
             for measure, column in metric_columns(columns, MEASURES, num_resamples=RESAMPLES).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -56,27 +55,17 @@ SIZES = {
 }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--taught_seeds", type=int, nargs="*", default=[0, 1, 2], help="whose P(True) before is taught")
-    parser.add_argument("--awake_seeds", type=int, nargs="*", default=[0, 1, 2], help="whose P(True) after is trained")
-
-
-def complete(parser: argparse.ArgumentParser, plan: Options) -> None:
-    plan.taught_seeds = [seed for seed in plan.seeds if seed in plan.taught_seeds]
-    plan.awake_seeds = [seed for seed in plan.seeds if seed in plan.awake_seeds]
-
-
 def run_jobs(plan: Options) -> None:
     for seed in plan.seeds:
         run_seed(plan, seed)
 
 
 def assemble(plan: Options) -> dict[str, Any]:
-    columns = over_seeds([_measured(plan, seed) for seed in plan.seeds])
+    columns = over_seeds([_measured(plan.folder(seed)) for seed in plan.seeds])
     seconds = _timed(plan)
     checks = targets(columns, seconds=seconds)
     return {
-        **plan.sizes("seeds", "taught_seeds", "awake_seeds"),
+        **dict.fromkeys(("seeds", "taught_seeds", "awake_seeds"), plan.seeds),
         "sizes": {**plan.sizes("train", "train_samples"), "samples": plan.num_samples, **plan.parts},
         "processor_minutes": sum(sum(seconds_of(plan.folder(seed)).values()) for seed in plan.seeds) / 60.0,
         "seconds": {"a prompt's states": seconds[0], "a response": seconds[1]},
@@ -91,11 +80,8 @@ def over_seeds(found: Sequence[Columns]) -> Columns:
     return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
 
 
-def _measured(plan: Options, seed: int) -> Columns:
-    folder = plan.folder(seed)
-    trained = {TAUGHT: plan.taught_seeds, AWAKE: plan.awake_seeds}
-    without = [name for name, seeds in trained.items() if seed not in seeds]
-    return measure_seed(folder, without=without) | size_columns(folder) | confidence_columns(folder, without=without)
+def _measured(folder: Path) -> Columns:
+    return measure_seed(folder) | size_columns(folder) | confidence_columns(folder)
 
 
 def _timed(plan: Options) -> tuple[float, float]:
@@ -332,7 +318,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 STUDY = Study(
-    "capability/report_capability.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete,
+    "capability/report_capability.py", SIZES, run_jobs, assemble, as_markdown, figure,
     image="report_capability.png", met=lambda _, report: all(row["holds"] for row in report["checks"]),
 )  # fmt: skip
 

@@ -44,14 +44,6 @@ AWAKE = "p_true_awake"
 # What a linear probe of the prompts, fitted to the agreement of the training responses, says of a question.
 PROBE = "probe"
 CONFIGS = {ACTIVATED: "demo.yaml", JOINT: "demo-joint.yaml"}
-# What each ablation of joint training changes: (section of the configuration, key, value).
-ABLATIONS: dict[str, tuple[str, str, Any]] = {
-    "hard consistency": ("data", "target", "consistency"),
-    "raw P(True)": ("data", "target", "p_true"),
-    "true labels": ("data", "target", "label"),
-    "squared error": ("model", "loss", "squared"),
-    "no generation loss": ("model", "generation_loss", False),
-}
 
 
 class Plan(Options):
@@ -72,11 +64,6 @@ def run_seed(plan: Plan, seed: int) -> None:
     sample_asleep(plan, seed)
 
 
-def run_ablation(plan: Plan, seed: int, name: str) -> None:
-    calibrate(plan, seed, name)
-    sample(plan, seed, name, model=str(plan.place(seed, name) / "calibrated"), splits=("id",))
-
-
 def calibrate(plan: Plan, seed: int, name: str) -> None:
     folder = plan.place(seed, name)
     if not (folder / "adapter" / "adapter_config.json").exists():
@@ -88,15 +75,12 @@ def calibrate(plan: Plan, seed: int, name: str) -> None:
 
 
 def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
-    """Return the demo's configuration with this seed and the report's sizes; an ablation has its one change."""
+    """Return the demo's configuration with this seed and the report's sizes."""
     folder = plan.place(seed, name)
     config = configuration(CONFIGS.get(name, CONFIGS[JOINT]), seed=seed, folder=folder, adapter=folder / "adapter")
     data = train_on(config, plan.place(seed, "samples"), limit=plan.training)
     if name != ACTIVATED:
         data["total_tuples"] = 10 * plan.training
-    if name in ABLATIONS:
-        section, key, value = ABLATIONS[name]
-        config[section]["init_args"][key] = value
     return config
 
 

@@ -16,7 +16,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _report_confidences import (
-    ABLATIONS,
     ACTIVATED,
     BASE,
     CONTENDERS,
@@ -31,7 +30,6 @@ from _report_confidences import (
     measured_seconds,
     over_seeds,
     read_pool,
-    run_ablation,
     run_seed,
     savings,
     vote_curves,
@@ -62,21 +60,15 @@ SIZES = {
 }
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ablations", action="store_true", help="joint training with one change each, too")
-
-
 def complete(parser: argparse.ArgumentParser, plan: Plan) -> None:
     if plan.num_samples < max(SIZES_OF_VOTES):
         parser.error(f"--num_samples must be at least {max(SIZES_OF_VOTES)}, got {plan.num_samples}.")
     plan.output.mkdir(parents=True, exist_ok=True)
-    plan.variants = tuple(ABLATIONS) if plan.ablations else ()
 
 
 def run_jobs(plan: Plan) -> None:
     with ThreadPoolExecutor(plan.workers) as pool:
         list(pool.map(lambda seed: run_seed(plan, seed), plan.seeds))
-        list(pool.map(lambda name: run_ablation(plan, plan.seeds[0], name), plan.variants))
 
 
 def assemble(plan: Plan) -> dict[str, Any]:
@@ -123,7 +115,6 @@ def assemble(plan: Plan) -> dict[str, Any]:
                    for key, rows in savings(curves[test], targets, tokens[test], seconds).items()}
             for test in TESTS
         },
-        "ablations": {name: ablation(plan, seeds[0], name) for name in plan.variants},
         "minutes": plan.minutes,
     }  # fmt: skip
 
@@ -155,11 +146,6 @@ def changed_texts(plan: Plan, seeds: list[int]) -> tuple[int, int]:
     return sum(one != other for one, other in pairs), len(pairs)
 
 
-def ablation(plan: Plan, seed: int, name: str) -> dict[str, list[float | None]]:
-    pool = read_pool(plan, seed, name, "id")
-    return {metric: triple(value) for metric, value in summary([measure(pool, "p_true")]).items()}
-
-
 FULL = "make report"
 # What that command runs.
 FULL_SEEDS, FULL_SIZES = 3, {"training": 1000, "id": 1000, "ood": 500, "num_samples": 16}
@@ -187,7 +173,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         *section("head", [head]),
         *section("calibration", [*criteria_table(report["criteria"]), *_trained(report), *_sceptic(report)]),
         *section("votes", [*_votes(report), *_savings(report)]),
-        *_ablations(report),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -277,15 +262,6 @@ def _paid(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ablations(report: Mapping[str, Any]) -> list[str]:
-    if not report["ablations"]:
-        return []
-    names = list(SHORT_NAMES.values())
-    rows = [[name, *(show(entry[metric]) for metric in names)] for name, entry in report["ablations"].items()]
-    head = f"Joint training with one change each, in-domain, seed {report['seeds'][0]}:"
-    return [head, "", *table(["change", *names], rows), ""]
-
-
 def _draw_votes(axes: Axes, votes: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
     lines = [
         (PLAIN[BASE], "plain votes: nothing, activated", COLOURS[BASE], "--"),
@@ -342,6 +318,6 @@ def criteria(
 
 if __name__ == "__main__":
     study = Study(
-        "quality/report.py", SIZES, run_jobs, assemble, as_markdown, figure, arguments, complete, Plan, alone=FULL
+        "quality/report.py", SIZES, run_jobs, assemble, as_markdown, figure, complete=complete, options=Plan, alone=FULL
     )
     raise SystemExit(study.main())

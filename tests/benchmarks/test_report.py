@@ -122,9 +122,3 @@ def test_both_adapters_of_a_seed_train_on_the_same_samples(script: Module, tmp_p
     assert activated["seed_everything"] == joint["seed_everything"] == 3
     assert joint["model"]["init_args"]["lora"]["activated"] is False
     assert plan.responses(3, "activated") == plan.responses(3, "nothing") != plan.responses(3, "joint")
-    for name, (section, key, value) in jobs.ABLATIONS.items():
-        changed = jobs.configuration_of(plan, 3, name)
-        assert changed[section]["init_args"].pop(key) == value
-        plain = jobs.configuration_of(plan, 3, "joint")
-        plain[section]["init_args"].pop(key, None)
-        assert changed[section] == plain[section]

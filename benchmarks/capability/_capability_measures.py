@@ -47,11 +47,7 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    calibration_error_bounds,
-    resample_weights,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, resample_weights
 from selfcal_lightning.metrics.capability import pass_at_k, pass_at_k_squared_errors, squared_errors
 from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.records import QuestionSamples, Request, SamplingSettings, sample_seed

@@ -180,10 +180,7 @@ def train_learned_token(options: Options, seed: int) -> Scores:
 
 @torch.no_grad()
 def score_rows(
-    options: Options,
-    seed: int,
-    module: SelfCalibrationModule,
-    confidences: Callable[[SSCBatch], Mapping[str, Tensor]],
+    options: Options, seed: int, module: SelfCalibrationModule, confidences: Callable[[SSCBatch], Mapping[str, Tensor]]
 ) -> Scores:
     collator = SSCCollator(module.chat, max_length=320, shared_prefix=True)
     parts: dict[str, list[Tensor]] = {}

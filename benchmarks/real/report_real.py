@@ -30,12 +30,7 @@ from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.inference.threshold_fitting import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    calibration_error_bounds,
-    estimate_of,
-    resample_weights,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, estimate_of, resample_weights
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample

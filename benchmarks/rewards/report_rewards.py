@@ -374,8 +374,7 @@ def _head(report: Mapping[str, Any]) -> str:
 def _places(models: Mapping[str, Any], title: str) -> list[str]:
     heads = [f"{title}, all places", *(HEADS[name] for name in METRICS)]
     lines = table(
-        heads,
-        [[label, *(show(models[name]["all"][metric]) for metric in METRICS)] for name, label in MODELS.items()],
+        heads, [[label, *(show(models[name]["all"][metric]) for metric in METRICS)] for name, label in MODELS.items()]
     )
     for first, second in PAIRS:
         head = f"{title}, {HEADS[first].rstrip(' ↓')} ({HEADS[second].rstrip(' ↓')})"

@@ -19,10 +19,7 @@ from selfcal_lightning.datamodules.ssc.mixture import Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import DealByPrompt, MicroBatch, group_by_question
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
-from selfcal_lightning.models.packing import (
-    SEGMENTS,
-    register_segment_attention,
-)
+from selfcal_lightning.models.packing import SEGMENTS, register_segment_attention
 from selfcal_lightning.records import Question, Sample
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule

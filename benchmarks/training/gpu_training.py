@@ -57,10 +57,7 @@ class Setting:
     matrix: int
 
 
-SETTINGS = {
-    False: Setting("1B", Lengths(200, 200), 64, 32, 8192),
-    True: Setting("tiny", Lengths(20, 20), 16, 8, 256),
-}
+SETTINGS = {False: Setting("1B", Lengths(200, 200), 64, 32, 8192), True: Setting("tiny", Lengths(20, 20), 16, 8, 256)}
 
 
 @dataclass(frozen=True)

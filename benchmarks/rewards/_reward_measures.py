@@ -352,7 +352,7 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
     """
     names = (AWAKE, *(_stored_names()))
     calibration, wanted = (
-        _with_share(load_recorded_pool(plan.tests(seed), split=part, confidences=names, texts=False))
+        load_recorded_pool(plan.tests(seed), split=part, confidences=names, texts=False)
         for part in ("calibration", split)
     )
     fitted = (
@@ -361,7 +361,7 @@ def read_pool(plan: Plan, seed: int, split: str) -> RecordedPool:
     )
     entries = (
         replace(entry, samples=tuple(add_scores(sample, fitted) for sample in entry.samples))
-        for entry in wanted.entries
+        for entry in map(_with_share, wanted.entries)
     )
     return replace(wanted, entries=tuple(sorted(entries, key=lambda entry: entry.question.id)))
 
@@ -443,11 +443,7 @@ def _stored_names() -> list[str]:
             (SCORED[model] if model == OUTCOME else (score_name(model),))]  # fmt: skip
 
 
-def _with_share(pool: RecordedPool) -> RecordedPool:
-    return replace(pool, entries=tuple(map(_shared, pool.entries)))
-
-
-def _shared(entry: QuestionSamples) -> QuestionSamples:
+def _with_share(entry: QuestionSamples) -> QuestionSamples:
     shares = vote_share([sample.answer for sample in entry.samples])
     samples = (
         replace(sample, confidences={**sample.confidences, SHARE: share or 0.0})

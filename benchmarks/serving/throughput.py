@@ -9,16 +9,15 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from load import CLIENTS, Library, load, started_server
+from shared.timing import cpu_seconds
 
 from selfcal_lightning.data.tasks.registry import get_task
-
-
-def cpu_seconds(pid: int | str) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -34,9 +33,9 @@ def main() -> None:
     try:
         for start in range(0, len(questions), given.block_size):
             block = questions[start : start + given.block_size]
-            before = cpu_seconds("self")
+            before = cpu_seconds()
             seconds, tokens = library.run(block)
-            own_cpu = cpu_seconds("self") - before
+            own_cpu = cpu_seconds() - before
             before = cpu_seconds(server.pid)
             found, served, _ = asyncio.run(load(block, ["whole", "stream"] * (len(block) // 2), server.pid))
             cpu = cpu_seconds(server.pid) - before

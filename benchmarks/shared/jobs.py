@@ -18,8 +18,8 @@ DONE = "commands.json"
 LIBRARIES = ("selfcal_lightning.cli", "torch", "transformers.models.llama.modeling_llama", "lightning.pytorch", "peft")
 
 
-def run(log: Path, *arguments: str, threads: int | None = 1, output: Path | None = None) -> float:
-    """Run one ``selfcal`` command. Returns seconds of wall time."""
+def run(log: Path, *arguments: str, threads: int | None = 1) -> None:
+    """Run one ``selfcal`` command."""
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "180"}
@@ -27,18 +27,14 @@ def run(log: Path, *arguments: str, threads: int | None = 1, output: Path | None
     command = [sys.executable, "-m", "selfcal_lightning", *arguments]
     with log.open("a") as messages:
         print(f"\n$ selfcal {' '.join(arguments)}", file=messages, flush=True)
-        if output is None:
-            done = subprocess.run(command, stdout=messages, stderr=subprocess.STDOUT, env=environment, check=False)
-        else:
-            with output.open("w") as printed:
-                done = subprocess.run(command, stdout=printed, stderr=messages, env=environment, check=False)
+        done = subprocess.run(command, stdout=messages, stderr=subprocess.STDOUT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"`selfcal {' '.join(arguments)}` ended with {done.returncode}; see {log}")
-    seconds, busy = time.monotonic() - started, children_seconds() - used
-    print(
-        f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s, {busy:6.0f} s of CPU  {log.parent}: {arguments[0]}", flush=True
-    )
-    return seconds
+    report(f"{log.parent}: {arguments[0]}", time.monotonic() - started, children_seconds() - used)
+
+
+def report(what: str, seconds: float, busy: float) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {seconds:6.0f} s, {busy:6.0f} s of CPU  {what}", flush=True)
 
 
 def run_once(folder: Path, *arguments: str, output: Path | None = None) -> None:
@@ -60,8 +56,7 @@ def run_once(folder: Path, *arguments: str, output: Path | None = None) -> None:
     if copy.exitcode:
         raise SystemExit(f"`selfcal {words}` ended with {copy.exitcode}; see {log}")
     busy = children_seconds() - used
-    said = f"{time.monotonic() - started:6.0f} s, {busy:6.0f} s of CPU"
-    print(f"{time.strftime('%H:%M:%S')}  {said}  {folder.name}: {arguments[0]}", flush=True)
+    report(f"{folder.name}: {arguments[0]}", time.monotonic() - started, busy)
     finished[words] = round(busy, 1)
     (folder / DONE).write_text(json.dumps(finished, indent=0) + "\n")
 

@@ -16,18 +16,19 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from selfcal_lightning.core.files import check_replaceable, json_object_or_none
+import torch
+from shared.tables import table
+from shared.timing import cpu_seconds, open_engine
+
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.driver import run_strategy
@@ -58,24 +59,6 @@ def strategies(budget: int, threshold: float) -> dict[str, tuple[Strategy, int]]
     }
 
 
-@contextmanager
-def opened(name: str, options: argparse.Namespace, chat: ChatFormat) -> Iterator[Engine]:
-    engine: Engine
-    if name == "vllm":
-        engine = VLLMEngine(
-            options.model, chat=chat, dtype="float32", max_context=options.max_context, max_batch=options.max_batch,
-            kv_cache_memory_bytes=options.kv_cache_mib << 20,
-        )  # fmt: skip
-    else:
-        engine = TransformersEngine(
-            options.model, chat=chat, dtype="float32", max_context=options.max_context, max_batch=options.max_batch
-        )
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def measure(
     job: tuple[Strategy, int],
     questions: Sequence[Question],
@@ -85,18 +68,15 @@ def measure(
 ) -> Run:
     strategy, lookahead = job
     source = EngineSource(engine, chat, sampling=sampling)
-    start, busy = time.perf_counter(), cpu_seconds(engine)
+    start, busy = time.perf_counter(), busy_seconds(engine)
     verdicts = run_strategy(strategy, questions, source, lookahead=lookahead)
-    return Run(time.perf_counter() - start, cpu_seconds(engine) - busy, verdicts)
+    return Run(time.perf_counter() - start, busy_seconds(engine) - busy, verdicts)
 
 
-def cpu_seconds(engine: Engine) -> float:
-    """Return the processor time used so far by this process and by the engine's child, where it has one."""
-    child = 0.0
-    if isinstance(engine, VLLMEngine) and engine.pid is not None:
-        fields = Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()
-        child = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return time.process_time() + child
+def busy_seconds(engine: Engine) -> float:
+    """Return the processor time used so far by this process and by the engine's own, where it has one."""
+    pid = getattr(engine, "pid", None)
+    return time.process_time() + (0.0 if pid is None else cpu_seconds(pid))
 
 
 def run_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> list[dict[str, Any]]:
@@ -104,7 +84,7 @@ def run_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> list
     sampling = SamplingSettings(max_new_tokens=options.max_new_tokens)
     jobs = strategies(options.budget, options.threshold)
     runs: dict[str, list[Run]] = {label: [] for label in jobs}
-    with opened(name, options, chat) as engine:
+    with closing(open_engine(name, options, chat)) as engine:
         warm = WordProblems().load("validation", limit=8)
         run_strategy(EarlyStopping(max_samples=2), warm, EngineSource(engine, chat, sampling=sampling))
         for repeat in range(options.repeats):
@@ -134,22 +114,18 @@ def summary(engine: str, label: str, runs: Sequence[Run], baseline: Sequence[Run
     }
 
 
+COLUMNS = {
+    "wall s": ("seconds", ".1f"), "times as fast": ("times_as_fast", ".2f"), "CPU s": ("cpu_seconds", ".1f"),
+    "samples used": ("samples_used", ".2f"), "generated": ("samples_generated", ".2f"),
+    "tokens": ("tokens_generated", ","), "accuracy": ("accuracy", ".3f"),
+}  # fmt: skip
+
+
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| engine | strategy | wall s | times as fast | CPU s | samples used | generated | tokens | accuracy |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    cells = [
+        [row["engine"], row["strategy"], *(f"{row[key]:{form}}" for key, form in COLUMNS.values())] for row in rows
     ]
-    lines += [
-        f"| {row['engine']} | {row['strategy']} | {row['seconds']:.1f} | {row['times_as_fast']:.2f} | "
-        f"{row['cpu_seconds']:.1f} | {row['samples_used']:.2f} | {row['samples_generated']:.2f} | "
-        f"{row['tokens_generated']:,} | {row['accuracy']:.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def is_own(path: Path) -> bool:
-    return Path(__file__).name in (json_object_or_none(path) or {}).get("command", "")
+    return "\n".join(table(["engine", "strategy", *COLUMNS], cells, left=2))
 
 
 def main() -> None:
@@ -166,7 +142,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    check_replaceable(options.output, is_own, option="--output", kind="what this script measured before")
+    options.vllm = {"max_batch": options.max_batch}
     options.model = resolve_model(options.model)
     torch.set_num_threads(1)
     load_before = os.getloadavg()

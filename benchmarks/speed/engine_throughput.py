@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from shared.study import RESULTS, ROOT
 from shared.tables import table, write_report
+from shared.timing import open_engine
 
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.engines.base import Engine, generate
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.slots import dynamic_temperature
 from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.models.causal_lm import load_causal_lm
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         "EDT, top_p=0.95": SamplingSettings(top_p=0.95, max_new_tokens=options.max_new_tokens),
     }
     requests = {name: build_requests(chat, options, sampling) for name, sampling in settings.items()}
-    engines = {name: open_engine(name, options, chat) for name in options.engines}
+    engines = {name: open_engine(name, options, chat, num_threads=options.threads) for name in options.engines}
     for engine in engines.values():
         generate(engine, requests["plain T=0.8"][: options.samples])
     passes: dict[tuple[str, str], list[tuple[float, int]]] = {(e, s): [] for s in settings for e in engines}
@@ -128,20 +128,6 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for (engine_name, setting), runs in passes.items()
     ]
-
-
-def open_engine(name: str, options: argparse.Namespace, chat: ChatFormat) -> Engine:
-    if name == "transformers":
-        return TransformersEngine(
-            options.model, dtype="float32", max_batch=options.max_batch, max_context=options.max_context, chat=chat
-        )
-    return VLLMEngine(
-        options.model,
-        dtype="float32",
-        max_context=options.max_context,
-        kv_cache_memory_bytes=options.kv_cache_mib << 20,
-        num_threads=options.threads,
-    )
 
 
 def as_markdown(rows: list[dict[str, Any]]) -> str:

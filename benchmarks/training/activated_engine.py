@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from _training_rows import SIZES
 from shared.study import RESULTS
 from shared.tables import machine, table, write_report
+from shared.timing import cpu_seconds
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
@@ -150,11 +150,6 @@ class Bench:
         if not error < min(1e-3, moved / 10):
             raise SystemExit(f"P(True) differs from that of transformers by {error}, the adapter moves it by {moved}.")
         return error
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def markdown(report: dict[str, Any]) -> str:

@@ -94,14 +94,6 @@ def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "out" / "pool.jsonl").read_text()
 
 
-def test_an_import_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(tmp_path / "pool.jsonl", pool())
-    import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
-    assert "Importing pool.jsonl: 5 of 5 responses, " in capsys.readouterr().err
-    import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
-    assert "Importing" not in capsys.readouterr().err, "nothing is left to do"
-
-
 SLOW = (r"\sum_{k=1}^{1000}\sin(k^2)", r"\sum_{k=1}^{1000}\cos(k^2)")
 
 

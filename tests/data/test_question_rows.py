@@ -16,9 +16,7 @@ import pytest
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.line_format import read_pool
-from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import take_part
-from selfcal_lightning.data.tasks.dataset import DatasetTask, Item
 from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.data.tasks.rows import Columns, read_question_file
 from selfcal_lightning.inference.answering import read_questions
@@ -102,17 +100,6 @@ def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
     assert [question.text for question in loaded(file)] == ["b"]
     with pytest.raises(ValueError, match="all are of local_text, local_number"):
         load_some("local_choice", "train", path=str(file))
-
-
-def test_a_local_data_set_of_other_columns_keeps_them(tmp_path: Path) -> None:
-    class Own:
-        name, answers, source, columns, id_column = "own", NumberAnswers(), None, ("text", "gold"), None
-
-        def read_row(self, row: dict[str, Any], question_id: str) -> Item:
-            return Item(row["text"], row["gold"])
-
-    file = write(tmp_path / "own.jsonl", {"text": "2+2?", "gold": 4}, {"text": "?", "gold": "none"})
-    assert [(q.text, q.reference) for q in DatasetTask(Own()).load("t", path=str(file))] == [("2+2?", "4")]
 
 
 def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:

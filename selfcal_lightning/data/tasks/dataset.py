@@ -82,19 +82,16 @@ def has_question_rows(dataset: DataSet) -> bool:
     return getattr(dataset, "question_rows", False)
 
 
-class Prompt(Protocol):
-    """Writes the chat that asks a question."""
-
-    def __call__(self, body: str, hint: str, *, chain_of_thought: bool) -> tuple[Message, ...]:
-        """Return the messages for the text of a question and a hint at the form of its answer."""
+# Writes the chat for the text of a question, a hint at the form of its answer, and ``chain_of_thought`` by keyword.
+WriteMessages = Callable[..., tuple[Message, ...]]
 
 
 class DatasetTask:
     """A data set as a task."""
 
-    def __init__(self, dataset: DataSet, *, prompt: Prompt | None = None) -> None:
+    def __init__(self, dataset: DataSet, *, prompt: WriteMessages | None = None) -> None:
         self.dataset = dataset
-        self.prompt: Prompt = prompt or write_messages
+        self.prompt = prompt or write_messages
         self.name = dataset.name
         self.answer_type: AnswerType = dataset.answers.answer_type
         self.verifier: VerifierForm | None = verifier_form(dataset)

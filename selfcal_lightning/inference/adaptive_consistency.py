@@ -161,10 +161,6 @@ class AdaptiveConsistency:
             other rules.
         min_samples: Votes before the rule may stop. A single vote always agrees with itself.
 
-    Example:
-        >>> AdaptiveConsistency("beta").threshold
-        0.95
-
     Reference:
         Aggarwal et al., Let's Sample Step by Step, arXiv 2305.11860; with confidences, Huang et al., Efficient
         Test-Time Scaling via Self-Calibration, arXiv 2503.00031.

@@ -58,10 +58,6 @@ class EarlyStopping:
         confidence: Name of the confidence.
         fallback: Decides if no sample reaches the threshold.
 
-    Example:
-        >>> EarlyStopping(threshold=0.9).fallback
-        'weighted_vote'
-
     Reference:
         Huang et al., Efficient Test-Time Scaling via Self-Calibration, arXiv 2503.00031, section 5. Its offline
         evaluation falls back to the weighted vote, its online sampler to the last sample.
@@ -144,10 +140,6 @@ class WindowStopping:
         window: Answers that must agree.
         max_samples: Maximum samples per question.
         mode: Disjoint or sliding windows.
-
-    Example:
-        >>> WindowStopping(window=4).mode
-        'disjoint'
 
     Reference:
         Li et al., Escape Sky-high Cost: Early-stopping Self-Consistency for Multi-step Reasoning, arXiv 2401.10480.
@@ -269,10 +261,6 @@ class CGES:
         wrong_answers: Assumed number of possible wrong answers. The larger it is, the more agreement counts.
         evidence: How much further samples add to the first, in [0, 1].
         clamp: Confidences are clipped to [clamp, 1 - clamp], so that no single sample decides alone.
-
-    Example:
-        >>> CGES(threshold=0.9, wrong_answers=4).evidence
-        1.0
 
     Reference:
         Based on Aghazadeh et al., CGES: Confidence-Guided Early Stopping for Efficient and Accurate

@@ -115,10 +115,6 @@ class SelfConsistency(_Vote):
         max_samples: Samples to draw.
         confidence: Name of the confidence that weights the votes; None counts them.
 
-    Example:
-        >>> SelfConsistency(max_samples=8, confidence="p_true").name
-        'self_consistency'
-
     Reference:
         Wang et al., Self-Consistency Improves Chain of Thought Reasoning, arXiv 2203.11171; weighted by calibrated
         confidence: Huang et al., arXiv 2503.00031.
@@ -156,10 +152,6 @@ class CISC(_Vote):
             paper does.
         max_samples: Samples to draw.
         confidence: Name of the confidence.
-
-    Example:
-        >>> CISC(temperature=0.5)
-        CISC(temperature=0.5, max_samples=16, confidence='p_true')
 
     Reference:
         Taubenfeld et al., Confidence Improves Self-Consistency in LLMs, arXiv 2502.06233, section 3.
@@ -211,10 +203,6 @@ class BordaVoting(_Vote):
         power: The power p, in [0, 100].
         max_samples: Samples to draw.
         confidence: Name of the confidence that ranks the samples.
-
-    Example:
-        >>> BordaVoting(power=1.0)
-        BordaVoting(power=1.0, max_samples=16, confidence='p_true')
 
     Reference:
         Kang et al., Scalable Best-of-N Selection for Large Language Models via Self-Certainty, arXiv 2502.18581.
@@ -291,10 +279,6 @@ class BestOfN:
         max_samples: Samples to draw.
         confidence: Name of the confidence to compare.
 
-    Example:
-        >>> BestOfN(max_samples=4)
-        BestOfN(max_samples=4, confidence='p_true')
-
     Reference:
         Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2110.14168; with the model's own confidence:
         Huang et al., arXiv 2503.00031.
@@ -335,10 +319,6 @@ class StandardisedVoting(_Vote):
     Attributes:
         max_samples: Samples to draw.
         confidence: Name of the confidence.
-
-    Example:
-        >>> StandardisedVoting(max_samples=8)
-        StandardisedVoting(max_samples=8, confidence='mean_logprob')
 
     Reference:
         SASC's voting weights, `run_evaluation.py` of Multi-step Test-time Training with Data Selection.

@@ -177,7 +177,6 @@ def _cell(found: Mapping[str, float | None]) -> str:
 
 
 def _untrained(start: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Return what the start does in other ways of sampling, the votes of as many tokens as an adaptation among them."""
     columns = ("pass@1", "majority", "pass@k", "distinct")
     cells = [
         [name, way.replace("base", "start", 1), *("-" if one not in row else f"{row[one]:.3f}" for one in columns),
@@ -206,7 +205,6 @@ class Guarded:
 
 
 def run_guarded(folder: Path, start: Path, samples: Path, *, questions: QuestionSlice, sizes: dict[str, Any]) -> None:
-    """Adapt at the wrecking rate under the guard with its own limits, as far as that was not done."""
     if read_manifest(folder / fitting.ADAPTER) is not None:
         return
     if not (folder / fitting.SAMPLES).exists():

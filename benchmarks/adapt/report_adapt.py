@@ -59,7 +59,7 @@ from selfcal_lightning.records import SamplingSettings
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
 PASS, GUARDED = "pass@1", "guard-0"
-# At which the start is sampled besides, for what sharpening is worth without training.
+# Temperatures at which the start is sampled too: what sharpening is worth without training.
 TEMPERATURES = [1.0, 0.5]
 
 
@@ -205,7 +205,6 @@ def compare(folder: Path, name: str, seeds: Sequence[int], methods: Sequence[str
 
 
 def judged(before: Sequence[SampledSet], after: Sequence[SampledSet], greedy: Sequence[SampledSet]) -> str:
-    """Return what the change of pass@1 comes to beside the greedy response of the start, as `selfcal adapt` says it."""
     adapted = [one.accuracy() for one in after]
     found = {
         name: Change(None, None, mean_change([one.accuracy() for one in others], adapted))
@@ -244,7 +243,6 @@ def change(
 
 
 def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[str, float | None] | None:
-    """Return how pass@1 of the rounds, which are drawn at temperature 1, changes from the first to the last of TTRL."""
     if sizes.rounds < 2:
         return None
     questions = load_sets({"adapted": adapted_on(sizes)})["adapted"]
@@ -256,7 +254,6 @@ def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[s
 
 
 def as_json(one: Estimate) -> dict[str, float | None]:
-    """Return plain types, without the last digits, which are rounding: a 0 is one."""
     return {
         name: None if value is None else round(value, 6)
         for name, value in {"change": one.value, "low": one.low, "high": one.high}.items()
@@ -264,7 +261,6 @@ def as_json(one: Estimate) -> dict[str, float | None]:
 
 
 def mean_change(before: Sequence[Floats], after: Sequence[Floats]) -> Estimate:
-    """Return by how much a mean over questions and seeds changed, from values a question [S][Q]."""
     differences = np.array(after) - np.array(before)
     return estimate_of(mean_over_seeds(differences @ resample_weights(differences.shape[1])))
 

@@ -78,7 +78,6 @@ def draw_responses(
 
 
 def measure(drawn: Sequence[Drawn]) -> Figures:
-    """Return the figures of the card with 95 % intervals over questions; an unreadable answer counts as wrong."""
     questions = [sample.question for sample in drawn]
     correct = [sample.correct for sample in drawn]
     p_true = [sample.p_true for sample in drawn]
@@ -136,7 +135,6 @@ def majority_is_right(group: Sequence[Drawn], *, weighted: bool = False) -> floa
 
 
 def weighted_vote_gain(group: Sequence[Drawn]) -> float:
-    """Return what weighting the votes by P(True) adds to a question: -1, 0 or 1."""
     return majority_is_right(group, weighted=True) - majority_is_right(group)
 
 

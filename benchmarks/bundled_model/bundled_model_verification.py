@@ -170,7 +170,6 @@ class MarkReadOuts(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(hidden_size, MARKS) for _ in range(UPPER_LAYERS))
 
     def loss(self, states: tuple[Tensor, ...], marks: Tensor) -> Tensor:
-        """Return the cross-entropy of ``marks`` [B, T, 2], summed over the layers' ``states`` [B, T, hidden]."""
         marked = marks[..., 0] != UNMARKED
         losses = [
             functional.binary_cross_entropy_with_logits(head(state[marked].float()), marks[marked])

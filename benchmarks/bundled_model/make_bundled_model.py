@@ -59,7 +59,6 @@ class StageRecord:
 def run_stages(
     stages: Sequence[Stage], model: LlamaForCausalLM, *, folder: Path, seed: int, resume: bool
 ) -> tuple[LlamaForCausalLM, list[StageRecord]]:
-    """Run ``stages`` in turn, each on the model of the one before, and keep their float32 weights in ``folder``."""
     records: list[StageRecord] = []
     for stage in stages:
         kept = load_record(folder / stage.name) if resume else None

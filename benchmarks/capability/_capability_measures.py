@@ -114,7 +114,6 @@ Columns = dict[str, Column]
 
 
 def measure_seed(folder: Path) -> Columns:
-    """Return the columns of a seed, those of both test sets under "id/" and "ood/"."""
     found: Columns = {}
     for split in TESTS:
         own: Columns = {}

@@ -75,7 +75,6 @@ def assemble(plan: Options) -> dict[str, Any]:
 
 
 def over_seeds(found: Sequence[Columns]) -> Columns:
-    """Return the mean of each column over the seeds that have it; intervals are over questions and seeds."""
     keys = dict.fromkeys(key for one in found for key in one)
     return {key: column_over_seeds([one[key] for one in found if key in one]) for key in keys}
 

@@ -75,7 +75,6 @@ def calibrate(plan: Plan, seed: int, name: str) -> None:
 
 
 def configuration_of(plan: Plan, seed: int, name: str) -> dict[str, Any]:
-    """Return the demo's configuration with this seed and the report's sizes."""
     folder = plan.place(seed, name)
     config = configuration(CONFIGS.get(name, CONFIGS[JOINT]), seed=seed, folder=folder, adapter=folder / "adapter")
     data = train_on(config, plan.place(seed, "samples"), limit=plan.training)
@@ -210,7 +209,6 @@ def read_pool(plan: Plan, seed: int, generator: str, split: str) -> RecordedPool
 
 
 def with_agreement(entry: QuestionSamples) -> QuestionSamples:
-    """Put vote share and agreeing pairs on the responses to a question; an unreadable one agrees with nothing."""
     answers = [sample.answer for sample in entry.samples]
     pairs = agreeing_pairs(answers)
     samples = []
@@ -255,7 +253,6 @@ class Saving:
 
 
 def vote_curves(pools: Mapping[str, RecordedPool]) -> dict[str, Floats]:
-    """Return the accuracy of the vote of 1, 2 ... K samples, on all questions and on resamples [K, 1 + R]."""
     curves: dict[str, Floats] = {}
     for generator, pool in pools.items():
         width = len(pool.shortest.samples)

@@ -55,7 +55,7 @@ class LearnedTokenModule(SelfCalibrationModule):
 
 LEARNED_TOKEN = "learned token"  # noqa: S105 - a read-out
 TEACHER = "TEACHER"  # the file of the seed's fusion
-# The first one is trained as the module's own adapter, the others beside it.
+# The first one is the module's own adapter, the others are auxiliary.
 VARIANTS: dict[str, dict[str, Any]] = {
     "leave-one-out": {},
     "SSC": {"target": "ssc"},
@@ -112,7 +112,6 @@ def beside_settings(options: Options, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def configuration(options: Options, seed: int) -> dict[str, Any]:
-    """Return the demo's configuration with this seed, the study's sizes, and all variants side by side."""
     folder = options.folder(seed)
     config = study.configuration(
         "demo.yaml", seed=seed, folder=folder, adapter=folder / "adapter", keep={"AdapterExport"}
@@ -127,7 +126,6 @@ def configuration(options: Options, seed: int) -> dict[str, Any]:
 
 
 def score_variants(options: Options, seed: int) -> Scores:
-    """Return the confidence of every variant's adapter in all judged responses, in the order of :func:`judged_rows`."""
     settings = configuration(options, seed)["model"]["init_args"]
     beside = {name: BesideSettings(**one) for name, one in settings.pop("beside").items()}
     module = SelfCalibrationModule(**{**settings, "lora": LoraSettings(**settings["lora"])}, beside=beside)

@@ -120,7 +120,6 @@ def assemble(plan: Plan) -> dict[str, Any]:
 
 
 def read_fitted(plan: Plan, seed: int, test: str) -> dict[str, RecordedPool]:
-    """Return the responses to a test set by generator, with what the seed's calibration questions fit."""
     fitted = {name: fit_on(read_pool(plan, seed, name, "calibration").entries, name) for name in (BASE, JOINT)}
     wanted = {name: read_pool(plan, seed, name, test) for name in (BASE, JOINT)}
     return {name: with_fitted(pool, fitted[name]) for name, pool in wanted.items()}

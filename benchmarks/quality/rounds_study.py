@@ -57,7 +57,6 @@ SIZES = {
 def run_arms(
     options: argparse.Namespace, first: str, arms: Mapping[str, Any], calibrate: Callable[[Any, str, int], None]
 ) -> None:
-    """Calibrate by every arm and seed, the first arm first: it samples what the others begin with."""
     with ThreadPoolExecutor(options.workers) as pool:
         list(pool.map(lambda seed: calibrate(options, first, seed), options.seeds))
         others = [(name, seed) for seed in options.seeds for name in arms if name != first]
@@ -163,7 +162,6 @@ def assemble(options: Options) -> dict[str, Any]:
 
 
 def arm_values(options: Options, first: str, arms: Mapping[str, Any], difference: str) -> dict[str, dict[str, Any]]:
-    """Return the metrics of every arm with intervals, by seed, and what they differ by from the first arm."""
     columns = {arm: np.stack([test_values(options, arm, seed) for seed in options.seeds]) for arm in (BASE, *arms)}
     draws = np.random.default_rng(0).integers(len(options.seeds), size=(RESAMPLES, len(options.seeds)))
 
@@ -185,7 +183,6 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_values(options: argparse.Namespace, arm: str, seed: int) -> np.ndarray:
-    """Return each metric of a model's own test samples, on all questions and on resamples, [metric, 1 + R]."""
     scored = scored_responses(list(SampleStore(folder_of(options, arm, seed) / "own").samples(split="id")))
     columns = scored.confidence, scored.correct, scored.question_index
     return np.stack(list(metric_columns(columns, list(METRICS.values()), num_resamples=RESAMPLES).values()))
@@ -207,7 +204,6 @@ def cost_of(options: argparse.Namespace, arm: str) -> dict[str, int]:
 
 
 def drift(options: argparse.Namespace, arm: str, number: int) -> dict[str, float]:
-    """Return what a round is like and how far its targets moved, means over the seeds."""
     rows = []
     for seed in options.seeds:
         store = SampleStore(

@@ -100,7 +100,6 @@ def train(options: Options, seed: int) -> None:
 
 
 def keep(path: Path, scores: Scores) -> None:
-    """Write scores so that they are there as a whole or not at all."""
     fresh = path.with_suffix(".tmp.npz")
     np.savez(fresh, **dict(scores))
     fresh.rename(path)
@@ -163,7 +162,6 @@ def value_of(mine: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray) 
 def change_of(
     mine: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], metric: str, draws: np.ndarray
 ) -> dict[str, float | None]:
-    """Return what a metric differs by from that of another variant on the same resamples."""
     if metric == ECE:
         errors, theirs = (mean_bounds([one[ECE] for one in side]) for side in (mine, others))
         return plain(Estimate.from_bounds(errors.minus(theirs), least=-1.0, most=1.0))
@@ -175,7 +173,6 @@ def plain(entry: Estimate) -> dict[str, float | None]:
 
 
 def columns_of(options: Options, split: str, seed: int, scores: Scores) -> dict[str, dict[str, Any]]:
-    """Return by variant each metric on all questions and on resamples, [1 + R], and the bounds of the ECE."""
     entries = {name: judged(options, seed, name) for name in options.splits}
     sizes = {name: sum(len(entry.samples) for entry in found) for name, found in entries.items()}
     names = list(options.splits)

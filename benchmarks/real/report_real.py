@@ -108,7 +108,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=int, default=50, help="labelled questions for scalers and fusions")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
     parser.add_argument("--train_samples", type=int, default=None, help="to a training question; as many if left out")
-    parser.add_argument("--demo", action="store_true", help="a small one, in minutes, beside whose samples it writes")
+    parser.add_argument("--demo", action="store_true", help="a small run of minutes; the report goes to --output")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
 
@@ -138,7 +138,6 @@ class Columns:
 
 
 def columns_of(pool: Pool, names: Sequence[str]) -> Columns:
-    """Return the metrics of one confidence, or the mean of those of several seeds."""
     return columns_over([(pool, name) for name in names])
 
 
@@ -226,7 +225,6 @@ LABELS = {
 
 
 def assemble(options: Options) -> dict[str, Any]:
-    """Compute every figure from the stores: of the cells that were run, and the names of those that were not."""
     jobs, seeds, target = options.jobs, options.seeds, options.targets[0]
     there = {target: [seed for seed in seeds if _is_scored(jobs, f"{target}_{seed}")] for target in TARGETS}
     names = {target: [f"{target}_{seed}" for seed in found] for target, found in there.items()}
@@ -272,7 +270,6 @@ def assemble(options: Options) -> dict[str, Any]:
 
 
 def _is_scored(jobs: Jobs, name: str) -> bool:
-    """Return whether test responses have a confidence, of all questions or of some."""
     return (jobs.test / "manifest.json").is_file() and name in annotation_names(jobs.test)
 
 
@@ -287,11 +284,6 @@ def _is_whole(place: Path, split: str, name: str) -> bool:
 
 
 def _base_pool(jobs: Jobs, names: Sequence[str]) -> tuple[Pool, int, list[str]]:
-    """Return the base model's test responses with all confidences, how many questions lack one, and what was fused.
-
-    Questions of which a response was not scored are left out. Fusions are fitted on the calibration questions, where
-    those were scored.
-    """
     fused = [name for name in names if _is_whole(jobs.samples, "validation", name)]
     test = list(SampleStore(jobs.test).samples(split="test", confidences=names))
     scored = [entry for entry in test if all(name in one.confidences for name in names for one in entry.samples)]
@@ -305,7 +297,6 @@ def _base_pool(jobs: Jobs, names: Sequence[str]) -> tuple[Pool, int, list[str]]:
 
 
 def _votes(pool: Pool, names: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-    """Return the accuracy of votes at 1, 2, 3 ... samples [N, 1 + R], by what weighs them."""
     budgets = range(1, min(len(entry.samples) for entry in pool) + 1)
     weights: dict[str, Sequence[str | None]] = {"counted": [None], **{name: [name] for name in (P_TRUE, LIKELIHOOD)}}
     weights |= {f"activated {target}": group for target, group in names.items() if group}
@@ -329,7 +320,6 @@ def _equal_accuracy(jobs: Jobs, pool: Pool, votes: Mapping[str, np.ndarray]) -> 
 
 
 def _finite(column: np.ndarray) -> dict[str, float | None]:
-    """Return a value with its interval; None where it is never reached."""
     low, high = np.quantile(column, 0.025, method="lower"), np.quantile(column, 0.975, method="higher")
     ends = {"value": column[0], "low": low, "high": high}
     return {name: float(end) if math.isfinite(end) else None for name, end in ends.items()}
@@ -357,7 +347,6 @@ def _generators(
 
 
 def _in_order(entries: Iterable[QuestionSamples]) -> Pool:
-    """Return the questions in one order, so that a resample draws the same ones of every store."""
     return sorted(entries, key=lambda entry: entry.question.id)
 
 

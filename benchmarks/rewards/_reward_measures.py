@@ -232,7 +232,6 @@ class Places:
 
 
 def read_places(plan: Plan, seed: int, split: str, names: Sequence[str]) -> dict[str, Places]:
-    """Return what each model says at all places of the responses of a split that were rolled out."""
     entries = sorted(SampleStore(plan.tests(seed)).samples(split=split), key=lambda entry: entry.question.id)
     chat = ChatFormat(load_tokenizer(str(plan.model(seed, names[0]))))
     rates = {name: rate.share for name, rate in read_rates(str(plan.rollouts(seed, split))).items()}
@@ -265,7 +264,6 @@ def read_places(plan: Plan, seed: int, split: str, names: Sequence[str]) -> dict
 
 
 def _scores(plan: Plan, seed: int, name: str, entries: Sequence[QuestionSamples]) -> Floats:
-    """Return the scores of a model in the order of the places [N, 3]."""
     reader = open_rewards(RewardSettings(str(plan.model(seed, name))), dtype="float32")
     found: list[Score] = []
     for entry, rows in zip(entries, reader.read_scores(entries), strict=True):
@@ -282,7 +280,6 @@ def estimates(rows: Sequence[Places], position: str = OVERALL) -> dict[str, Esti
 
 
 def difference(rows: Sequence[Places], others: Sequence[Places], metric: str) -> Estimate:
-    """Return by how much a metric of one model exceeds that of another, on the same draws."""
     mine, theirs = ([one.sums() for one in side] for side in (rows, others))
     if metric == ECE:
         return error_difference(_errors(mine), _errors(theirs))

@@ -152,8 +152,6 @@ def _of_positions(rows: Sequence[Places]) -> dict[str, dict[str, list[float | No
 
 
 def _spent(row: Spent, ways: Mapping[str, Mapping[str, Spent]]) -> dict[str, list[float | None]]:
-    """Return what a way costs and reaches, and by how much it beats votes and best-of-N at the same tokens."""
-
     def less(way: str) -> Floats:
         return row.correct - at_equal_tokens(ways[way], row.tokens)
 

@@ -110,7 +110,6 @@ def assemble(study: Options) -> dict[str, Any]:
 
 
 def _criterion(pools: Sequence[Sequence[QuestionSamples]], name: str, kept: float) -> dict[str, Estimate]:
-    """Return what a criterion is worth that picks and, where it says something across questions, keeps as well."""
     found = _selection(pools, SelectionSettings(pick=name, keep=SHARE if name in OF_A_POOL else PICK, top=kept))
     tells = over_seeds([score_tells(pool, _score(pool, name)) for pool in pools])
     across = {} if name in OF_A_POOL else {"responses": tells["responses"], **found}

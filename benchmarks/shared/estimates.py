@@ -34,7 +34,6 @@ class Measured:
 
     @classmethod
     def of(cls, scored: ScoredResponses) -> Measured:
-        """Measure the five metrics; responses to the same questions share their resamples."""
         columns = (scored.confidence, scored.correct, scored.question_index)
         rows = metric_columns(columns, list(SHORT_NAMES), num_resamples=RESAMPLES)
         return cls(rows, calibration_error_bounds(*columns, num_resamples=RESAMPLES))
@@ -56,7 +55,6 @@ def column_over_seeds(columns: Sequence[Column]) -> Column:
 
 
 def estimated(column: Column) -> Estimate:
-    """Return the estimate of a column [1 + R], or of a calibration error by its bounds."""
     if isinstance(column, ErrorBounds):
         return Estimate.from_bounds(column, least=0.0, most=1.0)
     return estimate_of(column)

@@ -19,7 +19,6 @@ LIBRARIES = ("selfcal_lightning.cli", "torch", "transformers.models.llama.modeli
 
 
 def run(log: Path, *arguments: str, threads: int | None = 1) -> None:
-    """Run one ``selfcal`` command."""
     log.parent.mkdir(parents=True, exist_ok=True)
     threads = threads or int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "COLUMNS": "180"}
@@ -67,7 +66,6 @@ def seconds_of(folder: Path) -> dict[str, float]:
 
 
 def _selfcal(arguments: Sequence[str], log: Path, output: Path) -> None:
-    """Run a command in this process, its messages appended to ``log`` and what it prints written to ``output``."""
     import torch
 
     from selfcal_lightning.cli import run as run_command

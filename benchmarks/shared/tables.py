@@ -18,7 +18,6 @@ from selfcal_lightning.metrics.bootstrap import Estimate
 
 
 def triple(found: Estimate, *, digits: int = 4) -> list[float | None]:
-    """Return value and ends of an estimate, rounded to a little more than is shown."""
     return [None if number is None else round(number, digits) for number in (found.value, found.low, found.high)]
 
 
@@ -37,7 +36,6 @@ def section(name: str, lines: Sequence[str]) -> list[str]:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return the lines of a table: as many columns of text as ``left`` says, then numbers."""
     rule = f"|{'---|' * left}{'---:|' * (len(heads) - left)}"
     return [_line(heads), rule, *map(_line, rows)]
 
@@ -61,7 +59,6 @@ def write_report(
     dpi: int = 120,
     indent: int | None = None,
 ) -> None:
-    """Print a report, and write it to ``name``.json and ``name``.md; its picture, if it has one, to ``name``.png."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report, indent=indent) + "\n")
     (folder / f"{name}.md").write_text(text)

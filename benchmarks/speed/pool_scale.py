@@ -88,7 +88,6 @@ class Cost:
 
 
 def measure(arguments: Sequence[str], *, num_questions: int, log: Path) -> Cost:
-    """Run a command of ``selfcal`` and return what it cost; what it says goes to ``log``."""
     start = heard = time.monotonic()
     silence, num_lines = 0.0, 0
     with open(log, "w") as file:

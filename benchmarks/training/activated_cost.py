@@ -47,7 +47,6 @@ class Plan:
     passes: int
 
     def ways(self, lengths: Lengths) -> tuple[str, ...]:
-        """Return the ways that are measured with some lengths: the reference with the first ones alone."""
         return WAYS if lengths == self.lengths[0] else (JOINT, ALONE, ACTIVATED)
 
 

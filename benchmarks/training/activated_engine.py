@@ -108,7 +108,6 @@ class Bench:
         return [(*asked.prompt_ids, *given.token_ids, *self.chat.query.suffix_ids) for asked, given in answered]
 
     def ask(self, engine: VLLMEngine, rows: Rows) -> dict[str, float]:
-        """Return the CPU seconds of reading P(True) of all rows, and the share of their tokens in the cache."""
         seconds, before = cpu_seconds(engine.pid), engine.statistics()
         engine.next_token_probabilities(rows, self.token_ids)
         after = engine.statistics()

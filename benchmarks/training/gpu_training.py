@@ -120,7 +120,6 @@ def matrix_rate(device: str, size: int, *, warm_up: float = 2.0, timed: float = 
 
 @torch.no_grad()
 def equality(device: str, setting: Setting, job: Job) -> dict[str, float]:
-    """Return how far logits of packed rows lie from those of separate sequences, in units of their deviation."""
     chat = bundled_chat()
     rows = _rows(setting, SAMPLES * 2)
     found = {}
@@ -236,7 +235,6 @@ SCRIPT = Path(__file__).resolve()
 
 
 def run_job(job: Job, options: argparse.Namespace, left: float) -> dict[str, Any]:
-    """Run a job in a process of its own and return what it found, or why it found nothing."""
     command = [sys.executable, str(SCRIPT), "--job", job.name, "--device", options.device]
     command += ["--small"] * options.small + ["--seconds", str(options.seconds)]
     if options.device == "cpu" and job.way and job.attention == FLEX:

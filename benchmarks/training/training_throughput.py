@@ -179,7 +179,7 @@ class Measurements:
         if self._values and self._values.get(MADE_WITH) != made_with:
             raise SystemExit(
                 f"Expected the measurements in {path} to be made with {dict(made_with)}, but they were made with "
-                f"{self._values.get(MADE_WITH)}. Start anew with --fresh, or name another file with --cells."
+                f"{self._values.get(MADE_WITH)}. Start again with --fresh, or name another file with --cells."
             )
         self.once(MADE_WITH, lambda: dict(made_with))
 
@@ -386,7 +386,6 @@ def made_with() -> dict[str, Any]:
 
 
 def _counts(work: list[Work], rows: TrainingRows, all_rows: TrainingRows) -> dict[str, float]:
-    """Return the tokens of a way, and by how much its time is to be scaled to stand for all rows of the cell."""
     scale = all_rows.forwards / rows.forwards
     slots, tokens = sum(one.slots for one in work), sum(one.load.tokens for one in work)
     counts = {"rows": len(all_rows), "forwards": all_rows.forwards, "scale": scale}
@@ -394,7 +393,6 @@ def _counts(work: list[Work], rows: TrainingRows, all_rows: TrainingRows) -> dic
 
 
 def one_step(module: SelfCalibrationModule, work: list[Work]) -> float:
-    """Return the CPU seconds of one optimiser step; the learning rate is 0, so that every step finds the same model."""
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.0)
     start = time.process_time()
     for one in work:

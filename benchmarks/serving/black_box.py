@@ -1,0 +1,208 @@
+"""Confidences of a model that shows nothing but text, and what each costs, on stored responses.
+
+    python benchmarks/serving/black_box.py --stores bundled=bundled:runs/demo/evaluation/samples/before:test_id
+        smollm2=runs/real/smollm2:runs/demo-real/test:test --plugins examples/smollm/country_facts.py --annotations ...
+
+Each response gets every confidence; costs are per answer: responses drawn, further requests, tokens of both. What a
+model states is asked for as `selfcal serve` does. Brier scores are those after Platt scaling, fitted on the other four
+fifths of the questions. `/v1/confidence` asks another, calibrated model: its annotations are made with `--reader`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from shared.study import RESULTS
+from shared.tables import show, table, triple, write_report
+from sklearn.linear_model import LogisticRegression
+
+from selfcal_lightning.confidence.agreement import Cocoa, SemanticEntropy, SemanticShare, hybrid
+from selfcal_lightning.confidence.base import confidence_of
+from selfcal_lightning.confidence.verbalized import Verbalized
+from selfcal_lightning.data.pools.recorded import load_recorded_pool
+from selfcal_lightning.data.store.annotations import annotation_names
+from selfcal_lightning.engines.opening import load_chat, open_engine
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.metrics.arrays import AUROC, BRIER
+from selfcal_lightning.metrics.bootstrap import bootstrap_interval
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.records import QuestionSamples, Request, Response
+
+Scores = list[list[float | None]]
+FOLDS = 5
+AGREEMENT = {
+    "share of equal answers": SemanticShare(),
+    "semantic entropy": SemanticEntropy(),
+    "CoCoA (needs log-probabilities)": Cocoa(),
+}
+
+
+class Counting:
+    """An engine that counts what it is asked and what it draws."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.requests, self.tokens = engine, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit(self, requests: Sequence[Request]) -> list[str]:
+        self.requests += len(requests)
+        return self.engine.submit(requests)
+
+    def poll(self) -> list[Response]:
+        found = self.engine.poll()
+        self.tokens += sum(len(response.token_ids) for response in found)
+        return found
+
+
+def in_groups(size: int, pool: Sequence[QuestionSamples], score: Callable[[list[QuestionSamples]], Scores]) -> Scores:
+    """Score every response within its own group of ``size``, as a server that draws so many sees it."""
+    rows: Scores = []
+    for entry in pool:
+        starts = range(0, len(entry.samples) - size + 1, size)
+        groups = [replace(entry, samples=entry.samples[start : start + size]) for start in starts]
+        values = [value for row in score(groups) for value in row]
+        rows.append([*values, *[None] * (len(entry.samples) - len(values))])
+    return rows
+
+
+def scaled(values: np.ndarray, correct: np.ndarray, question: np.ndarray) -> np.ndarray:
+    """Return Platt-scaled confidences, each fitted without the questions of its own fold."""
+    found = np.full(len(values), correct.mean())
+    for fold in range(FOLDS):
+        held = question % FOLDS == fold
+        if len(set(correct[~held])) == 2:
+            fitted = LogisticRegression(C=1e6).fit(values[~held, None], correct[~held])
+            found[held] = fitted.predict_proba(values[held, None])[:, 1]
+    return found
+
+
+def row(
+    name: str, pool: Sequence[QuestionSamples], scores: Scores, responses: int, requests: int, tokens: float
+) -> dict[str, Any]:
+    """Measure a confidence on the responses that have it, and count the others."""
+    cells = [
+        (value, bool(sample.correct), number)
+        for number, (entry, values) in enumerate(zip(pool, scores, strict=True))
+        for sample, value in zip(entry.samples, values, strict=True)
+        if value is not None
+    ]
+    total = sum(len(entry.samples) for entry in pool)
+    found: dict[str, Any] = {
+        "confidence": name,
+        "responses": responses,
+        "requests": requests,
+        "tokens": round(tokens, 1),
+        "missing": round(1 - len(cells) / total, 4),
+    }
+    if len({right for _, right, _ in cells}) < 2:
+        return found | {"auroc": [None, None, None], "brier": [None, None, None]}
+    values, correct, question = (np.array(column) for column in zip(*cells, strict=True))
+    probability = scaled(values.astype(float), correct, question)
+    auroc = bootstrap_interval(values.astype(float), correct, question, metrics=[AUROC], num_resamples=1000)[AUROC]
+    brier = bootstrap_interval(probability, correct, question, metrics=[BRIER], num_resamples=1000)[BRIER]
+    return found | {"auroc": triple(auroc), "brier": triple(brier)}
+
+
+def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int | None) -> dict[str, Any]:
+    """Return the table of one store."""
+    names = [name for name in annotation_names(store) if name in shown]
+    pool = list(load_recorded_pool(store, split=split, confidences=names, token_ids=True, limit=limit).entries)
+    options = EngineOptions()
+    chat = load_chat(options, model, query=DEFAULT_QUERY)
+    engine = Counting(open_engine(options, model, chat=chat))
+    stated = Verbalized(engine, chat, max_new_tokens=64).score(pool)
+    each = sum(sample.num_tokens or 0 for entry in pool for sample in entry.samples)
+    total = sum(len(entry.samples) for entry in pool)
+    asked = engine.tokens / max(engine.requests, 1)
+    each /= total
+
+    numbers = {
+        (entry.question.id, sample.index): value
+        for entry, values in zip(pool, stated, strict=True)
+        for sample, value in zip(entry.samples, values, strict=True)
+    }
+
+    def both(groups: list[QuestionSamples]) -> Scores:
+        return [
+            hybrid([s.answer for s in group.samples], [numbers[group.question.id, s.index] for s in group.samples])
+            for group in groups
+        ]
+
+    read = {
+        "likelihood (needs log-probabilities)": "mean_logprob",
+        "P(True), base model (needs token ids)": "p_true",
+        **{f"{name}, calibrated": name for name in names},
+    }
+    rows = [
+        row("verbalised", pool, stated, 1, 1, each + asked),
+        row("two-sample hybrid", pool, in_groups(2, pool, both), 2, 2, 2 * (each + asked)),
+    ]
+    for size in (2, 4, 8):
+        for title, estimator in AGREEMENT.items():
+            scores = in_groups(size, pool, estimator.score)
+            rows.append(row(f"{title}, {size}", pool, scores, size, 0, size * each))
+    for title, name in read.items():
+        scores = [[confidence_of(sample, name) for sample in entry.samples] for entry in pool]
+        rows.append(row(title, pool, scores, 1, int(name != "mean_logprob"), each + (name != "mean_logprob")))
+    right = sum(bool(sample.correct) for entry in pool for sample in entry.samples) / total
+    counts = {"questions": len(pool), "responses": total, "right": round(right, 4)}
+    return {"model": model, "split": split, **counts, "rows": rows}
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    heads = ("confidence", "responses", "further requests", "tokens", "missing", "AUROC", "Brier, scaled")
+    lines = ["# Confidences of models behind an API", "", f"`{report['command']}`", ""]
+    for name, found in report["stores"].items():
+        size = f"{found['questions']} questions, {found['responses']} responses, {found['right']:.1%} right."
+        lines += [f"## {name}", "", size, ""]
+        lines += table(
+            heads,
+            [
+                (
+                    r["confidence"],
+                    str(r["responses"]),
+                    f"{r['requests']:g}",
+                    f"{r['tokens']:.0f}",
+                    f"{r['missing']:.0%}",
+                    show(r["auroc"]),
+                    show(r["brier"]),
+                )
+                for r in found["rows"]
+            ],
+        )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stores", nargs="+", required=True, help="NAME=MODEL:FOLDER:SPLIT")
+    parser.add_argument("--annotations", nargs="*", default=[], help="calibrated confidences to show, by name")
+    parser.add_argument("--limit", type=int, help="questions of each store")
+    parser.add_argument("--plugins", nargs="*", default=[])
+    given = parser.parse_args()
+    if given.plugins:
+        from selfcal_lightning.core.plugins import load_plugins
+
+        load_plugins(given.plugins)
+    stores = {}
+    for text in given.stores:
+        name, _, rest = text.partition("=")
+        model, folder, split = rest.split(":")
+        stores[name] = measure(model, folder, split, given.annotations, given.limit)
+    report = {"command": " ".join(["python", *sys.argv]), "stores": stores}
+    write_report(RESULTS, "black_box", report, as_markdown(report), indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -50,6 +50,7 @@ class Server:
     log: Path | None = None
     key: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    patience: float = 120.0  # seconds until it is ready
 
     def __post_init__(self) -> None:
         self.port = free_port()
@@ -60,7 +61,7 @@ class Server:
         command = [sys.executable, "-m", "selfcal_lightning", "serve", *own, "--port", str(self.port), *self.options]
         out = subprocess.DEVNULL if self.log is None else open(self.log, "wb")  # noqa: SIM115
         self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        until = time.monotonic() + 120
+        until = time.monotonic() + self.patience
         while True:
             assert self.process.poll() is None, self.log.read_text() if self.log else "the server did not start"
             assert time.monotonic() < until

@@ -5,13 +5,16 @@
 
 Each response gets every confidence; costs are per answer: responses drawn, further requests, tokens of both. What a
 model states is asked for as `selfcal serve` does. Brier scores are those after Platt scaling, fitted on the other four
-fifths of the questions. `/v1/confidence` asks another, calibrated model: its annotations are made with `--reader`.
+fifths of the questions. With `--readers`, `/v1/confidence` of one
+model's server is asked about the responses of another.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+from load import PORT, start_server
 from shared.study import RESULTS
 from shared.tables import show, table, triple, write_report
 from sklearn.linear_model import LogisticRegression
@@ -159,6 +163,38 @@ def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int
     return {"model": model, "split": split, **counts, "rows": rows}
 
 
+def read_by_another(reader: str, adapter: str, store: str, split: str, limit: int | None) -> dict[str, Any]:
+    """Ask `/v1/confidence` of a server of ``reader`` about the stored responses of another model."""
+    pool = list(load_recorded_pool(store, split=split, limit=limit).entries)
+    command = ["serve", "--model", reader, "--adapter", adapter, "--port", str(PORT), "--name", "reader"]
+    server = start_server(command)
+    scores: Scores = []
+    try:
+        for entry in pool:
+            messages = [{"role": message.role, "content": message.content} for message in entry.question.messages]
+            bodies = ({"model": "reader", "messages": messages, "response": s.text} for s in entry.samples)
+            scores.append([post("/v1/confidence", body)["confidence"] for body in bodies])
+    finally:
+        server.terminate()
+        server.wait(60)
+    samples = [sample for entry in pool for sample in entry.samples]
+    each = sum(sample.num_tokens or 0 for sample in samples) / len(samples)
+    right = sum(bool(sample.correct) for sample in samples) / len(samples)
+    likelihood = [[confidence_of(sample, "mean_logprob") for sample in entry.samples] for entry in pool]
+    rows = [
+        row("read by the other model, /v1/confidence", pool, scores, 1, 1, each),
+        row("own likelihood (needs log-probabilities)", pool, likelihood, 1, 0, each),
+    ]
+    counts = {"questions": len(pool), "responses": len(samples), "right": round(right, 4)}
+    return {"model": reader, "split": split, **counts, "rows": rows}
+
+
+def post(path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(request) as answer:  # noqa: S310
+        return json.load(answer)
+
+
 def as_markdown(report: dict[str, Any]) -> str:
     heads = ("confidence", "responses", "further requests", "tokens", "missing", "AUROC", "Brier, scaled")
     lines = ["# Confidences of models behind an API", "", f"`{report['command']}`", ""]
@@ -187,6 +223,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stores", nargs="+", required=True, help="NAME=MODEL:FOLDER:SPLIT")
+    parser.add_argument("--readers", nargs="*", default=[], help="NAME=MODEL:ADAPTER:FOLDER:SPLIT")
     parser.add_argument("--annotations", nargs="*", default=[], help="calibrated confidences to show, by name")
     parser.add_argument("--limit", type=int, help="questions of each store")
     parser.add_argument("--plugins", nargs="*", default=[])
@@ -200,6 +237,9 @@ def main() -> None:
         name, _, rest = text.partition("=")
         model, folder, split = rest.split(":")
         stores[name] = measure(model, folder, split, given.annotations, given.limit)
+    for text in given.readers:
+        name, _, rest = text.partition("=")
+        stores[name] = read_by_another(*rest.split(":"), given.limit)
     report = {"command": " ".join(["python", *sys.argv]), "stores": stores}
     write_report(RESULTS, "black_box", report, as_markdown(report), indent=1)
 

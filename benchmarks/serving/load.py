@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,12 @@ async def load(
         return found, time.perf_counter() - began, memory
 
 
-def started_server() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--port", str(PORT)]
-    server = subprocess.Popen([*command, "--task", "word_problems"], stderr=subprocess.DEVNULL)
+BUNDLED = ("serve", "--model", "bundled", "--port", str(PORT), "--task", "word_problems")
+
+
+def start_server(arguments: Sequence[str] = BUNDLED) -> subprocess.Popen[bytes]:
+    """Start the server and wait until it is ready."""
+    server = subprocess.Popen([sys.executable, "-m", "selfcal_lightning", *arguments], stderr=subprocess.DEVNULL)
     while server.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready")
@@ -140,7 +144,7 @@ def main() -> None:
     questions = [*task.load("train", limit=given.requests)]
     seconds, tokens = Library().run(questions)
     print(f"library: {seconds:.1f} s, {sum(tokens.values()):,} tokens")
-    server = started_server()
+    server = start_server()
     try:
         rng = random.Random(1)
         plain = [rng.choice(["whole", "stream"]) for _ in questions]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from load import CLIENTS, Library, load, started_server
+from load import CLIENTS, Library, load, start_server
 from shared.timing import cpu_seconds
 
 from selfcal_lightning.data.tasks.registry import get_task
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=320)
     given = parser.parse_args()
     questions = get_task("word_problems").load("train", limit=given.blocks * given.block_size)
-    server = started_server()
+    server = start_server()
     library = Library()
     rows = []
     try:

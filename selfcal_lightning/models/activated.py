@@ -25,6 +25,7 @@ from selfcal_lightning.models.packing import (
     WAY_OUT,
     PackingError,
     PrefixTree,
+    Scores,
     TreeMasks,
     attention_kernel,
     cut_branches,
@@ -131,9 +132,9 @@ class ContextTrees(TreeMasks):
         super().__init__(trees)
         self.states: list[States] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
         self.states.append((_on_its_own(key), _on_its_own(value)))
-        return super().attend(query, key, value, scaling=scaling, dropout=dropout)
+        return super().attend(query, key, value, how)
 
 
 class QueryMasks(TreeMasks):
@@ -143,7 +144,7 @@ class QueryMasks(TreeMasks):
         super().__init__(trees)
         self._states, self._num_tokens = states, num_tokens
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
         """Attend from the queries; T are the tokens of all queries."""
         if self.num_calls == len(self._states):
             raise PackingError("Expected queries to meet the layers that read their responses, but got one more.")
@@ -152,7 +153,7 @@ class QueryMasks(TreeMasks):
         heads, num_keys, tokens = query.shape[1], key.shape[1], self._num_tokens
         # Heads that share keys stand as further tokens of one head, so that nothing of the context is copied for them.
         groups = heads // num_keys
-        attend, outputs = attention_kernel(query), []
+        attend, outputs = attention_kernel(query, how), []
         places = [
             (tree, start, length)
             for tree in self.trees
@@ -164,18 +165,18 @@ class QueryMasks(TreeMasks):
             keys = torch.cat((context_keys[:, :, prompt], context_keys[:, :, response], own_keys), dim=2)
             values = torch.cat((context_values[:, :, prompt], context_values[:, :, response], own_values), dim=2)
             asked = queries.reshape(1, num_keys, groups * tokens, queries.shape[-1])
-            mask = self._mask(groups, keys.shape[2], query.device)
-            answer = attend(asked, keys, values, mask, scaling, dropout)
+            mask = self.query_mask(groups, keys.shape[2], query.device, how.window)
+            answer = attend(asked, keys, values, mask, how)
             outputs.append(answer.reshape(1, heads, tokens, answer.shape[-1]))
         return torch.cat(outputs, dim=2)
 
-    def _mask(self, groups: int, keys: int, device: torch.device) -> Tensor:
+    def query_mask(self, groups: int, keys: int, device: torch.device, window: int | None) -> Tensor:
         """Return who attends to whom, bool, [groups * tokens, keys]."""
-        if (groups, keys) not in self._masks:
-            tokens = self._num_tokens
+        seen, tokens = min(window or keys, keys), self._num_tokens
+        if (groups, keys, seen) not in self._masks:
             causal = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
-            self._masks[groups, keys] = causal.repeat(groups, 1)
-        return self._masks[groups, keys]
+            self._masks[groups, keys, seen] = causal.triu(keys - tokens - seen + 1).repeat(groups, 1)
+        return self._masks[groups, keys, seen]
 
 
 def _on_its_own(states: Tensor) -> Tensor:

@@ -104,12 +104,21 @@ SEGMENTS = "segments"
 FLEX = "flex_attention"
 FLEX_BLOCK = 128
 WAY_OUT = ". Set `packing: off`."
-# Arguments by which models of some families change the scores; attention by segments knows none of them.
-UNKNOWN_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
+# Arguments by which models of some families change the scores, and which attention by segments does not know.
+UNKNOWN_ARGUMENTS = ("s_aux", "position_bias")
 
 
 class PackingError(InputError):
     """A model cannot run packed rows."""
+
+
+class Scores(NamedTuple):
+    """How a layer attends: scores are scaled, capped by ``softcap * tanh(s / softcap)``, and end with the window."""
+
+    scaling: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
 
 
 class TreeMasks:
@@ -118,27 +127,30 @@ class TreeMasks:
     def __init__(self, trees: Sequence[PrefixTree]) -> None:
         self.trees = tuple(trees)
         self.num_calls = 0
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
 
     def lengths(self, width: int) -> list[int]:
         """Return the lengths of all prompts and branches in order, and of the padding after them."""
         parts = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
         return [*parts, width - sum(parts)]
 
-    def branch_mask(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, lower right."""
-        if device.type != "cpu":
+    def branch_mask(self, queries: int, keys: int, device: torch.device, how: Scores) -> Tensor:
+        """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, within the window."""
+        window = keys if how.window is None else min(how.window, keys)
+        if device.type != "cpu" and window == keys and how.softcap is None:
             return causal_lower_right(queries, keys)  # fused kernels take it without a mask in memory
-        if (queries, keys) not in self._masks:
-            self._masks[queries, keys] = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        return self._masks[queries, keys]
+        if (queries, keys, window) not in self._masks:
+            before = keys - queries
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+            self._masks[queries, keys, window] = mask.triu(before - window + 1)
+        return self._masks[queries, keys, window]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, dropout: float) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
         """Attend within each prompt, and from each branch to its prompt and itself."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        attend = attention_kernel(query)
+        attend = attention_kernel(query, how)
         # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
         lengths = self.lengths(query.shape[2])
         pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
@@ -148,17 +160,17 @@ class TreeMasks:
             # Float32 between here and every use: there the gradients of all branches add up, and are rounded once. In
             # half precision the error of the sum would grow with the branches.
             prompt_keys, prompt_values = (_widened(states) for states in shared)
-            mask = self.branch_mask(tree.prompt, tree.prompt, query.device)
+            mask = self.branch_mask(tree.prompt, tree.prompt, query.device, how)
             keys, values = prompt_keys.to(key.dtype), prompt_values.to(value.dtype)
-            outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+            outputs.append(attend(queries, keys, values, mask, how))
             for length in tree.branches:
                 queries, own_keys, own_values = next(pieces)
                 if length == 0:
                     continue
                 keys = torch.cat((prompt_keys.to(key.dtype), own_keys), dim=2)
                 values = torch.cat((prompt_values.to(value.dtype), own_values), dim=2)
-                mask = self.branch_mask(length, tree.prompt + length, query.device)
-                outputs.append(attend(queries, keys, values, mask, scaling, dropout))
+                mask = self.branch_mask(length, tree.prompt + length, query.device, how)
+                outputs.append(attend(queries, keys, values, mask, how))
         _, _, padding = next(pieces)
         outputs.append(torch.zeros_like(padding))
         self.num_calls += 1
@@ -174,16 +186,24 @@ def segment_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     prefix_trees: TreeMasks | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by ``prefix_trees``, or without them by PyTorch's attention; registered with transformers."""
+    """Attend by ``prefix_trees``, or without them by PyTorch's attention; registered with transformers.
+
+    PyTorch's attention has no capped scores: those are computed here.
+    """
+    how = Scores(scaling, dropout, sliding_window, softcap)
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
             name = type(module).__name__
             raise PackingError(
                 f"Expected {name} to hand `prefix_trees` to its attention: it cannot run packed rows{WAY_OUT}"
             )
+        if softcap is not None:
+            return _capped_attention(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
@@ -195,30 +215,41 @@ def segment_attention(
         raise PackingError(f"Expected plain causal attention in packed rows, but {name} asks for {asked}{WAY_OUT}")
     # Under autocast, rotated queries and keys may be float32 but values in half precision. Fused kernels refuse it.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    output = prefix_trees.attend(query, key, value, scaling=scaling, dropout=dropout)
+    output = prefix_trees.attend(query, key, value, how)
     return output.transpose(1, 2).contiguous(), None
 
 
-def attention_kernel(query: Tensor) -> Callable[..., Tensor]:
-    """Return the attention function (query, key, value, mask, scaling, dropout) for the dtype of ``query``."""
-    return _attend_by_matmul if query.device.type == "cpu" and query.dtype != torch.float32 else _attend
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores) -> Tensor:
+    """Attend in an unpacked batch; without a mask, transformers mean a causal one."""
+    groups, queries, keys = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return _attend_by_matmul(query, key, value, mask[..., :keys], how)
+
+
+def attention_kernel(query: Tensor, how: Scores) -> Callable[..., Tensor]:
+    """Return the attention function (query, key, value, mask, how) for the dtype of ``query``."""
+    by_hand = how.softcap is not None or (query.device.type == "cpu" and query.dtype != torch.float32)
+    return _attend_by_matmul if by_hand else _attend
 
 
 def _widened(states: Tensor) -> Tensor:
     return states.float() if states.requires_grad and states.dtype in (torch.bfloat16, torch.float16) else states
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Scores) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=how.dropout, scale=how.scaling)
 
 
-def _attend_by_matmul(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, dropout: float
-) -> Tensor:
+def _attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Scores) -> Tensor:
     """The same with two matrix products: up to twice as fast as the fused kernel for bfloat16 on a CPU."""
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
-    return F.dropout(weights, dropout, training=dropout > 0.0).to(query.dtype) @ value
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if how.scaling is None else how.scaling)
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    # Finite, so that rows of padding, which see nothing, have gradients of zero.
+    weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(dim=-1, dtype=torch.float32)
+    return F.dropout(weights, how.dropout, training=how.dropout > 0.0).to(query.dtype) @ value
 
 
 def register_segment_attention() -> None:
@@ -297,14 +328,9 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        return f"it has layers other than full attention: {sorted(kinds)}"
-    if window is not None and getattr(text, "use_sliding_window", True):
-        return f"its attention has a sliding window of {window} tokens"
-    if getattr(text, "attn_logit_softcapping", None) is not None:
-        return "its attention caps the scores"
+        return f"it has layers other than full and sliding attention: {sorted(kinds)}"
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return "it is no causal language model of transformers"
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -315,6 +341,14 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     if key not in _PROBED:
         _PROBED[key] = _packed_forward_problem(config, model_class.__name__)
     return _PROBED[key]
+
+
+def has_window(config: PreTrainedConfig) -> bool:
+    """Return whether some layers attend within a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return getattr(config, "sliding_window", None) is not None
+    return "sliding_attention" in kinds
 
 
 def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
@@ -389,6 +423,10 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
     """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
+    if config._attn_implementation == FLEX and has_window(config):
+        raise PackingError(
+            f"Expected full attention in rows packed for FlexAttention, but got a sliding window{WAY_OUT}"
+        )
     device = next(model.parameters()).device
     # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
     tree = PrefixTree(0, 6, (64, 3, 5))

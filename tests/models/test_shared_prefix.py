@@ -19,8 +19,10 @@ from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import (
     FLEX,
     SEGMENTS,
+    PackingError,
     PrefixTree,
     TreeMasks,
+    check_packed_equals_separate,
     check_shared_prefix,
     packed_inputs,
     segment_attention,
@@ -64,6 +66,21 @@ def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor
         found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
     assert wanted.std() > 0.1
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+def test_windows_and_caps_are_those_of_eager_attention(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
+    model = small_model(family, tmp_path).eval()
+    with torch.no_grad():
+        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+        unpacked = separate_logits(model, ids)[:36]
+        model.set_attn_implementation("eager")
+        wanted = separate_logits(model, ids)[:36]
+        model.set_attn_implementation(FLEX)
+        with pytest.raises(PackingError, match="FlexAttention, but got a sliding window"):
+            check_packed_equals_separate(model)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    torch.testing.assert_close(unpacked, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -193,9 +210,11 @@ def test_twenty_steps_give_the_same_adapter(
         ("llama", {}, None),
         ("mistral", {"sliding_window": None}, None),
         ("qwen2", {}, None),  # has a window and does not use it
-        ("mistral", {"sliding_window": 4096}, "sliding window of 4096"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
-        ("gemma2", {}, "attention"),
+        ("mistral", {"sliding_window": 4096}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, None),
+        ("gemma2", {}, None),
+        ("gemma3_text", {}, None),
+        ("gpt_oss", {}, "s_aux"),
         ("mamba", {}, "attention"),
     ],
 )
@@ -209,10 +228,10 @@ def test_attention_that_cannot_be_packed_is_found(family: str, settings: dict[st
 
 
 def test_auto_falls_back_to_batches_of_like_length(tmp_path: Path, tiny_model: str) -> None:
-    AutoConfig.for_model("mistral", sliding_window=64).save_pretrained(tmp_path)
+    AutoConfig.for_model("gpt_oss").save_pretrained(tmp_path)
     assert shares_prefix("auto", tiny_model)
     assert not shares_prefix("off", tiny_model)
-    with pytest.warns(UserWarning, match="sliding window of 64"):
+    with pytest.warns(UserWarning, match="s_aux"):
         assert not shares_prefix("auto", str(tmp_path))
 
 

@@ -33,7 +33,9 @@ FAMILIES = {
     "qwen2": SIZES,
     "qwen3": SIZES,
     "phi3": SIZES,
-    "mistral": {**SIZES, "sliding_window": None},
+    "mistral": {**SIZES, "sliding_window": 6},  # less than a branch with its prompt
+    "gemma2": {**SIZES, "sliding_window": 6, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**SIZES, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, **NO_GPT2_DROPOUT},
     "deepseek_v3": {**SIZES, **LATENT, **EXPERTS},
 }

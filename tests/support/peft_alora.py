@@ -15,7 +15,7 @@ from selfcal_lightning.training.batches import SSCBatch
 
 def reference_peft_model(folder: Path | str, lora: LoraSettings, like: PeftModel, chat: ChatFormat) -> PeftModel:
     """Return PEFT's model with the adapter of ``like``, invoked by the tokens of the confidence query."""
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

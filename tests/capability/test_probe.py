@@ -206,7 +206,7 @@ def test_a_model_that_is_gone_is_asked_for(tiny_model: str, tmp_path: Path) -> N
     gone = Path(plain_copy(tiny_model, tmp_path / "gone"))
     store = str(capability_store(tmp_path / "store", model=str(gone), samples=2))
     shutil.rmtree(gone)
-    words = rf"the model that sampled the store to be there still, but there is no '{gone}'\. Name `model`"
+    words = rf"no '{gone}'.*`model`"
     with pytest.raises(InputError, match=words):
         run_fit_probe(store, str(tmp_path / "probe"))
     with pytest.raises(InputError, match=words):
@@ -282,7 +282,7 @@ def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(["score-questions", "--store_dir", store, "--probe", probe, "--split", "test"]) == 0
     assert "probe: 24 questions, mean capability" in capsys.readouterr().out
     assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[9]"]) == 1
-    assert "`levels` to be different ones from 0, the embedding, to 8" in capsys.readouterr().err
+    assert "from 0, the embedding, to 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["probe.safetensors", "probe.json"])

@@ -108,10 +108,10 @@ def bundled_model() -> str:
     return str(BUNDLED)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(bundled_model: str) -> str:
-    """Path of the model of a test: the bundled one, which files that read no sense into texts replace by its start."""
-    return bundled_model
+@pytest.fixture(scope="module")
+def tiny_model(request: pytest.FixtureRequest, bundled_model: str) -> str:
+    """Path of the model of a test: the bundled one; in files that say ``SHALLOW = True``, its first layers."""
+    return request.getfixturevalue("shallow_model") if getattr(request.module, "SHALLOW", False) else bundled_model
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,8 @@ from selfcal_lightning.capability.probe_heads import Activation, Link, LossName,
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.folders import base_model_identity
-from selfcal_lightning.training.contracts import needed_data
 from selfcal_lightning.training.model_parallel import trainer_of
-from selfcal_lightning.training.modules import TrainedModule
+from selfcal_lightning.training.modules import TrainedModule, needed_data
 from selfcal_lightning.training.schedule import cosine_with_warmup, linear_with_warmup
 from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
 

@@ -17,7 +17,6 @@ from selfcal_lightning.models import folders
 from selfcal_lightning.models.names import check_model
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.training import export as exports
-from selfcal_lightning.training.contracts import class_path, import_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -209,11 +208,11 @@ def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None
     from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
     if named is not None:
-        kind = import_class(named, option="module")
+        kind = exports.import_class(named, option="module")
         if not issubclass(kind, TrainedModule):
             raise InputError(f"Expected `module` to be a TrainedModule, but got {named}.")
         return kind
-    own = class_path(SelfCalibrationModule)
+    own = exports.class_path(SelfCalibrationModule)
     found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
     if found != own:
         raise InputError(

@@ -31,7 +31,7 @@ from selfcal_lightning.core.progress import say
 from selfcal_lightning.core.signals import keeping
 from selfcal_lightning.models.folders import check_adapter, check_files, read_manifest
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, check_checkpoint_file, is_address
-from selfcal_lightning.training.contracts import import_class
+from selfcal_lightning.training.export import import_class
 from selfcal_lightning.training.modules import TrainedModule
 
 FIT, LAST = "fit", "last"

@@ -34,12 +34,12 @@ from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
-from selfcal_lightning.training.contracts import check_stated, class_path
+from selfcal_lightning.training.export import class_path
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import trainer_of
-from selfcal_lightning.training.modules import plain_settings, trained_parameters
+from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters
 from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.schedule import with_cosine
 from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettings, check_not_negative, check_positive

@@ -15,7 +15,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "is_address",
             "read_checkpoint",
         ],
-        "contracts": ["QuestionData", "SampledData"],
         "model_parallel": [
             "AdapterModelParallelStrategy",
             "gather_trained",
@@ -24,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "shard_like",
         ],
         "modules": ["ScoringModule", "TrainedModule"],
-        "resume": ["ResumeState", "dropout_stream"],
+        "resume": ["dropout_stream"],
         "self_calibration": ["SelfCalibrationModule"],
         "support": ["check_support", "way_of"],
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
 
 
+@dataclass_transform(kw_only_default=True)
 class FrozenBatch:
     """Base class of batches: immutable fields, set by name in the constructor and kept in ``__dict__``.
 
@@ -19,23 +20,28 @@ class FrozenBatch:
     tensors, which fails on a frozen one and would round the targets and totals.
     """
 
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Check the fields, and fill in those that follow from others."""
+
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"Expected `{type(self).__name__}` to stay as it is, but got a new `{name}`; use `replace`."
-        )
+        raise AttributeError(f"{type(self).__name__} is immutable; use `replace` to change `{name}`.")
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields exchanged."""
         return type(self)(**{**self.__dict__, **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> Self:
-        """Return a copy whose tensors are on ``device``; dtypes stay."""
+        """Return a copy whose tensors are on ``device``, with their dtypes."""
         if non_blocking is None:
             non_blocking = torch.device(device).type != "cpu"
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Return a copy in page-locked memory; the data loader calls this where there is a GPU."""
+        """Return a copy in page-locked memory, for the data loader."""
         return self._with_tensors(torch.Tensor.pin_memory)
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -51,8 +57,8 @@ class SSCBatch(FrozenBatch):
         attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
         query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
         label_position: Position of the logits that predict each token of the responses with a positive generation
-            weight, int64, [N]. Includes the end-of-turn token where the model stopped. A response's first
-            token is predicted from the last prompt token.
+            weight, int64, [N], with the end-of-turn token where the model stopped. A response's first token is
+            predicted from the last prompt token.
         label_id: Those tokens, int64, [N].
         label_row: The row of each, int64, [N].
         target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
@@ -60,9 +66,9 @@ class SSCBatch(FrozenBatch):
         calibration_weight: Weight of the row in the calibration loss, float32, [B].
         generation_weight: Weight of the row in the generation loss, float32, [B].
         calibration_total: Sum of ``calibration_weight`` over the whole optimiser step (all processes and
-            micro-batches), float32 scalar; 0 where the step holds no such row.
+            micro-batches), float32 scalar.
         generation_total: The same for ``generation_weight``.
-        question_index: Rows of one question share this number, the same on every process, int64, [B].
+        question_index: The same number for all rows of a question, on every process, int64, [B].
         task: Name of each row's task, B strings.
         row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
         trees: Positions of prompts and branches in a packed sequence.
@@ -86,56 +92,29 @@ class SSCBatch(FrozenBatch):
     question_index: Tensor
     task: tuple[str, ...]
     row: Tensor
-    trees: tuple[PrefixTree, ...]
-    position_ids: Tensor | None
-    beside_target: Tensor | None
+    trees: tuple[PrefixTree, ...] = ()
+    position_ids: Tensor | None = None
+    beside_target: Tensor | None = None
 
-    def __init__(
-        self,
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        query_position: Tensor,
-        label_position: Tensor,
-        label_id: Tensor,
-        label_row: Tensor,
-        target: Tensor,
-        correct: Tensor,
-        calibration_weight: Tensor,
-        generation_weight: Tensor,
-        calibration_total: Tensor,
-        generation_total: Tensor,
-        question_index: Tensor,
-        task: tuple[str, ...],
-        row: Tensor | None = None,
-        trees: tuple[PrefixTree, ...] = (),
-        position_ids: Tensor | None = None,
-        beside_target: Tensor | None = None,
-    ) -> None:
-        if row is None:
-            row = torch.full_like(question_index, -1)
-        fields = {name: value for name, value in locals().items() if name != "self"}
-        if attention_mask.shape != input_ids.shape:
-            raise InputError(
-                f"Expected `attention_mask` to have shape {tuple(input_ids.shape)}, but got "
-                f"{tuple(attention_mask.shape)}."
-            )
-        rows = sum(len(tree.branches) for tree in trees) if trees else input_ids.shape[0]
+    def _complete(self) -> None:
+        length = self.input_ids.shape[1]
+        if self.attention_mask.shape != self.input_ids.shape:
+            shapes = tuple(self.attention_mask.shape), tuple(self.input_ids.shape)
+            raise InputError(f"`attention_mask` has shape {shapes[0]}, but `input_ids` {shapes[1]}.")
+        rows = sum(len(tree.branches) for tree in self.trees) if self.trees else self.input_ids.shape[0]
         for name in ("query_position", "task"):
-            if len(fields[name]) != rows:
-                raise InputError(f"Expected `{name}` to name {rows} rows, but got {len(fields[name])}.")
-        labels = len(label_position), len(label_id), len(label_row)
+            if len(getattr(self, name)) != rows:
+                raise InputError(f"`{name}` must have {rows} rows, but got {len(getattr(self, name))}.")
+        labels = len(self.label_position), len(self.label_id), len(self.label_row)
         if len(set(labels)) > 1:
-            raise InputError(
-                f"Expected `label_position`, `label_id` and `label_row` to be of one length, but got {labels}."
-            )
-        if trees:
-            check_trees(trees, input_ids.shape[1])
-            if input_ids.shape[0] != 1:
-                raise InputError(f"Expected one packed sequence, but got {input_ids.shape[0]}.")
-            if position_ids is None:
-                fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
-        self.__dict__.update(fields)
+            raise InputError(f"`label_position`, `label_id` and `label_row` must have one length, but got {labels}.")
+        if self.trees:
+            check_trees(self.trees, length)
+            if self.input_ids.shape[0] != 1:
+                raise InputError(f"A packed batch must be one sequence, but got {self.input_ids.shape[0]}.")
+            if self.position_ids is None:
+                positions = tree_position_ids(self.trees, length)[None]
+                self.__dict__["position_ids"] = positions.to(self.input_ids.device)
 
     def __repr__(self) -> str:
         layout = "packed" if self.trees else "apart"

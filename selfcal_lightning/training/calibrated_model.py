@@ -80,7 +80,6 @@ def adapter_name(name: str | None) -> str:
 
 
 def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict[str, ChatFormat]:
-    """Return the chat format of each adapter, with its own query."""
     chats = {
         name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query, prompt=chat.prompt)
         for name, one in beside.items()
@@ -89,7 +88,7 @@ def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict
     for name, own in chats.items():
         if len(own.query.suffix_ids) > room:
             raise InputError(
-                f"Expected the query of {name!r} in `beside` to be at most as long as `query`, {room} tokens, but got "
+                f"The query of {name!r} in `beside` must be at most as long as `query`, {room} tokens, but got "
                 f"{len(own.query.suffix_ids)}. Make the longest one the model's `query`."
             )
     return chats
@@ -98,14 +97,9 @@ def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict
 class CalibratedModel(ScoringModule, ABC):
     """A causal language model and its adapter, trained to state the probability that a response is right.
 
-    Args:
-        adapter: The base model, its adapter, and how it is asked.
-        optimization: The optimiser and its schedule.
-        memory: What saves memory.
-
     Attributes:
-        model: The network; None until it is loaded.
-        chat: Its chat format and query; None until it is loaded.
+        model: The network; None until ``configure_model``.
+        chat: Its chat format and query; None until then.
         chats: Chat formats of the auxiliary adapters.
     """
 
@@ -125,16 +119,12 @@ class CalibratedModel(ScoringModule, ABC):
 
     @property
     def lora(self) -> LoraSettings | None:
-        """Settings of the adapter; None where all weights are trained, or none."""
         return self.adapter.lora
 
     # ---- the model
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Raise InputError if the Trainer's settings do not work or the model cannot be trained.
-
-        Cheap enough to call before long work: it reads only configurations and file headers.
-        """
+        """Raise InputError if the Trainer's settings or the model do not work; reads no weights."""
         trainer, memory = trainer or trainer_of(self), self.memory
         check_support(trainer, memory, lora=self.lora is not None, beside=bool(self.beside))
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
@@ -159,7 +149,7 @@ class CalibratedModel(ScoringModule, ABC):
             shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
             rows=self._row_sizes(data),
         )
-        # Activated, the base model reads a row once, and the query is a small part of it.
+        # The base model reads a row once; the query of an activated adapter is a small part of it.
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
         speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
         return Plan(
@@ -169,7 +159,7 @@ class CalibratedModel(ScoringModule, ABC):
         )
 
     def _row_sizes(self, data: object) -> RowSizes | None:
-        """Return the largest number of tokens of a micro-batch; None if the data module sets no limit."""
+        """Return the most tokens of a micro-batch; None if the data module sets no limit."""
         rows, most = getattr(data, "batch_size", None), getattr(data, "max_length", None)
         if not isinstance(rows, int) or not isinstance(most, int):
             return None
@@ -177,7 +167,7 @@ class CalibratedModel(ScoringModule, ABC):
         return RowSizes(rows * most, rows * query)
 
     def configure_model(self) -> None:
-        """Load the base model and attach the adapter. Every Trainer verb calls this; only the first call loads."""
+        """Load the base model and attach the adapter; every Trainer verb calls this, and only the first call loads."""
         if self.model is not None:
             return
         self.check_support()
@@ -188,7 +178,7 @@ class CalibratedModel(ScoringModule, ABC):
         device = self.device if strategy is None else strategy.root_device
         if dtype == "auto" and (lora is None or device.type == "cpu"):
             dtype = "float32"
-        exclude_cudnn(device)  # here, where the module meets its device, and not where it is made or imported
+        exclude_cudnn(device)
         model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero
@@ -219,31 +209,25 @@ class CalibratedModel(ScoringModule, ABC):
         self.model.train()
 
     def _read_tokenizer(self) -> None:
-        """Read the chat format and the query, and those of the auxiliary adapters."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
         self.chats = read_queries(self.beside, self.chat)
 
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
-        """Return the network itself, without an adapter."""
         return load_causal_lm(base_model, **loading)
 
     # ---- packed rows
 
     def on_fit_start(self) -> None:
-        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_validation_start(self) -> None:
-        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_test_start(self) -> None:
-        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def on_predict_start(self) -> None:
-        """Refuse a model whose logits differ under packing."""
         self._check_packing()
 
     def _check_packing(self) -> None:
@@ -269,11 +253,9 @@ class CalibratedModel(ScoringModule, ABC):
         return with_cosine(optimizer, self.trainer, warmup_steps=own.warmup_steps)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Score a batch of the fixed pool of base-model samples with the current weights."""
         self._score(batch, "val")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Score a batch of the test pool."""
         self._score(batch, "test")
 
     @abstractmethod
@@ -282,14 +264,7 @@ class CalibratedModel(ScoringModule, ABC):
 
 
 class ConfidenceModel(CalibratedModel):
-    """A calibrated model whose confidence is P(True) after a query; its adapter can be exported and merged.
-
-    Args:
-        adapter: The base model, its adapter, and how it is asked.
-        optimization: The optimiser and its schedule.
-        losses: The calibration loss.
-        memory: What saves memory.
-    """
+    """A calibrated model whose confidence is P(True) after a query; its adapter can be exported and merged."""
 
     def __init__(
         self,
@@ -303,7 +278,6 @@ class ConfidenceModel(CalibratedModel):
         self.val_metrics, self.test_metrics = (CalibrationMetrics(beta=losses.beta) for _ in range(2))
 
     def configure_model(self) -> None:
-        """Load the base model and its exported adapter, once."""
         if self.model is not None:
             return
         super().configure_model()
@@ -343,7 +317,6 @@ class ConfidenceModel(CalibratedModel):
         )
 
     def predict_step(self, batch: SSCBatch, batch_idx: int, dataloader_idx: int = 0) -> ScoredRows:
-        """Return the confidence of every row."""
         if batch.batch_size == 0:  # a process with fewer questions than the others
             join_forward(self.model, self.device, passes=2 if self.activated else 1)
             nothing = torch.empty(0, device=self.device)
@@ -366,7 +339,6 @@ class ConfidenceModel(CalibratedModel):
 
     @property
     def export_kind(self) -> ExportKind:
-        """What is exported: the adapter, or all weights where all were trained."""
         return "model" if self.lora is None else "adapter"
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
@@ -398,7 +370,6 @@ class ConfidenceModel(CalibratedModel):
         return self.model if self.lora is None else merge_adapter(self.model)
 
     def confidence_origin(self) -> dict[str, Any]:
-        """Return what confidences depend on apart from the trained weights."""
         lora, quantization = self.hparams["lora"], self.memory.quantization
         # That an adapter acts on all tokens, and that nothing is quantised, is left out of what stores hold.
         silent = {"dropout"} if self.activated else {"dropout", "activated"}
@@ -411,13 +382,11 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def losses_of(self, name: str) -> LossSettings:
-        """Return the loss of an auxiliary adapter."""
         own, common = self.beside[name], self.losses
         ranking = common.ranking if own.ranking is None else own.ranking
         return replace(common, loss=own.loss or common.loss, ranking=ranking)
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest of an export, as plain JSON types."""
         return self._described(self.chat, self.query, self.losses)
 
     def describe_beside(self, name: str) -> dict[str, Any]:
@@ -436,7 +405,6 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def load_export(self, folder: Path) -> None:
-        """Start from the adapter in ``folder`` when the model is loaded."""
         read_manifest(folder)  # refused here rather than after the model was loaded
         super().load_export(folder)
 
@@ -458,11 +426,11 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
     if mine is not None:
         mine["target_modules"] = sorted(mine["target_modules"])
     if mine != theirs:
-        raise InputError(f"Expected `lora` settings of the adapter in {folder}, {theirs}, but got {mine}.")
+        raise InputError(f"`lora` must have the settings of the adapter in {folder}, {theirs}, but got {mine}.")
     if query_ids is not None and query_ids != module.chat.query.suffix_ids:
         raise InputError(
-            f"Expected `query` to be the one that the adapter in {folder} wakes for, {list(query_ids)} in token ids, "
-            f"but got {list(module.chat.query.suffix_ids)}."
+            f"`query` must be the one that the adapter in {folder} is active for, {list(query_ids)} in token ids, but "
+            f"got {list(module.chat.query.suffix_ids)}."
         )
     written = read_adapter_state(folder)
     # Auxiliary adapters are exported separately and score nothing here.

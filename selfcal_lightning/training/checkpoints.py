@@ -31,11 +31,11 @@ def check_base_model(
 ) -> None:
     """Raise InputError if a checkpoint belongs to another base model."""
     if stored is None:
-        raise InputError(f"Expected a checkpoint of {kind}, but got one that names no base model.")
+        raise InputError(f"This is no checkpoint of {kind}: it names no base model.")
     if not same_base_model(stored, identity):
         raise InputError(
-            f"Expected a checkpoint of the base model {base_model!r} ({identity}), but got one of "
-            f"{stored['model']!r} ({stored}). Set `base_model` to the model that the checkpoint was trained on."
+            f"The checkpoint was trained on the base model {stored['model']!r} ({stored}), but `base_model` is "
+            f"{base_model!r} ({identity})."
         )
 
 
@@ -49,13 +49,11 @@ def check_trained(state: Mapping[str, Tensor], trained: Mapping[str, Tensor], *,
         if wanted.get(name) != found.get(name)
     ]
     if differing:
-        told = {name: settings[name] for name in ("lora",) if name in settings} or dict(settings)
-        named = " and ".join(f"`{name}`" for name in told)
-        same = f"The {named} settings must be those of the checkpoint: {', '.join(map(str, told.values()))}."
+        told = {"lora": settings["lora"]} if "lora" in settings else settings
+        same = f"It was trained with {told}." if told else "Use the settings of the run that wrote it."
         raise InputError(
-            f"Expected the checkpoint to hold the {len(wanted)} parameters that are trained here, but got "
-            f"{len(differing)} that differ, the first: {differing[0]}. "
-            f"{same if told else 'The settings must be those of the run that wrote it.'}"
+            f"{len(differing)} of the parameters that are trained here differ in the checkpoint, the first: "
+            f"{differing[0]}. {same}"
         )
 
 
@@ -68,14 +66,9 @@ def check_hyper_parameters(stored: Mapping[str, Any], current: Mapping[str, Any]
         if resuming or (name.startswith("lora.") and name != "lora.dropout")
     ]
     if differing := sorted(name for name in names if before[name] != now[name]):
-        wanted = " and ".join(f"`{name}` to be {before[name]!r}" for name in differing)
-        found = " and ".join(repr(now[name]) for name in differing)
-        of = "run that is resumed" if resuming else "checkpoint"
+        told = " and ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in differing)
         new = ", or start a new run without `ckpt_path`" if resuming else ""
-        raise InputError(
-            f"Expected {wanted}, as in the {of}, but got {found}. Restore what the checkpoint was trained with "
-            f"(`model.init_args`){new}."
-        )
+        raise InputError(f"The checkpoint was trained with other settings: {told}. Restore `model.init_args`{new}.")
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,24 +87,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file in the target folder, flushes it and renames it.
 
     Lightning's default writes through the system's temporary folder and does not flush, so a power cut can leave a
-    truncated file. ``selfcal fit`` uses this class by default; in Python
-    it is ``Trainer(plugins=[AtomicCheckpointIO()])``. Addresses such as "s3://..." are left to Lightning.
+    truncated file. ``selfcal fit`` uses this class by default; in Python it is
+    ``Trainer(plugins=[AtomicCheckpointIO()])``. Addresses such as "s3://..." are left to Lightning.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before.
-
-        Raises:
-            ValueError: The path was an address before it became a ``Path``, which drops one slash of "://".
-            OSError: The disk is full or refuses. The temporary file is removed and an older file stays untouched.
-        """
+        """Write ``checkpoint`` to ``path``: a reader sees all of it or what was there before."""
         if storage_options is not None or is_address(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        if re.match(r"\w{2,}:/", str(path)):
+        if re.match(r"\w{2,}:/", str(path)):  # a ``Path`` drops one slash of "://"
             raise InputError(
-                f"Expected the address of a checkpoint to be text, but got {str(path)!r}, an address that became a "
-                "`Path` on the way and would be a folder on this disk. Give it as a string."
+                f"Give the address of a checkpoint as a string, not as a `Path`, which made it {str(path)!r}."
             )
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,10 +114,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint in ``path``, on the CPU unless ``map_location`` says otherwise.
 
-        Args:
-            path: The file.
-            map_location: Where its tensors go.
-            weights_only: False leaves the file to Lightning, which unpickles whatever it holds; None is True.
+        ``weights_only=False`` leaves the file to Lightning, which unpickles whatever it holds.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -141,21 +125,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(Path(path), map_location=map_location)
 
 
-def read_checkpoint(
-    path: Path,
-    *,
-    map_location: Callable[..., Any] | str | None = "cpu",
-) -> dict[str, Any]:
+def read_checkpoint(path: Path, *, map_location: Callable[..., Any] | str | None = "cpu") -> dict[str, Any]:
     """Return the checkpoint in ``path``; see :meth:`AtomicCheckpointIO.load_checkpoint`."""
     check_checkpoint_file(path)
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (UnpicklingError, EOFError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise InputError(_refusal(path, f"which cannot be read as one: {reason}")) from error
+        raise _refusal(path, f"cannot be read: {str(error).partition(chr(10))[0]}") from error
     missing = [key for key in LIGHTNING_KEYS if not isinstance(checkpoint, dict) or key not in checkpoint]
     if missing:
-        raise InputError(_refusal(path, f"a file of torch without {missing[0]!r}, which Lightning's checkpoints hold"))
+        raise _refusal(path, f"is a file of torch without {missing[0]!r}")
     return checkpoint
 
 
@@ -165,24 +144,24 @@ def check_checkpoint_file(path: Path) -> None:
     Checks every byte against the checksums in the archive, which torch's own reader ignores.
     """
     if path.is_dir():
-        raise InputError(_refusal(path, "a folder. A sharded checkpoint cannot be read here; see the README"))
+        raise _refusal(path, "is a folder; sharded checkpoints are not supported")
     if not path.exists():
-        raise FileNotFoundError(f"Expected a checkpoint of `selfcal fit`, but got {path}, which is absent.{_way(path)}")
+        raise FileNotFoundError(f"There is no checkpoint {path}.{_way(path)}")
     with open(path, "rb") as file:
         start = file.read(len(ZIP_START))
     if not start:
-        raise InputError(_refusal(path, "an empty file"))
+        raise _refusal(path, "is an empty file")
     if start != ZIP_START:
-        raise InputError(_refusal(path, f"another kind of file, which begins with {start!r}"))
+        raise _refusal(path, f"is another kind of file, which begins with {start!r}")
     if not _is_whole(path):
-        raise InputError(_refusal(path, "a file that is cut short"))
+        raise _refusal(path, "is cut short")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, RuntimeError) as error:
-        raise InputError(_refusal(path, f"a damaged file: {error}")) from error
+        raise _refusal(path, f"is a damaged file: {error}") from error
     if damaged is not None:
-        raise InputError(_refusal(path, f"a damaged file: the checksum of {damaged!r} differs"))
+        raise _refusal(path, f"is a damaged file: the checksum of {damaged!r} differs")
 
 
 def check_training_state(checkpoint: dict[str, Any]) -> None:
@@ -190,25 +169,22 @@ def check_training_state(checkpoint: dict[str, Any]) -> None:
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
     if missing:
         raise InputError(
-            f"Expected `ckpt_path` to hold the state of training, but got a checkpoint without {missing[0]!r}: it was "
-            "written with `save_weights_only=True`, which cannot be resumed. Take another one, or start over."
+            f"`ckpt_path` is a checkpoint without {missing[0]!r}: it was written with `save_weights_only=True`, which "
+            "cannot be resumed."
         )
 
 
-def _refusal(path: Path, found: str) -> str:
-    return (
-        "Expected a checkpoint of tensors and plain values, as `selfcal fit` writes them, but got "
-        f"{path}, {found}.{_way(path)}"
-    )
+def _refusal(path: Path, problem: str) -> InputError:
+    return InputError(f"Not a checkpoint that `selfcal fit` wrote: {path} {problem}.{_way(path)}")
 
 
 def _way(path: Path) -> str:
     """Name the newest other complete checkpoint in the folder, judged by its last bytes."""
     others = [other for other in path.parent.glob("*.ckpt") if other != path and _is_whole(other)]
     if not others:
-        return " There is no other checkpoint in its folder: train again, without `ckpt_path`."
+        return " There is no other checkpoint in its folder: train again without `ckpt_path`."
     newest = max(others, key=lambda other: other.stat().st_mtime_ns)
-    return f" Another one in its folder is {newest}: give its name instead."
+    return f" Another one in its folder is {newest}."
 
 
 def _is_whole(path: Path) -> bool:

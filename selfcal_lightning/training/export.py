@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import importlib.metadata
 import json
 import math
@@ -30,7 +31,6 @@ from selfcal_lightning.models.folders import (
     resolve_model,
     strange_files,
 )
-from selfcal_lightning.training.contracts import class_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,18 +38,27 @@ if TYPE_CHECKING:
     from selfcal_lightning.training.calibrated_model import ConfidenceModel
     from selfcal_lightning.training.modules import TrainedModule
 
+
+def class_path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def import_class(path: str, *, option: str) -> type:
+    room, _, name = path.rpartition(".")
+    try:
+        # By getattr, since a lazy package has its names only when they are asked for.
+        found = getattr(importlib.import_module(room), name) if room else None
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"`{option}` must be the path of a class, but got {path!r}: {error!r}.") from error
+    if not isinstance(found, type):
+        raise InputError(f"`{option}` must be the path of a class, but got {path!r}.")
+    return found
+
+
 # What is compared to tell whether two exports are of one training, and what of it does not change what is learned.
 TRAINING_KEYS = (
-    "kind",
-    "module",
-    "base_model",
-    "prompt",
-    "p_true",
-    "quantization",
-    "hyper_parameters",
-    "store",
-    "training",
-)
+    "kind", "module", "base_model", "prompt", "p_true", "quantization", "hyper_parameters", "store", "training",
+)  # fmt: skip
 INCIDENTAL = {
     "base_model.model", "base_model.revision", "hyper_parameters.base_model", "hyper_parameters.revision",
     "hyper_parameters.attn_implementation", "hyper_parameters.gradient_checkpointing", "store.path",
@@ -58,38 +67,25 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, others: bool = False) -> None:
-    """Raise ValueError where writing an export to ``target`` would lose something."""
+    """Raise InputError where writing an export to ``target`` would lose something."""
     if not target.exists() or is_empty_folder(target):
         return
-    manifest = read_manifest(target) if target.is_dir() else None
+    manifest, problem = read_manifest(target) if target.is_dir() else None, ""
     if manifest is None:
-        raise InputError(f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds other files.")
-    if manifest["kind"] not in kinds:
-        what = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}.get(
-            manifest["kind"], "what a module has trained"
-        )
-        raise InputError(
-            f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds {what}: that is never "
-            "replaced here. Choose another folder."
-        )
-    if not overwrite:
-        raise InputError(
-            f"Expected `output_dir` to be new or empty, but got {str(target)!r}, which holds an earlier export. "
-            "Choose another folder, or set `overwrite`."
-        )
-    strange = [] if others else strange_files(target, manifest)
-    if strange:
-        raise InputError(
-            f"Expected `output_dir` to hold nothing but an earlier export, but got {str(target)!r} with other files in "
-            f"it, such as {strange[0]!r}. Move them away, or choose another folder."
-        )
+        problem = "which holds other files"
+    elif manifest["kind"] not in kinds:
+        kept = {"adapter": "an adapter", "model": "a trained model", "merged": "a merged model"}
+        problem = f"which holds {kept.get(manifest['kind'], 'a trained module')}: that is never replaced here"
+    elif not overwrite:
+        problem = "which holds an earlier export: set `overwrite` to replace it"
+    elif not others and (strange := strange_files(target, manifest)):
+        problem = f"an earlier export with other files in it, such as {strange[0]!r}"
+    if problem:
+        raise InputError(f"`output_dir` must be new or empty, but got {str(target)!r}, {problem}.")
 
 
 def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the export in ``folder`` must be kept when another one replaces it.
-
-    Empty if it comes from the same run or the same settings, so that it can be made again.
-    """
+    """Return why the export in ``folder`` must be kept; nothing if the same run or the same settings made it."""
     earlier = read_manifest(folder)
     if earlier is None:
         return []
@@ -103,7 +99,7 @@ def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     """Return "name: earlier -> now" for each setting in which two trainings differ, of those that both state."""
-    # JSON makes lists of tuples.
+    # Through JSON, which makes lists of tuples.
     sides = [json.loads(json.dumps({key: side.get(key) for key in TRAINING_KEYS})) for side in (earlier, manifest)]
     before, now = (dict(flatten(side)) for side in sides)
     shared = [name for name in before if name in now and name not in INCIDENTAL]
@@ -121,7 +117,7 @@ def place_aside(folder: Path) -> Path:
 
 @contextmanager
 def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder to write to, which replaces ``directory`` when the block ends without an error.
+    """Yield a new folder that replaces ``directory`` when the block ends without an error.
 
     The previous folder is renamed to ``keep``, or removed if that is None. Between the two renames, or after a crash
     there, it is called ``.<name>.old`` until the next export.
@@ -146,7 +142,7 @@ def replacing(directory: Path, *, keep: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _space_for(directory: Path) -> Iterator[None]:
-    """Name the folder and the way out if writing fails; safetensors raises its own error for that."""
+    """Name the folder and the free space if writing fails; safetensors raises its own error for that."""
     from safetensors import SafetensorError
 
     try:
@@ -158,8 +154,8 @@ def _space_for(directory: Path) -> Iterator[None]:
         free = shutil.disk_usage(directory.parent).free
         raise OSError(
             number,
-            f"Expected space to write {directory}, but got {str(error)!r} with {free:,} bytes free. What was there "
-            "before is untouched: free some space and start the same command again.",
+            f"No space to write {directory}: got {str(error)!r} with {free:,} bytes free. What was there before is "
+            "untouched: free some space and start the same command again.",
         ) from error
 
 
@@ -201,7 +197,6 @@ LOCAL_BASE = "FOLDER_OF_THE_BASE_MODEL"  # where the base lies is not told: it m
 
 
 def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the lines of Markdown."""
     prompt, base = manifest["prompt"], manifest["base_model"]
     snippet = SNIPPET.format(
         base=LOCAL_BASE if base["model"] is None else resolve_model(base["model"]),
@@ -286,7 +281,6 @@ def public_configurations(folder: Path) -> dict[str, str]:
 
 
 def upload(folder: Path, repository: str, *, texts: Mapping[str, str], private: bool, token: str | None) -> None:
-    """Create the repository where it is missing and upload the folder as one commit."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi(token=token)
@@ -339,9 +333,9 @@ def write_export(
     beside: str | None = None,
     domain: Domain | None = None,
 ) -> Path:
-    """Write what ``module`` has learned: a PEFT adapter, all weights if they were trained, or its own format.
+    """Write what ``module`` has learned, ``selfcal_manifest.json``, and the domain of its training questions.
 
-    With it go ``selfcal_manifest.json`` and the domain of its training questions.
+    ``beside`` names the auxiliary adapter to write instead; ``described`` replaces entries of the manifest.
     """
     manifest = {
         "kind": module.export_kind,
@@ -373,7 +367,6 @@ def write_export(
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that an export depends on; the optional ones where they are installed."""
     found = [*PACKAGES, *(name for name in OPTIONAL_PACKAGES if is_installed(name))]
     return {name: importlib.metadata.version(name) for name in found}
 
@@ -385,7 +378,6 @@ def describe_folder(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """Return the text of a manifest."""
     return json.dumps(manifest, indent=2, sort_keys=True) + "\n"
 
 
@@ -434,5 +426,4 @@ def _unnamed(base: Mapping[str, Any]) -> str:
 
 
 def now() -> str:
-    """Return the time in ISO format, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

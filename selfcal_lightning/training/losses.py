@@ -20,13 +20,10 @@ def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) 
     Args:
         confidence: P(True) of each response [B], in [0, 1].
         target: Soft self-consistency of each response [B], in [0, 1].
-        beta: Difference at which the square turns into a line, above 0.
+        beta: Difference at which the square turns into a line.
 
     Returns:
         One loss per example [B].
-
-    Raises:
-        ValueError: If the shapes differ or ``beta`` is not positive.
 
     Example:
         >>> calibration_loss(torch.tensor([0.5, 0.1]), torch.tensor([0.5, 0.85]))
@@ -36,23 +33,13 @@ def calibration_loss(confidence: Tensor, target: Tensor, *, beta: float = 0.25) 
         arXiv 2503.00031, section 4.2.
     """
     if beta <= 0.0:
-        raise InputError(f"Expected `beta` to be above 0, but got {beta}.")
+        raise InputError(f"`beta` must be above 0, but got {beta}.")
     first, second = _same_shape(confidence, target)
     return F.smooth_l1_loss(first, second, reduction="none", beta=beta)
 
 
 def squared_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
-    """Compute the squared error of each confidence against its target: the ablation of ``calibration_loss``.
-
-    Args:
-        confidence: P(True) of each response [B], in [0, 1].
-        target: Soft self-consistency of each response [B], in [0, 1].
-
-    Returns:
-        One loss per example [B].
-
-    Raises:
-        ValueError: If the shapes differ.
+    """Compute the squared error of each confidence against its target [B]: the ablation of ``calibration_loss``.
 
     Example:
         >>> squared_calibration_loss(torch.tensor([0.5]), torch.tensor([1.0]))
@@ -65,18 +52,11 @@ def squared_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
 def soft_cross_entropy(logit: Tensor, rate: Tensor) -> Tensor:
     """Compute the cross-entropy of a predicted chance against an observed rate, in nats.
 
-    ``-r log sigmoid(z) - (1 - r) log(1 - sigmoid(z))``: least where ``sigmoid(z)`` is the mean of the rates, whatever
-    the shape of their distribution.
+    ``-r log sigmoid(z) - (1 - r) log(1 - sigmoid(z))``: least where ``sigmoid(z)`` is the mean of the rates.
 
     Args:
         logit: z, the log-odds of the predicted chance [...].
         rate: r, the share of successes [...], in [0, 1].
-
-    Returns:
-        One loss per example [...].
-
-    Raises:
-        ValueError: If the shapes differ.
 
     Example:
         >>> soft_cross_entropy(torch.tensor([0.0, 0.0]), torch.tensor([0.25, 1.0]))  # log 2 whatever the rate
@@ -99,9 +79,6 @@ def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[fl
     Returns:
         One loss per example and quantile [..., Q]; the weighted quantile loss is their mean.
 
-    Raises:
-        ValueError: If the shapes do not fit or a level lies outside (0, 1).
-
     Example:
         >>> pinball_loss(torch.tensor([[0.2, 0.5, 0.8]]), torch.tensor([0.5]), [0.1, 0.5, 0.9])  # .1 * .3, 0, -.1 * -.3
         tensor([[0.0300, 0.0000, 0.0300]])
@@ -110,15 +87,13 @@ def pinball_loss(quantile_scores: Tensor, target: Tensor, quantiles: Sequence[fl
         Koenker and Bassett, Regression Quantiles, 1978; Park et al., arXiv 2506.09338.
     """
     if not all(0.0 < level < 1.0 for level in quantiles):
-        raise InputError(f"Expected `quantiles` to lie in (0, 1), but got {list(quantiles)}.")
-    if quantile_scores.shape != (*target.shape, len(quantiles)):
-        raise InputError(
-            f"Expected `quantile_scores` to have shape {(*target.shape, len(quantiles))}, that of `target` and one "
-            f"column for each level, but got {tuple(quantile_scores.shape)}."
-        )
-    scores, wanted = _same_shape(quantile_scores, target[..., None].expand_as(quantile_scores))
+        raise InputError(f"`quantiles` must lie in (0, 1), but got {list(quantiles)}.")
+    wanted = (*target.shape, len(quantiles))
+    if quantile_scores.shape != wanted:
+        raise InputError(f"`quantile_scores` must have shape {wanted}, but got {tuple(quantile_scores.shape)}.")
+    scores, aim = _same_shape(quantile_scores, target[..., None].expand_as(quantile_scores))
     levels = torch.as_tensor(quantiles, dtype=scores.dtype, device=scores.device)
-    below = wanted - scores
+    below = aim - scores
     return torch.where(below < 0.0, (levels - 1.0) * below, levels * below)
 
 
@@ -131,14 +106,11 @@ def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, ti
     Args:
         scores: s, any real numbers [B].
         target: t, the values that define the order [B].
-        temperature: tau, above 0.
-        tie_weight: Weight of the second mean, at least 0.
+        temperature: tau.
+        tie_weight: Weight of the second mean.
 
     Returns:
         A scalar; 0, with a gradient of 0, if there is no pair to order.
-
-    Raises:
-        ValueError: If the shapes differ or are not [B], or a setting is out of its range.
 
     Example:
         >>> ranknet_loss(torch.tensor([0.0, 2.0]), torch.tensor([0.1, 0.9]))  # log(1 + e^-2)
@@ -148,13 +120,11 @@ def ranknet_loss(scores: Tensor, target: Tensor, *, temperature: float = 1.0, ti
         Burges et al., Learning to Rank using Gradient Descent, 2005, section 3.
     """
     if temperature <= 0.0 or tie_weight < 0.0:
-        raise InputError(
-            "Expected `temperature` to be above 0 and `tie_weight` to be at least 0, "
-            f"but got {temperature} and {tie_weight}."
-        )
+        got = f"{temperature} and {tie_weight}"
+        raise InputError(f"`temperature` must be above 0 and `tie_weight` at least 0, but got {got}.")
     first, second = _same_shape(scores, target, "scores", "target")
     if first.dim() != 1:
-        raise InputError(f"Expected `scores` and `target` to have shape [B], but got {tuple(first.shape)}.")
+        raise InputError(f"`scores` and `target` must have shape [B], but got {tuple(first.shape)}.")
     i, j = torch.triu_indices(len(first), len(first), offset=1, device=first.device)
     difference, order = (first[i] - first[j]) / temperature, torch.sign(second[i] - second[j])
     is_tie = order == 0.0
@@ -177,9 +147,6 @@ def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
     Returns:
         One loss per example [B]; 0 if its group has no other target.
 
-    Raises:
-        ValueError: If the shapes differ or are not [B].
-
     Example:
         >>> group_ranking_loss(torch.tensor([2.0, 0.0, 9.0]), torch.tensor([0.9, 0.1, 0.5]), torch.tensor([0, 0, 1]))
         tensor([0.1269, 0.1269, 0.0000])
@@ -189,40 +156,20 @@ def group_ranking_loss(scores: Tensor, target: Tensor, group: Tensor) -> Tensor:
     """
     first, second = _same_shape(scores, target, "scores", "target")
     if first.dim() != 1 or group.shape != first.shape:
-        raise InputError(
-            f"Expected `scores`, `target` and `group` to have one shape [B], but got {tuple(first.shape)} and "
-            f"{tuple(group.shape)}."
-        )
+        shapes = f"{tuple(first.shape)} and {tuple(group.shape)}"
+        raise InputError(f"`scores`, `target` and `group` must have one shape [B], but got {shapes}.")
     order = torch.sign(second[:, None] - second[None]) * (group[:, None] == group[None])
     losses = F.softplus(-order * (first[:, None] - first[None])) * order.abs()
     return losses.sum(1) / order.abs().sum(1).clamp(min=1.0)
 
 
 def share_of_step(values: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """Return the contribution of some examples to the weighted mean over an optimiser step.
-
-    Args:
-        values: One loss per example [B].
-        weight: Their weights [B].
-        total: Sum of the weights over the step, a scalar; if it is 0, so is the share.
-
-    Returns:
-        ``sum(weight * values) / total``, a scalar.
-
-    Example:
-        >>> share_of_step(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]), torch.tensor(2.0))
-        tensor(0.5000)
-    """
+    """Return ``sum(weight * values) / total``, with the total weight of an optimiser step; 0 if that is 0."""
     return (weight * values).sum() / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def row_means(values: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
-    """Return the mean of the values of each row [num_rows]; 0 for a row without values.
-
-    Args:
-        values: One value per token [n].
-        row_index: The row of each token [n], in [0, num_rows).
-        num_rows: B.
+    """Return the mean of the values [n] of each row [num_rows]; 0 for a row without values.
 
     Example:
         >>> row_means(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 2, 2]), num_rows=3)
@@ -234,18 +181,16 @@ def row_means(values: Tensor, row_index: Tensor, *, num_rows: int) -> Tensor:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return ``values`` in float32, or float64 where they are."""
+    """Return ``values`` in float32, unless they are float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def _same_shape(
     first: Tensor, second: Tensor, name: str = "confidence", other: str = "target"
 ) -> tuple[Tensor, Tensor]:
-    """Return both tensors in their wider dtype, at least float32; ``name`` and ``other`` are for the message."""
+    """Return both tensors in their wider dtype, at least float32."""
     if first.shape != second.shape:
-        raise InputError(
-            f"Expected `{name}` and `{other}` to have the same shape, "
-            f"but got {tuple(first.shape)} and {tuple(second.shape)}."
-        )
+        shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+        raise InputError(f"`{name}` and `{other}` must have the same shape, but got {shapes}.")
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return first.to(dtype), second.to(dtype)

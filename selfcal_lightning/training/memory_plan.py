@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -26,12 +26,6 @@ KIB = 1024
 
 
 def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
-    """Describe in one line what is trained.
-
-    Example:
-        >>> name_model("org/m", LoraSettings(r=4, target_modules=("q_proj",)), ["votes"])
-        'org/m, LoRA of rank 4 on q_proj, and votes beside it'
-    """
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
     return f"{base_model}, {what}" + (f", and {', '.join(beside)} beside it" if beside else "")
 
@@ -46,29 +40,21 @@ def plan_memory(
     shards: int = 1,
     rows: RowSizes | None = None,
 ) -> Memory:
-    """Return the bytes that the model and its training take at least in a process, with so many adapters.
-
-    ``shards`` are the processes over which FSDP2 divides the weights; ``rows`` tell the activations of a micro-batch.
-    """
+    """Return the least memory that the model and its training take in each of ``shards`` FSDP2 processes."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
     dtype, lora, nf4 = adapter.torch_dtype, adapter.lora, memory.quantization is not None
     files = files_on_this_disk(adapter.base_model, revision=adapter.revision)
     if files is None:
         return Memory(None, None, available, name, processes=shards)
-    held: Literal["auto", "float32", "bfloat16"] = dtype
     if dtype == "auto" and (lora is None or device.type == "cpu"):
-        held = "float32"
+        dtype = "float32"
     each = BYTES_PER_TRAINED[memory.optimizer] if trains else 4
     if lora is None:
         trained = (each - 4) * all_numbers(files)
     else:
         trained = adapters * each * adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
-    kept = None
-    if trains and rows is not None:
-        width = 4 if held == "float32" else 2
-        recomputes = memory.gradient_checkpointing
-        kept = activation_bytes(adapter.base_model, adapter.revision, rows, width=width, recomputes=recomputes)
-    weights = frozen_bytes(files, dtype=held, nf4=nf4)
+    kept = activation_bytes(adapter, rows, memory, dtype=dtype) if trains and rows is not None else None
+    weights = frozen_bytes(files, dtype=dtype, nf4=nf4)
     return Memory(weights // shards, trained // shards, available, name, kept, shards)
 
 
@@ -80,16 +66,14 @@ class RowSizes:
     trained: int
 
 
-def activation_bytes(
-    base_model: str, revision: str | None, rows: RowSizes, *, width: int, recomputes: bool
-) -> int | None:
-    """Return the bytes kept for the backward pass, in numbers of ``width`` bytes; None for unusual configurations.
+def activation_bytes(adapter: AdapterSettings, rows: RowSizes, memory: MemorySettings, *, dtype: str) -> int | None:
+    """Return the bytes kept for the backward pass; None for unusual configurations.
 
-    A layer keeps about 8 numbers of the hidden size and 4 of the intermediate one for a token that the adapter acts
-    on (5.8 MB a token of an 8B model in bfloat16, as counted with a fake process group), with recomputation its input
-    alone, and keys and values of the other tokens.
+    For a token that the adapter acts on, a layer keeps about 8 numbers of the hidden size and 4 of the intermediate
+    size (5.8 MB a token of an 8B model in bfloat16, counted with a fake process group); with recomputation, only its
+    input. Other tokens cost keys and values.
     """
-    config: Any = load_config(base_model, revision=revision).get_text_config()
+    config: Any = load_config(adapter.base_model, revision=adapter.revision).get_text_config()
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     sizes = [getattr(config, name, None) for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -98,12 +82,12 @@ def activation_bytes(
     whole = 8 * hidden + 4 * intermediate
     groups = getattr(config, "num_key_value_heads", None) or heads
     keys = 2 * groups * (getattr(config, "head_dim", None) or hidden // heads)
-    each_token = layers * (hidden if recomputes else whole) + (whole if recomputes else 0)
+    each_token = layers * hidden + whole if memory.gradient_checkpointing else layers * whole
+    width = 4 if dtype == "float32" else 2
     return width * (rows.trained * each_token + (rows.read - rows.trained) * layers * keys)
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
     if not MEMORY_FILE.is_file():

@@ -33,21 +33,11 @@ from selfcal_lightning.metrics.streaming import ExactMetric, check_vectors
 from selfcal_lightning.records import question_hash
 from selfcal_lightning.training.losses import calibration_loss
 
-WITHIN_QUESTION_PAIRS = "discrimination/WithinQuestionPairs"
-MIXED_QUESTIONS = "discrimination/MixedQuestions"
-TARGET_MAE = "target/MAE"
-TARGET_SPEARMAN = "target/Spearman"
-TARGET_SMOOTH_L1 = "target/SmoothL1"
-YES_NO_MASS = "mass/YesNo"
-RESPONSES = "count/Responses"
-QUESTIONS = "count/Questions"
-WITHOUT_CONFIDENCE = "count/WithoutConfidence"
-WITHOUT_LABEL = "count/WithoutLabel"
-WITHOUT_TARGET = "count/WithoutTarget"
 KEYS = (
-    ECE, MCE, BRIER, AUROC, WITHIN_QUESTION_AUROC, WITHIN_QUESTION_PAIRS, MIXED_QUESTIONS, PASS_AT_1,
-    TARGET_MAE, TARGET_SPEARMAN, TARGET_SMOOTH_L1, YES_NO_MASS, STOPPING_THRESHOLD,
-    RESPONSES, QUESTIONS, WITHOUT_CONFIDENCE, WITHOUT_LABEL, WITHOUT_TARGET,
+    ECE, MCE, BRIER, AUROC, WITHIN_QUESTION_AUROC, "discrimination/WithinQuestionPairs",
+    "discrimination/MixedQuestions", PASS_AT_1, "target/MAE", "target/Spearman", "target/SmoothL1", "mass/YesNo",
+    STOPPING_THRESHOLD, "count/Responses", "count/Questions", "count/WithoutConfidence", "count/WithoutLabel",
+    "count/WithoutTarget",
 )  # fmt: skip
 
 
@@ -63,7 +53,6 @@ class CalibrationPoints:
     task: NDArray[np.str_]
 
     def select(self, mask: NDArray[np.bool_]) -> CalibrationPoints:
-        """Return the responses where ``mask`` [N] is True."""
         return CalibrationPoints(**{name: column[mask] for name, column in vars(self).items()})
 
     @property
@@ -91,8 +80,8 @@ class CalibrationMetrics(ExactMetric):
     - ``count/Responses``, ``count/Questions``, ``count/WithoutConfidence``, ``count/WithoutLabel``,
       ``count/WithoutTarget``.
 
-    The first three families are absent where no label is known, ``target`` where no target is known. A value that is
-    not defined (AUROC of one class) is NaN. A response without confidence enters only the counts and ``accuracy``.
+    The first three families are absent where no label is known, ``target`` where no target is known. Undefined values
+    (AUROC of one class) are NaN. A response without confidence enters only the counts and ``accuracy``.
 
     As input to ``update``:
         confidence: P(True) of each response [B], in [0, 1]; NaN where unknown.
@@ -104,8 +93,8 @@ class CalibrationMetrics(ExactMetric):
 
     Args:
         num_bins: Number of equal-width bins of the calibration errors.
-        beta: Of the SmoothL1 loss.
-        kwargs: Of ``torchmetrics.Metric``.
+        beta: Width of the SmoothL1 loss.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metrics = CalibrationMetrics()
@@ -139,11 +128,10 @@ class CalibrationMetrics(ExactMetric):
         task: Sequence[str],
         yes_no_mass: Tensor,
     ) -> None:
-        """Keep the responses."""
         columns = {"confidence": confidence, "correct": correct, "target": target, "yes_no_mass": yes_no_mass}
         check_vectors(**columns, question_index=question_index)
         if len(task) != len(confidence):
-            raise InputError(f"Expected `task` to name the task of all {len(confidence)} rows, but got {len(task)}.")
+            raise InputError(f"`task` must have {len(confidence)} rows, as `confidence` has, but got {len(task)}.")
         hashes = {name: question_hash(name) for name in task}
         letters = [(hashes[name], at, byte) for name in hashes for at, byte in enumerate(name.encode())]
         self.values.append(torch.stack([column.detach().double() for column in columns.values()], dim=1))
@@ -153,7 +141,7 @@ class CalibrationMetrics(ExactMetric):
             self.letters.append(torch.tensor(letters, dtype=torch.int64, device=confidence.device))
 
     def compute(self) -> dict[str, float]:
-        """Return the numbers over all responses of all processes, by key."""
+        """Return all values by key, over the responses of all processes."""
         points = self._local_points()
         results = self._summary(points)
         tasks = np.unique(points.task).tolist()
@@ -205,17 +193,18 @@ class CalibrationMetrics(ExactMetric):
             results.update(_against_targets(points.select(has_target & has_confidence), self.beta))
         sure = points.select(has_confidence)
         results[STOPPING_THRESHOLD] = half_budget_threshold(sure.confidence, sure.questions)
-        results[YES_NO_MASS] = _mean(points.yes_no_mass)
-        results[RESPONSES] = len(points.confidence)
-        results[QUESTIONS] = len(np.unique(points.questions))
-        results[WITHOUT_CONFIDENCE] = (~has_confidence).sum()
-        results[WITHOUT_LABEL] = (~has_label).sum()
-        results[WITHOUT_TARGET] = (~has_target).sum()
+        results["mass/YesNo"] = _mean(points.yes_no_mass)
+        results |= {
+            "count/Responses": len(points.confidence),
+            "count/Questions": len(np.unique(points.questions)),
+            "count/WithoutConfidence": (~has_confidence).sum(),
+            "count/WithoutLabel": (~has_label).sum(),
+            "count/WithoutTarget": (~has_target).sum(),
+        }
         return {key: float("nan") if value is None else float(value) for key, value in results.items()}
 
 
 def _against_labels(points: CalibrationPoints, num_bins: int) -> dict[str, float | None]:
-    """Return the families calibration and discrimination of responses with confidence and label."""
     confidence, correct = points.confidence, points.correct
     bins = reliability_bins(confidence, correct, num_bins=num_bins)
     within = within_question_discrimination(confidence, correct, points.questions)
@@ -225,27 +214,24 @@ def _against_labels(points: CalibrationPoints, num_bins: int) -> dict[str, float
         BRIER: brier_score(confidence, correct),
         AUROC: auroc(confidence, correct),
         WITHIN_QUESTION_AUROC: within.mean,
-        WITHIN_QUESTION_PAIRS: within.pooled,
-        MIXED_QUESTIONS: within.num_questions,
+        "discrimination/WithinQuestionPairs": within.pooled,
+        "discrimination/MixedQuestions": within.num_questions,
     }
 
 
 def _against_targets(points: CalibrationPoints, beta: float) -> dict[str, float | None]:
-    """Return the family target of responses with confidence and target."""
     losses = calibration_loss(torch.from_numpy(points.confidence), torch.from_numpy(points.target), beta=beta)
     return {
-        TARGET_MAE: _mean(np.abs(points.confidence - points.target)),
-        TARGET_SPEARMAN: spearman(points.confidence, points.target),
-        TARGET_SMOOTH_L1: _mean(losses.numpy()),
+        "target/MAE": _mean(np.abs(points.confidence - points.target)),
+        "target/Spearman": spearman(points.confidence, points.target),
+        "target/SmoothL1": _mean(losses.numpy()),
     }
 
 
 def _pass_at_1(points: CalibrationPoints) -> float:
-    """Return the mean over questions of the share of right responses."""
     questions = points.questions
     return float(np.mean(np.bincount(questions, weights=points.correct) / np.bincount(questions)))
 
 
 def _mean(values: Floats) -> float | None:
-    """Return the mean; None of nothing."""
     return float(values.mean()) if len(values) else None

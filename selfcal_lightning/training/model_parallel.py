@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
 from selfcal_lightning.training.checkpoints import is_address
+from selfcal_lightning.training.settings import check_positive
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +31,7 @@ TRIED_VERSIONS = ("2.6.6",)
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """Return the trainer of a module; None if it has none yet (the public attribute would raise)."""
+    """Return the trainer of a module, or None; the public attribute would raise."""
     trainer: Trainer | None = module._trainer
     return trainer
 
@@ -94,8 +94,8 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             of trained weights cross the network. Check with `--check` that this fits.
         tensor_parallel_size: Only 1 is supported.
         process_group_backend: "nccl" or "gloo"; None is NCCL on GPUs and gloo on CPUs.
-        gather_bfloat16: Gather float32 weights in bfloat16: half the traffic for weights that are stored in float32.
-            Gradients are summed in float32 all the same. Needs the Trainer's precision "bf16-mixed".
+        gather_bfloat16: Gather float32 weights in bfloat16: half the traffic. Gradients are still summed in float32.
+            Needs the Trainer's precision "bf16-mixed".
         timeout_minutes: Timeout of collectives.
     """
 
@@ -110,13 +110,10 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     ) -> None:
         if tensor_parallel_size != 1:
             raise InputError(
-                f"Expected `tensor_parallel_size` to be 1, but got {tensor_parallel_size}: tensor parallelism is not "
-                "supported. Leave it out; FSDP2 over all processes needs less traffic for adapters."
+                f"`tensor_parallel_size` must be 1 (FSDP2 shards instead), but got {tensor_parallel_size}."
             )
-        if timeout_minutes <= 0.0:
-            raise InputError(f"Expected `timeout_minutes` to be positive, but got {timeout_minutes}.")
-        if data_parallel_size is not None and data_parallel_size < 1:
-            raise InputError(f"Expected `data_parallel_size` to be None or at least 1, but got {data_parallel_size}.")
+        check_positive(timeout_minutes=timeout_minutes)
+        check_at_least(1, data_parallel_size=1 if data_parallel_size is None else data_parallel_size)
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,
@@ -140,17 +137,13 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
 
     @property
     def shards(self) -> int:
-        """Processes over which the weights are divided."""
         return self._group_size or self.num_nodes * self.num_processes
 
     def setup_environment(self) -> None:
         """Start the process group and two meshes: all processes, and those that share one copy of the weights."""
         world_size, size = self.num_nodes * self.num_processes, self.shards
         if world_size % size:
-            raise InputError(
-                f"Expected `data_parallel_size` to divide the number of processes, {world_size}, but got {size}. "
-                "Leave it out to mean all, or give the number of GPUs of a node."
-            )
+            raise InputError(f"`data_parallel_size` {size} must divide the number of processes, {world_size}.")
         self._data_parallel_size = world_size
         super().setup_environment()
         self._weights_mesh = self.device_mesh["data_parallel"]
@@ -168,21 +161,17 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         never_infer(trainer)
         super().setup(trainer)
 
-    def load_model(self, base_model: str, *, lora: LoraSettings | None, **settings: Any) -> nn.Module:
+    def load_model(self, base_model: str, **settings: Any) -> nn.Module:
         """Return this process's shard of the model and its adapter; see ``load_sharded_causal_lm``."""
-        policy = None
+        policy, precision = None, self.precision_plugin.precision
         if self.gather_bfloat16:
-            if self.precision_plugin.precision != "bf16-mixed":
-                raise InputError(
-                    "Expected `trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got "
-                    f"{self.precision_plugin.precision}. Set it, or leave `gather_bfloat16` out."
-                )
+            if precision != "bf16-mixed":
+                raise InputError(f"`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got {precision}.")
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         loaded = load_sharded_causal_lm(
             base_model,
             mesh=cast("DeviceMesh", self._weights_mesh),
             device=self.root_device,
-            lora=lora,
             policy=policy,
             **settings,
         )
@@ -194,7 +183,6 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         return loaded.model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the unsharded trained parameters on the first process. A collective."""
         return gather_trained(cast("LightningModule", self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -209,12 +197,13 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         state = optimizer.state_dict()
-        full: dict[int, dict[str, Any]] = {}
-        for index, entry in state["state"].items():
-            full[index] = {
+        full = {
+            index: {
                 name: _gather(value, keep=self.is_global_zero) if isinstance(value, Tensor) else value
                 for name, value in entry.items()
             }
+            for index, entry in state["state"].items()
+        }
         return {**state, "state": full} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -235,7 +224,6 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint from the first process. A collective."""
         _check_is_on_disk(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -245,7 +233,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_dir():
             raise InputError(
-                f"Expected `ckpt_path` to be a single file, as this strategy writes them, but got the folder {path}."
+                f"`ckpt_path` must be a single file, as this strategy writes them, but got the folder {path}."
             )
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
 
@@ -253,8 +241,8 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
 def _check_is_on_disk(path: str | Path) -> None:
     if is_address(path):
         raise InputError(
-            f"Expected checkpoints under FSDP2 to lie on a disk that all processes see, but got {str(path)!r}. Give "
-            "ModelCheckpoint a folder as `dirpath`, and copy its files from there."
+            f"FSDP2 checkpoints must lie on a disk that all processes see, but got {str(path)!r}. Set `dirpath` of "
+            "ModelCheckpoint to a folder."
         )
 
 
@@ -264,10 +252,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def gather_trained(module: nn.Module) -> dict[str, Tensor]:
-    """Return the unsharded trained parameters on the CPU of the first process; the others get an empty dict.
-
-    A collective if the module is sharded; it works on other modules too.
-    """
+    """Return the unsharded trained parameters, on the CPU of the first process only. A collective if sharded."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     first = not distributed or torch.distributed.get_rank() == 0
     gathered = {
@@ -279,10 +264,7 @@ def gather_trained(module: nn.Module) -> dict[str, Tensor]:
 
 
 def join_forward(model: nn.Module, device: torch.device, *, passes: int = 1) -> None:
-    """Join forward passes for which this process has no row, with a single dummy token.
-
-    Under FSDP2 every layer is gathered from all processes, so a process that stays out would block the others.
-    """
+    """Join forward passes for which this process has no row, with a dummy token: under FSDP2 all processes must."""
     if not is_sharded(model):
         return
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)

@@ -15,10 +15,15 @@ from torchmetrics import Metric
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
-from selfcal_lightning.training.checkpoints import check_base_model, check_hyper_parameters, check_trained
-from selfcal_lightning.training.contracts import class_path
-from selfcal_lightning.training.model_parallel import trainer_of
-from selfcal_lightning.training.resume import ResumeState
+from selfcal_lightning.training.checkpoints import (
+    check_base_model,
+    check_hyper_parameters,
+    check_trained,
+    check_training_state,
+)
+from selfcal_lightning.training.export import class_path
+from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, trainer_of
+from selfcal_lightning.training.resume import gather_random_states, restore_random_states
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -26,19 +31,15 @@ if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import Prompt
 
 ExportKind = Literal["adapter", "model", "module"]
-IDENTITY_KEY, CLASS_KEY = "base_model_identity", "module_class"
+IDENTITY_KEY, CLASS_KEY, RANDOM_KEY = "base_model_identity", "module_class", "random_states"
 
 
 def trained_parameters(module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def plain_settings(*records: Any) -> dict[str, Any]:
-    """Return the fields of settings records as plain JSON types, the only ones that checkpoints may hold.
-
-    A prompt is included only if there is one.
-    """
+    """Return the fields of settings records as plain JSON types, as checkpoints need; a prompt only if there is one."""
     fields = {name: value for record in records for name, value in json.loads(json.dumps(asdict(record))).items()}
     return {name: value for name, value in fields.items() if (name, value) != ("prompt", None)}
 
@@ -56,8 +57,8 @@ class TrainedModule(LightningModule):
         revision: Branch, tag or commit of a hub model.
 
     Attributes:
-        identity: Identity of the base model (``base_model_identity``), set by ``configure_model``.
-        exported_from: Folder of the export that training starts from; None without one.
+        identity: ``base_model_identity`` of the base model, set by ``configure_model``.
+        exported_from: Folder of the export that training starts from.
         beside: Settings of the auxiliary adapters by name.
         activated: Whether the adapter leaves the generator unchanged, so that response tokens train nothing.
         attn_implementation: Attention of the base model; None is the best for packed rows.
@@ -75,14 +76,13 @@ class TrainedModule(LightningModule):
         self.beside: Mapping[str, Any] = {}
         self.activated = False
         self.attn_implementation: str | None = None
-        self._resume = ResumeState()
+        self._random_states: list[dict[str, Any]] | None = None
 
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise InputError if the Trainer's settings do not work. Cheap enough to call before long work."""
 
     @property
     def data_module(self) -> Any:
-        """The data module; None if loaders were given without one."""
         trainer: Any = trainer_of(self)
         return None if trainer is None else trainer.datamodule
 
@@ -97,21 +97,17 @@ class TrainedModule(LightningModule):
         self.log_dict({f"{stage}/{name}": value for name, value in values.items()}, sync_dist=False)
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last pass."""
         for metrics in self._metrics("val"):
             metrics.reset()
 
     def on_validation_epoch_end(self) -> None:
-        """Log ``val/...``."""
         self._log_metrics("val")
 
     def on_test_epoch_start(self) -> None:
-        """Forget the last pass."""
         for metrics in self._metrics("test"):
             metrics.reset()
 
     def on_test_epoch_end(self) -> None:
-        """Log ``test/...``."""
         self._log_metrics("test")
 
     # ---- checkpoints
@@ -121,27 +117,31 @@ class TrainedModule(LightningModule):
         trained = trained_parameters(self)
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         checkpoint[IDENTITY_KEY], checkpoint[CLASS_KEY] = dict(self.identity), class_path(type(self))
-        self._resume.save(checkpoint, trainer_of(self))
+        if (trainer := trainer_of(self)) is not None:
+            checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another base model or other parameters, or to resume with other settings.
-
-        The class is not compared, since its name may have changed.
-        """
+        """Refuse another base model or other parameters, and to resume with other settings. Any class may load it."""
         trainer = trainer_of(self)
         check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model, kind=type(self).__name__)
         settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         check_trained(checkpoint["state_dict"], trained_parameters(self), settings=settings)
         resuming = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         check_hyper_parameters(settings, self.hparams, resuming=resuming)
-        self._resume.load(checkpoint, trainer)
+        if resuming:
+            check_training_state(checkpoint)
+            self._random_states = checkpoint.get(RANDOM_KEY)
 
     def on_train_start(self) -> None:
-        """Resume exactly where the checkpoint was written."""
-        self._resume.start(self.trainer)
+        """Restore the random states of the checkpoint, unless the number of processes has changed."""
+        trainer, states = self.trainer, self._random_states
+        if states is not None and len(states) == trainer.world_size:
+            restore_random_states(states[trainer.global_rank], trainer.strategy.root_device)
+        self._random_states = None
+        begin_epoch_after_whole_one(trainer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load without reporting the frozen base weights as missing; they come from ``base_model``."""
+        """Load without reporting the frozen base weights as missing."""
         keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
         trained = trained_parameters(self)
         return type(keys)([name for name in keys.missing_keys if name in trained], keys.unexpected_keys)
@@ -158,16 +158,11 @@ class TrainedModule(LightningModule):
         return {"base_model": dict(self.identity), "hyper_parameters": dict(self.hparams)}
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the trained weights, and everything needed to use them, into an empty folder.
-
-        Args:
-            folder: The folder.
-            state: The unsharded trained weights under FSDP2.
-        """
+        """Write the trained weights and all that is needed to use them; ``state`` holds them unsharded under FSDP2."""
         raise NotImplementedError
 
     def load_export(self, folder: Path) -> None:
-        """Take the weights from a folder written by ``save_export`` when the model is configured."""
+        """Take the weights from a folder written by ``save_export`` once the model is configured."""
         self.exported_from = folder
 
     @classmethod
@@ -178,13 +173,25 @@ class TrainedModule(LightningModule):
 
 
 def check_defines(module: object, base: type[TrainedModule], *methods: str, who: str) -> None:
-    """Raise InputError, before training, unless ``module`` is a ``base`` and implements its abstract methods."""
+    """Raise InputError, before training, unless ``module`` is a ``base`` and implements its abstract ``methods``."""
     kind = type(module)
     if not isinstance(module, base):
-        raise InputError(f"Expected a {base.__name__} for {who}, but got {kind.__name__}.")
+        raise InputError(f"{who} needs a {base.__name__}, but got {kind.__name__}.")
     for name in methods:
         if getattr(kind, name) is getattr(base, name):
             raise InputError(f"{kind.__name__} must define `{name}` for {who}.")
+
+
+def needed_data(data: Any, *, who: str, remedy: str) -> Any:
+    if data is None:
+        raise InputError(f"{who} needs a data module: {remedy}.")
+    return data
+
+
+def check_stated(settings: Mapping[str, tuple[str | None, str | None]]) -> None:
+    for name, (value, found) in settings.items():
+        if value != found:
+            raise InputError(f"`{name}` is {value!r} in the module, but {found!r} in the data module.")
 
 
 class ScoringModule(TrainedModule):
@@ -193,7 +200,7 @@ class ScoringModule(TrainedModule):
     Args:
         base_model: Folder or hub name of the base model.
         revision: Branch, tag or commit of a hub model.
-        query: The confidence query, with which responses are sampled.
+        query: The confidence query that responses are sampled with.
         prompt: How questions are put to the model; None is their tasks' own way.
     """
 

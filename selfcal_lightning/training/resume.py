@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-
-from selfcal_lightning.training.checkpoints import check_training_state
-from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -38,7 +32,6 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the global generators to ``states``."""
     version, numbers, normal = states["python"]
     random.setstate((version, tuple(numbers), normal))
     name, key, position, has_normal, cached = states["numpy"]
@@ -58,12 +51,6 @@ def gather_random_states(device: torch.device) -> list[dict[str, Any]]:
     return states
 
 
-def restore_of_rank(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, device: torch.device) -> None:
-    """Restore this process's states, unless the number of processes has changed."""
-    if len(states) == world_size:
-        restore_random_states(states[rank], device)
-
-
 @contextmanager
 def dropout_stream(seed: int, epoch: int, batch_idx: int, rank: int, *, device: torch.device) -> Iterator[None]:
     """Draw dropout from (seed, epoch, batch, rank), so that a resumed run equals an uninterrupted one."""
@@ -72,33 +59,3 @@ def dropout_stream(seed: int, epoch: int, batch_idx: int, rank: int, *, device: 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(derived)
         yield
-
-
-RANDOM_KEY = "random_states"
-
-
-class ResumeState:
-    """Carries random states through checkpoints and corrects an epoch counter of Lightning."""
-
-    def __init__(self) -> None:
-        self._states: list[dict[str, Any]] | None = None
-
-    def save(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
-        """Add the random states of all processes. A collective, as writing a checkpoint is."""
-        if trainer is None:
-            return
-        checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
-
-    def load(self, checkpoint: dict[str, Any], trainer: Trainer | None) -> None:
-        """Keep the random states until training starts; refuse to resume from weights alone."""
-        if trainer is None or trainer.state.fn != "fit":
-            return
-        check_training_state(checkpoint)
-        self._states = checkpoint.get(RANDOM_KEY)
-
-    def start(self, trainer: Trainer) -> None:
-        """Restore the states of the checkpoint. Call it after everything that comes before the first batch."""
-        if self._states is not None:
-            restore_of_rank(self._states, trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
-            self._states = None
-        begin_epoch_after_whole_one(trainer)

@@ -38,7 +38,6 @@ _LOG = logging.getLogger(__name__)
 
 
 def adapter_folder(store_dir: str | Path, round: int) -> Path:
-    """Return the folder of the adapter that ``round`` is sampled with."""
     return Path(store_dir) / "adapters" / f"round-{round:03d}"
 
 
@@ -50,8 +49,8 @@ def checkpoint_file(store_dir: str | Path, round: int) -> Path:
 def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, training: str) -> Path:
     """Write the module's adapter as that of ``round`` unless it exists. Call it on one process.
 
-    An existing adapter is kept. It must come from this training: the same weights or, where arithmetic is not bit-exact
-    (GPUs), a run with the same settings, whose samples are then completed with *its* adapter.
+    An existing adapter must come from this training: the same weights or, where arithmetic is not bit-exact (GPUs), a
+    run with the same settings, whose samples are then completed with *its* adapter.
     """
     folder = adapter_folder(store_dir, round)
     if not folder.exists():
@@ -61,8 +60,8 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
         return folder
     check_same_training(folder, round, training)
     _LOG.warning(
-        "Round %d was begun with the adapter in %s; the weights that arrive there now differ from it by up to %.3g. "
-        "The round is completed with the adapter on disk.",
+        "Round %d was begun with the adapter in %s; the weights now differ from it by up to %.3g. The round is "
+        "completed with the adapter on disk.",
         round,
         folder,
         difference,
@@ -71,23 +70,18 @@ def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, 
 
 
 def check_same_training(folder: Path, round: int, training: str) -> None:
-    """Raise ValueError if the adapter of ``round`` in ``folder`` comes from another training."""
     manifest = read_manifest(folder)
     if manifest is None or manifest["store"]["training"] != training:
         raise InputError(
-            f"Expected round {round} of the store to belong to this training, but got {folder}, the adapter of a "
-            "training with other settings. Samples are never mixed: go back to those settings, or use another "
-            "`store_dir`. To keep the samples of the base model, copy this store and take the later rounds out of the "
-            "copy with `selfcal drop-rounds --store_dir COPY --first 1`."
+            f"Round {round} of the store was sampled in a training with other settings ({folder}). Restore them, use "
+            "another `store_dir`, or drop the later rounds from a copy of the store: `selfcal drop-rounds --store_dir "
+            "COPY --first 1`."
         )
 
 
 @contextmanager
 def serving(module: ConfidenceModel, folder: Path) -> Iterator[None]:
-    """Run the block with the module's model in evaluation mode, the adapter of ``folder`` and plain attention.
-
-    Afterwards its own adapter, the modes of all submodules and its attention implementation are restored.
-    """
+    """Run the block in evaluation mode with the adapter of ``folder`` and plain attention, then restore everything."""
     model = module.model
     own = None
     if adapter_difference(model, folder) != 0.0:
@@ -129,8 +123,8 @@ def make_probes(
 ) -> list[Probe]:
     """Return one probe for every row that has token ids.
 
-    Compares up to ``max_tokens - 1`` tokens spread evenly over the response, and the Yes after the confidence query,
-    which training changes most.
+    It compares up to ``max_tokens - 1`` tokens spread over the response, and the Yes after the confidence query, which
+    training changes most.
     """
     probes = []
     for row in rows:
@@ -155,10 +149,7 @@ def check_adapter(
 ) -> float:
     """Return the mean absolute difference of log-probability between the engine and the trainer's model, in nats."""
     if not probes:
-        raise InputError(
-            "Expected recorded responses with token ids to check the engine's adapter on, but got none. Sample the "
-            "earlier round with SSCGeneration or `selfcal generate`."
-        )
+        raise InputError("The engine's adapter is checked on the earlier round's token ids, but its rows have none.")
     served, dtype = engine.describe(), str(network.get_input_embeddings().weight.dtype).removeprefix("torch.")
     exact = served["dtype"] == dtype == "float32"
     theirs, ours = _engine_logprobs(engine, probes), _network_logprobs(network, probes)
@@ -176,15 +167,13 @@ def check_adapter(
     if problem is not None:
         apart = "" if null is None else f" (without the adapter they differ by {null:.3g})"
         raise AdapterMismatchError(
-            f"Expected the engine ({served['engine']}, {served['dtype']}) to serve the adapter that was trained "
-            f"({dtype}), with log-probabilities that differ by at most {bound:.3g} in the mean{apart}, but got "
-            f"{problem}: its samples would come from another model, and none was kept. Set the engine's `dtype` "
-            "to the trainer's if they differ; with a quantised base, set `engine: transformers`, which samples with "
-            "the trainer's own model."
+            f"The engine ({served['engine']}, {served['dtype']}) does not serve the trained adapter ({dtype}): "
+            f"log-probabilities may differ by at most {bound:.3g} in the mean{apart}, but got {problem}. No sample was "
+            "kept. Set the engine's `dtype` to the trainer's; with a quantised base, set `engine: transformers`."
         )
     _LOG.warning(
         "The engine (%s, %s) and the trainer's model (%s) differ by %.3g nats in the mean, and by %.3g without the "
-        "adapter: P(True) and targets of its samples are as much apart. `dtype: float32` would bring them together.",
+        "adapter: P(True) and targets of its samples are as far apart. `dtype: float32` would bring them together.",
         served["engine"],
         served["dtype"],
         dtype,
@@ -195,7 +184,6 @@ def check_adapter(
 
 
 def mean_logprob_difference(engine: Engine, network: PreTrainedModel, probes: Sequence[Probe]) -> float:
-    """Return the mean over all compared tokens of |log p_engine - log p_network|."""
     return _distance(_engine_logprobs(engine, probes), _network_logprobs(network, probes))
 
 
@@ -224,10 +212,9 @@ def _is_nearer(
     probes: Sequence[Probe],
     earlier: AbstractContextManager[Any] | None,
 ) -> bool:
-    """Return whether the engine is nearer to the trained model than to the earlier one.
+    """Return whether the engine is nearer to the trained model than to the earlier one, or the two models agree.
 
-    Projects on the line from the earlier (0) to the trained model (1); rounding noise is nearly orthogonal to it. True
-    if the two models agree within the tolerance, since either will do.
+    Projects on the line from the earlier (0) to the trained model (1); rounding noise is nearly orthogonal to it.
     """
     with earlier or cast(Any, network).disable_adapter():
         before = _network_logprobs(network, probes)
@@ -239,7 +226,6 @@ def _is_nearer(
 
 
 def _engine_logprobs(engine: Engine, probes: Sequence[Probe], *, with_adapter: bool = True) -> list[float]:
-    """Return the log-probabilities of all compared tokens, by probe and place."""
     logprobs = []
     for probe in probes:
         wanted = [probe.ids[place] for place in probe.places]
@@ -248,9 +234,7 @@ def _engine_logprobs(engine: Engine, probes: Sequence[Probe], *, with_adapter: b
         table = engine.next_token_probabilities(prompts, columns, with_adapter=with_adapter)
         for row, token in zip(table, wanted, strict=True):
             if row is None:
-                raise AdapterMismatchError(
-                    "Expected the engine to read recorded responses to check its adapter on, but it refuses one."
-                )
+                raise AdapterMismatchError("The engine refuses a recorded response, so its adapter cannot be checked.")
             logprobs.append(math.log(max(row[columns.index(token)], SMALLEST)))
     return logprobs
 
@@ -301,7 +285,7 @@ def question_targets(index: SampleIndex, *, raw: bool = False, drop_none: bool =
 
 
 def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = True) -> dict[str, float]:
-    """Return statistics of a round's samples, by keys without their stage; undefined ones are left out."""
+    """Return statistics of a round's samples by keys without their stage, without undefined ones."""
     unreadable = np.array([answer is None for answer in index.answer], dtype=bool)
     confidence = index.yes_mass if raw else index.p_true
     targets = question_targets(index, raw=raw, drop_none=drop_none)
@@ -321,10 +305,10 @@ def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = T
 
 
 def describe_shift(earlier: Mapping[str, QuestionTargets], later: Mapping[str, QuestionTargets]) -> dict[str, float]:
-    """Return how the targets changed between rounds, over the questions with a target in both; empty if there are none.
+    """Return how the targets changed over the questions with a target in both rounds; {} if there are none.
 
-    ``shift/Mean`` and ``shift/MeanAbsolute``: later minus earlier of a question's mean target; ``shift/Spearman``: rank
-    correlation of the questions' mean targets; ``shift/LeaderKept``: share of questions whose leading answer stayed.
+    ``shift/Mean`` and ``shift/MeanAbsolute`` are of a question's mean target, later minus earlier; ``shift/Spearman``
+    is the rank correlation of these means; ``shift/LeaderKept`` the share of questions whose leading answer stayed.
     """
     names = sorted(earlier.keys() & later.keys())
     if not names:

@@ -50,7 +50,7 @@ SMALLEST = 1e-6  # log-odds stay within +-13.8
 def calibration_part(
     batch: SSCBatch, confidence: Tensor, settings: LossSettings, *, targets: Tensor | None = None
 ) -> Tensor:
-    """Return the part of the calibration loss, a scalar."""
+    """Return the batch's part of the calibration loss of its optimiser step, a scalar."""
     weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
     target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
     per_row = squared_calibration_loss if settings.loss == "squared" else partial(calibration_loss, beta=settings.beta)
@@ -64,7 +64,7 @@ def calibration_part(
 
 
 def generation_part(batch: SSCBatch, token_losses: Tensor) -> Tensor:
-    """Return the part of the generation loss, a scalar, from the ``token_losses`` of the batch's labels, [N]."""
+    """Return the batch's part of the generation loss, from the losses of its labels [N]."""
     nll = row_means(token_losses, batch.label_row, num_rows=batch.batch_size)
     return share_of_step(nll, batch.generation_weight, batch.generation_total)
 
@@ -82,17 +82,15 @@ class StepLog:
         self.restart()
 
     def restart(self) -> None:
-        """Discard what was accumulated since the last step and restart the clock."""
+        """Discard what was accumulated and restart the clock."""
         self._sums: Tensor | None = None
         self._seconds = 0.0
         self._started = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock during validation."""
         self._seconds += time.perf_counter() - self._started
 
     def go_on(self) -> None:
-        """Start the clock again."""
         self._started = time.perf_counter()
 
     def add(
@@ -116,10 +114,7 @@ class StepLog:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
-        """Return the step's values by their logged names and start the next step. One small collective.
-
-        Empty if no micro-batch was added.
-        """
+        """Return the step's values by logged name (empty without micro-batches) and restart. One small collective."""
         if self._sums is None:
             return {}
         sums = dict(zip(NAMES, strategy.reduce(self._sums, reduce_op="sum").tolist(), strict=True))
@@ -160,13 +155,7 @@ BAR = {
 }
 
 
-def bar_values(logged: dict[str, float]) -> dict[str, float]:
-    """Return the progress bar's values under short names."""
-    return {short: logged[name] for short, name in BAR.items()}
-
-
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: PyTorch's on a GPU, the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -185,8 +174,8 @@ class SelfCalibrationModule(ConfidenceModel):
 
     An *activated* adapter (the default) acts only on the tokens of the query: the base model reads x and y without
     autograd, and the query runs forward and backward over their keys and values. There is no generation loss, and the
-    model's responses stay bit-identical. Without ``lora.activated``, training is
-    *joint*, as in the paper: one pass over x, y and query carries both losses, and tunes the generator too.
+    model's responses stay bit-identical. Without ``lora.activated``, training is *joint*, as in the paper: one pass
+    over x, y and query carries both losses, and tunes the generator too.
 
     Args:
         base_model: Folder or hub name of the model to calibrate; "bundled" is the small one in the package.
@@ -197,13 +186,12 @@ class SelfCalibrationModule(ConfidenceModel):
         beta: SmoothL1 is quadratic below this difference, and linear above.
         loss: Loss between confidence and target: "smooth_l1", or "squared" for the ablation.
         ranking: Weight of a ranking term in the calibration loss: how well the log-odds of P(True) order the responses
-            to one question by their targets, averaged over the others of a micro-batch (see `group_size` of the data
-            module).
+            to one question by their targets, within a micro-batch (see `group_size` of the data module).
         generation_loss: False drops the generation loss of joint training (an ablation): omega 0.
         p_true: "normalised" = Yes / (Yes + No); "raw" = Yes, as in the paper.
         quantization: "nf4" holds the frozen linear layers in four bits, double quantised (QLoRA; needs `lora` and the
             extra `qlora`). Round 0 is sampled from the stored model, later rounds from the one in four bits; an export
-            merges into the stored model. Null does not quantise.
+            merges into the stored model.
         optimizer: "adamw", or one of bitsandbytes (the extra `qlora`): "adamw_8bit" with 8-bit moments, "paged_adamw"
             with moments that may leave the GPU, "paged_adamw_8bit" with both.
         lr: Peak learning rate of AdamW; it follows a cosine to zero over optimiser steps.
@@ -269,19 +257,17 @@ class SelfCalibrationModule(ConfidenceModel):
             }
             if name := next((name for name, value in given.items() if value), None):
                 raise InputError(
-                    f"Expected no `{name}` with an activated adapter, which leaves the generator as it is, but got "
-                    f"{given[name]}: leave it out, or set `lora.activated: false` for joint training."
+                    f"`{name}` {given[name]} does nothing with an activated adapter, which leaves the generator alone. "
+                    "Leave it out, or set `lora.activated: false` for joint training."
                 )
             omega, generation_loss = 0.0, False
         losses = LossSettings(
             omega=DEFAULT_OMEGA if omega is None else omega,
-            generation_loss=True if generation_loss is None else generation_loss,
+            generation_loss=generation_loss is not False,
             beta=beta, loss=loss, ranking=ranking, p_true=p_true,
         )  # fmt: skip
         if quantization is not None and lora is None:
-            raise InputError(
-                f"Expected `lora` with `quantization` {quantization!r}, but got None: four bits cannot be trained."
-            )
+            raise InputError(f"`quantization` {quantization!r} needs `lora`: four-bit weights cannot be trained.")
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses, memory)
         self.beside = read_beside(beside, activated=self.activated)
         self.omega = self.losses.omega if self.losses.generation_loss else 0.0
@@ -292,8 +278,7 @@ class SelfCalibrationModule(ConfidenceModel):
         self._step_log = StepLog()
 
     def on_validation_start(self) -> None:
-        """Exclude validation from the tokens per second."""
-        self._step_log.pause()
+        self._step_log.pause()  # tokens per second are those of training
         super().on_validation_start()
 
     # ---- training
@@ -323,8 +308,7 @@ class SelfCalibrationModule(ConfidenceModel):
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of the calibration and generation loss (scalars) and P(True) [B].
 
-        Joint training gets both from one forward pass; ``contexts`` are the results of an activated adapter's first
-        pass.
+        Joint training gets both from one forward pass; ``contexts`` come from an activated adapter's first pass.
         """
         asks = self.omega > 0  # which rows are asked for tokens is decided where the batch is made: here it would wait
         if contexts is not None:
@@ -358,11 +342,9 @@ class SelfCalibrationModule(ConfidenceModel):
     # ---- what is logged in training
 
     def on_train_epoch_start(self) -> None:
-        """Exclude the time between epochs from the tokens per second."""
         self._step_log.restart()
 
     def on_validation_end(self) -> None:
-        """Restart the clock after validation."""
         self._step_log.go_on()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -371,4 +353,4 @@ class SelfCalibrationModule(ConfidenceModel):
         logged = self._step_log.finish(self.trainer.strategy, omega=self.omega, lr=lr)
         if logged:
             self.log_dict(logged)
-            self.log_dict(bar_values(logged), prog_bar=True, logger=False)
+            self.log_dict({short: logged[name] for short, name in BAR.items()}, prog_bar=True, logger=False)

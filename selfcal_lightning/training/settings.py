@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from inspect import get_annotations
+from typing import Any, Literal, get_args, get_origin
 
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -19,25 +20,28 @@ TAKEN = frozenset({FIRST, "best"})  # the second is the end of the name of Adapt
 
 
 def check_positive(**settings: float) -> None:
-    """Raise InputError unless every setting is a positive number; keywords are the names in the message."""
     for name, value in settings.items():
         if not 0.0 < value < math.inf:
             raise InputError(f"Expected `{name}` to be a positive number, but got {value}.")
 
 
 def check_not_negative(**settings: float) -> None:
-    """Raise InputError unless every setting is a number of at least 0; keywords are the names in the message."""
     for name, value in settings.items():
         if not 0.0 <= value < math.inf:
             raise InputError(f"Expected `{name}` to be a number of at least 0, but got {value}.")
 
 
 def check_literals(settings: object) -> None:
-    """Raise InputError if a field holds none of the values of its ``Literal``."""
-    for name, hint in get_type_hints(type(settings)).items():
+    """Raise InputError if a field of a dataclass holds none of the values of its ``Literal``."""
+    hints: dict[str, Any] = {}
+    for kind in reversed(type(settings).__mro__):
+        if "__dataclass_fields__" in vars(kind):  # hints of other base classes need not be importable
+            hints |= get_annotations(kind, eval_str=True)
+    for name, hint in hints.items():
         known = [value for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for value in get_args(kind)]
-        value = getattr(settings, name)
-        if known and value not in known and not (value is None and type(None) in get_args(hint)):
+        if not known or (value := getattr(settings, name)) in known:
+            continue
+        if not (value is None and type(None) in get_args(hint)):
             raise unknown_name(name, value, map(str, known))
 
 
@@ -65,7 +69,6 @@ class AdapterSettings:
 
     @property
     def activated(self) -> bool:
-        """Whether the adapter acts on the confidence query alone."""
         return self.lora is not None and self.lora.activated
 
 
@@ -82,10 +85,7 @@ class MemorySettings:
         check_at_least(0, recompute_above=self.recompute_above)
         check_literals(self)
         if self.recompute_above and not self.gradient_checkpointing:
-            raise InputError(
-                f"Expected `gradient_checkpointing: true` with `recompute_above`, but got {self.recompute_above} "
-                "without it: nothing is recomputed."
-            )
+            raise InputError(f"`recompute_above` {self.recompute_above} needs `gradient_checkpointing: true`.")
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,8 @@ class BesideSettings:
     """Settings of an auxiliary adapter; null inherits the main adapter's.
 
     Attributes:
-        target: Target of this adapter, one of the data module's targets.
-        teacher: Soft-label source: file of a fused confidence that the target is mixed with. Not inherited from the
-            main adapter.
+        target: One of the data module's targets.
+        teacher: Soft-label source: file of a fused confidence that the target is mixed with; not inherited.
         teacher_share: Weight of the soft-label source in the target.
         query: The confidence query of this adapter, at most as many tokens as the main adapter's.
         loss: "smooth_l1" or "squared".
@@ -149,14 +148,10 @@ def read_beside(
         name: BesideSettings(**one) if isinstance(one, Mapping) else one for name, one in (beside or {}).items()
     }
     if settings and not activated:
-        raise InputError(
-            f"Expected `beside` with an activated adapter alone, but got {', '.join(settings)} with joint training, in "
-            "which every adapter reads the responses in its own way."
-        )
+        raise InputError(f"`beside` ({', '.join(settings)}) needs an activated adapter, not joint training.")
     for name in settings:
         if not NAME.fullmatch(name) or name in TAKEN:
             raise InputError(
-                f"Expected the names in `beside` to be letters, digits and underscores, none of {sorted(TAKEN)}, but "
-                f"got {name!r}."
+                f"Names in `beside` are letters, digits and underscores, not {sorted(TAKEN)}, but got {name!r}."
             )
     return settings

@@ -19,14 +19,13 @@ ADAPTER, SAMPLES, CONFIG = "adapter", "samples", "config.yaml"
 
 
 def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str, Any]:
-    """Return the settings of ``selfcal fit`` in a file, overridden by ``options``."""
     path = Path(name)
     settings = read_config(path if path.exists() or not _ships(name) else Path(config_path(name)))
     for section in ("model", "data"):
         if not isinstance(settings.get(section), dict) or "init_args" not in settings[section]:
             raise InputError(
-                f"Expected `{stage}` to be a file for `selfcal fit`, with `class_path` and `init_args` of model and "
-                f"data, but {name} has none of its {section}. {config_path('demo.yaml')} is the smallest."
+                f"`{stage}` must be a file for `selfcal fit`, but {name} has no `init_args` in its {section}. "
+                f"{config_path('demo.yaml')} is an example."
             )
     return override(settings, options)
 
@@ -39,7 +38,7 @@ def override(settings: dict[str, Any], options: Mapping[str, Any]) -> dict[str, 
 
 
 def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None) -> dict[str, Any]:
-    """Return the settings with all outputs of the stage in ``folder`` and everything needed to resume."""
+    """Return the settings with all outputs of the stage in ``folder``, and what resuming needs."""
     laid = deepcopy(dict(settings))
     trainer = laid.setdefault("trainer", {})
     trainer["default_root_dir"] = str(folder)
@@ -58,7 +57,6 @@ def lay_out(settings: Mapping[str, Any], folder: Path, *, base_model: str | None
 
 
 def model_of(settings: Mapping[str, Any]) -> str:
-    """Return the name of the model that settings train."""
     return str(settings["model"]["init_args"]["base_model"])
 
 
@@ -66,15 +64,13 @@ def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
     """Raise InputError unless the first stage tunes the generator and the second one does not."""
     if _is_activated(tune):
         raise InputError(
-            "Expected `tune` to train the generator (`lora.activated: false`, or `lora: null` for all weights), but "
-            "got an activated adapter, which leaves the generator as it is: there would be nothing to merge. Take a "
-            "file of joint training, such as demo-joint.yaml; `data.generation_ratio: 1.0` tunes by the generation "
-            "loss alone."
+            "`tune` must train the generator (`lora.activated: false`, or `lora: null`), but got an activated adapter. "
+            "Use a file such as demo-joint.yaml; `data.generation_ratio: 1.0` trains on the generation loss alone."
         )
     if not _is_activated(calibrate):
         raise InputError(
-            "Expected `calibrate` to train an activated adapter (`lora.activated: true`), but got joint training, "
-            "which would tune the generator a second time. Take a file such as demo.yaml, or run `selfcal fit` twice."
+            "`calibrate` must train an activated adapter (`lora.activated: true`), but got joint training, which would "
+            "tune the generator again. Use a file such as demo.yaml, or run `selfcal fit` twice."
         )
 
 

@@ -45,26 +45,19 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "precision 16-mixed": {"one process": "not run", "DDP": "not run", "FSDP2": "no"},
 }
 REASONS: dict[tuple[str, Way], str] = {
-    ("QLoRA (nf4)", "FSDP2"): (
-        "4-bit weights cannot be cut by rows. Use `trainer.strategy: ddp`, or leave `quantization` out"
-    ),
+    ("QLoRA (nf4)", "FSDP2"): "4-bit weights cannot be cut by rows. Use `trainer.strategy: ddp`, or no `quantization`",
     ("8-bit and paged optimisers", "FSDP2"): (
-        "the blocks of bitsandbytes cannot follow parameters that are cut by rows. Use `trainer.strategy: ddp`, or "
-        "`optimizer: adamw`"
+        "bitsandbytes blocks cannot follow sharded parameters. Use `trainer.strategy: ddp`, or `optimizer: adamw`"
     ),
     ("adapters side by side", "FSDP2"): (
-        "weights that are cut over processes were never tried with several adapters. Use `trainer.strategy: ddp`, or "
-        "leave `beside` out"
+        "sharding several adapters is untested. Use `trainer.strategy: ddp`, or leave `beside` out"
     ),
-    ("precision 16-mixed", "FSDP2"): (
-        "the gradient scaler of float16 would decide in each process alone. Use bf16-mixed"
-    ),
+    ("precision 16-mixed", "FSDP2"): "the float16 gradient scaler would decide in each process. Use bf16-mixed",
 }
 PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
 
 
 def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, beside: bool = False) -> None:
-    """Raise InputError for an unsupported combination, naming supported ones."""
     if trainer is None:
         return
     asked = ["LoRA" if lora else "full fine-tuning"]
@@ -82,21 +75,18 @@ def check_features(
     rows: Mapping[str, Mapping[Way, Support]] | None = None,
     reasons: Mapping[tuple[str, Way], str] | None = None,
 ) -> None:
-    """Raise InputError if the trainer's strategy does not support a feature of the module.
-
-    Device and precision are checked too.
-    """
+    """Raise InputError if the trainer's strategy, device or precision does not support a feature of the module."""
     table, why = {**SUPPORT, **(rows or {})}, {**REASONS, **(reasons or {})}
     if unknown := [name for name in features if name not in table]:
         raise unknown_name("features", unknown[0], list(table))
     way = way_of(trainer.strategy)
     precision = str(trainer.precision)
     if precision not in PRECISIONS:
-        raise InputError(f"Expected `trainer.precision` to be one of {PRECISIONS}, but got {precision!r}.")
+        raise InputError(f"`trainer.precision` must be one of {PRECISIONS}, but got {precision!r}.")
     device = "CPU" if trainer.strategy.root_device.type == "cpu" else "GPU"
     for feature in (*features, device, f"precision {precision}"):
         if table[feature][way] == "no":
-            raise InputError(f"Expected a run that {way} supports, but got {feature}: {why[feature, way]}.")
+            raise InputError(f"{way} does not support {feature}: {why[feature, way]}.")
 
 
 def way_of(strategy: Strategy) -> Way:
@@ -114,11 +104,9 @@ def way_of(strategy: Strategy) -> Way:
         ModelParallelStrategy: "which cannot resume from checkpoints of an adapter",
         DeepSpeedStrategy: "which is DeepSpeed",
     }
-    reason = next(
-        (reason for kind, reason in reasons.items() if isinstance(strategy, kind)), "which was never tried here"
-    )
+    reason = next((why for kind, why in reasons.items() if isinstance(strategy, kind)), "which was never tried here")
     raise InputError(
-        f"Expected `trainer.strategy` to be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
+        f"`trainer.strategy` must be one process, DDP or FSDP2, but got {type(strategy).__name__}, {reason}. "
         f"Use `ddp`, or for sharded weights `class_path: {STRATEGY}`."
     )
 

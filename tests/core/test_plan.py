@@ -191,7 +191,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--model.lr", ".nan"], "`lr` to be a positive number, but got nan"),
         (["--model.lr", "0"], "`lr` to be a positive number, but got 0"),
         (["--model.weight_decay", "-0.1"], "`weight_decay`"),
-        (["--data.max_length", "1"], "`max_length` to leave room"),
+        (["--data.max_length", "1"], "`max_length` 1 leaves no room"),
         (["--data.max_length", "20"], "leaves no room for a response"),
         (["--model.lora.target_modules", "[q_proj, nope]"], "'nope'"),
         (["--model.lora.r", "0"], "`r`"),

@@ -50,7 +50,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         check_can_draw(EngineOptions("openai"), SamplingSettings())
     check_can_draw(EngineOptions("openai", engine_args={"server_edt": True}), SamplingSettings())
     check_can_draw(EngineOptions("vllm"), SamplingSettings())
-    with pytest.raises(ValueError, match="`engine_args` without `gpu_memory_utilization`"):
+    with pytest.raises(ValueError, match="`engine_args` must not hold `gpu_memory_utilization`"):
         SSCGeneration(engine=EngineSettings("vllm", engine_args={"gpu_memory_utilization": 0.5}))
 
 
@@ -114,7 +114,7 @@ def test_the_trainers_engine_gets_the_gpus_of_its_process(
 def test_engines_that_find_too_few_gpus_are_refused(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     options = EngineOptions("vllm", engine_args={"tensor_parallel_size": 2})
-    with pytest.raises(ValueError, match=r"8 engine.* of `tensor_parallel_size` 2 to find 16 GPUs, but got 8"):
+    with pytest.raises(ValueError, match=r"8 engine.* of `tensor_parallel_size` 2 need 16 GPUs, but got 8"):
         start_engine(options, "bundled", chat, place=Place(torch.device("cuda", 0), 0, 8))
 
 

@@ -224,5 +224,5 @@ def test_a_round_of_a_quantised_model_says_so(tiny_model: str, tmp_path: Path, m
 
     monkeypatch.setattr(SSCGeneration, "_start", refuse)
     short_run(tiny_model, store, max_epochs=2, module={"quantization": "nf4"})
-    with pytest.raises(ValueError, match="adapter of a training with other settings"):
+    with pytest.raises(ValueError, match="in a training with other settings"):
         short_run(tiny_model, store, max_epochs=2)

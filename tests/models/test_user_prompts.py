@@ -121,11 +121,11 @@ def test_training_refuses_a_store_of_another_prompt(store: SampleStore, tmp_path
 
     check_prompts(store, chat(BRIEF), round=0)
     for other in (None, Prompt(system="Be kind.")):
-        with pytest.raises(ValueError, match=r"Expected the prompt that the store .* was sampled with, .*Be brief"):
+        with pytest.raises(ValueError, match=r"was sampled with the prompt .*Be brief"):
             check_prompts(store, chat(other), round=0)
     (tmp_path / "q.txt").write_text("What is 3+4?\n")
     plain = sampled(tmp_path / "plain", tmp_path / "q.txt", None)
-    with pytest.raises(ValueError, match="was sampled with, that of the task, but got"):
+    with pytest.raises(ValueError, match="was sampled with the prompt that of the task"):
         check_prompts(plain, chat(BRIEF), round=0)
 
 

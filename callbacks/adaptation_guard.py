@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 from selfcal_lightning.adaptation.module import TestTimeTrainingModule
 from selfcal_lightning.adaptation.monitors import RoundMonitors, collapse, round_monitors
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import check_at_least
 from selfcal_lightning.core.files import json_object_or_none, write_atomically
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
@@ -20,23 +20,23 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.records import QuestionSamples
-from selfcal_lightning.training.contracts import needed_data
+from selfcal_lightning.training.modules import needed_data
 from selfcal_lightning.training.rounds import adapter_folder
+from selfcal_lightning.training.settings import check_positive
 
 
 class AdaptationGuard(Callback):
     """Compares every round with round 0, without labels, and ends the training of a policy that collapses.
 
-    The reward cannot tell: the share of the majority rises in good runs and in bad ones. What tells is whether the
-    responses still give the answers that round 0 gave, whether they can be read, and how likely the responses of
-    round 0 still are. After every epoch the last is read from the model itself; where the next round was sampled, it is
-    compared with round 0 as well. When a limit is passed, the adapter becomes that of the last round that passed none
-    (with none, the base model), training stops, and what is exported is that adapter.
+    The reward cannot tell: the share of the majority rises in good runs and in bad ones. Tested are whether the
+    responses still agree with those of round 0 and can be read (once the next round was sampled), and, after every
+    epoch, how likely the responses of round 0 still are. When a limit is passed, the adapter becomes that of the last
+    good round (or the base model), training stops, and that adapter is exported.
 
-    It stands behind ``SSCGeneration`` among the callbacks. What it found is logged as ``guard/...``.
+    List it after ``SSCGeneration`` among the callbacks. Its values are logged as ``guard/...``.
 
     Args:
-        report: Writes what was found, by round, to this JSON file; null writes none.
+        report: JSON file for the values of all rounds; null writes none.
         agreement: Largest drop of the agreement with round 0, compared with that of round 0 with itself.
         unreadable: Largest rise of the share of unreadable responses since round 0.
         logprob_fall: Largest mean drop, in nats, of the log-probability of the tokens of round 0.
@@ -54,20 +54,17 @@ class AdaptationGuard(Callback):
         questions: int = 32,
         samples: int = 2,
     ) -> None:
-        for name, value in {"agreement": agreement, "unreadable": unreadable, "logprob_fall": logprob_fall}.items():
-            if not value > 0.0:
-                raise InputError(f"Expected `{name}` to be above 0, but got {value}.")
-        if min(questions, samples) < 1:
-            raise InputError(f"Expected `questions` and `samples` to be at least 1, but got {questions}, {samples}.")
-        self.report = None if report is None else Path(report)
         self.limits = {"agreement": agreement, "unreadable": unreadable, "logprob_fall": logprob_fall}
+        check_positive(**self.limits)
+        check_at_least(1, questions=questions, samples=samples)
+        self.report = None if report is None else Path(report)
         self.questions, self.samples = questions, samples
         self.stopped: list[str] = []
         self._first: RoundMonitors | None = None
         self._base: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
-        """Look at round 0, and at the round that a resumed training goes on with: it may be the one to stop at."""
+        """Judge round 0, and the round that a resumed training goes on with: it may be the one to stop at."""
         data = _data(trainer)
         self.stopped, self._first, self._base = [], self._monitors(data, 0), []
         self._keep(trainer, 0, self._first, [])
@@ -75,7 +72,6 @@ class AdaptationGuard(Callback):
             self._judge(trainer, pl_module, round=round, is_sampled=True)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
-        """Look at what the epoch made of the policy."""
         data, epoch = _data(trainer), trainer.current_epoch
         following = data.round_of(epoch + 1)
         is_sampled = following != data.round_of(epoch) and following in SampleStore(data.store_dir).manifest.rounds
@@ -120,7 +116,6 @@ class AdaptationGuard(Callback):
         return float((torch.cat(self._base) - torch.cat(now)).double().mean())
 
     def _keep(self, trainer: Trainer, round: int, monitors: RoundMonitors, problems: list[str]) -> None:
-        """Log and write what was found."""
         if not trainer.is_global_zero:
             return
         named = {f"guard/{name}": value for name, value in monitors.as_json().items() if value is not None}

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,12 +26,17 @@ from selfcal_lightning.engines.transformers.prompt_states import network_states
 from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.folders import files_sha256, read_manifest, resolve_model
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
-from selfcal_lightning.training.contracts import SampledData
 from selfcal_lightning.training.export import check_output, write_export
 from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
 from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
 from selfcal_lightning.training.modules import TrainedModule, check_defines
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+
+if TYPE_CHECKING:
+    from selfcal_lightning.datamodules.probe import ProbeDataModule
+    from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
+
+    SampledData = StoredDataModule | ProbeDataModule | None  # None where loaders were given without one
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
@@ -40,16 +45,16 @@ TRAINED = ("adapter", "model", "module")  # kinds of exports that a training wri
 class AdapterExport(Callback):
     """Writes what the module trains (an adapter, all weights, or its own) and ``selfcal_manifest.json``.
 
-    An export that lies in its place is replaced in one step where it is of the same run or was trained with the same
-    settings. One of a training with other settings is kept: the date at which it was made is put after its name.
+    An earlier export is replaced in one step if it is of the same run or was trained with the same settings; one with
+    other settings is kept under its name with the date at which it was made.
 
     Args:
         output_dir: Folder for the weights at the end of training; null is ``adapter`` in the trainer's log folder.
             Auxiliary adapters go to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; of a probe one of ``CapabilityMetrics``, or without labels "val/target/MSE" or
-            "val/loss". After every validation that betters it, the weights go to
-            ``<output_dir>-best``. None exports at the end only.
+            "val/loss". After every validation that betters it, the weights go to ``<output_dir>-best``. None exports at
+            the end only.
         mode: Lower ("min") or higher ("max") values of ``monitor`` are better.
     """
 
@@ -57,13 +62,12 @@ class AdapterExport(Callback):
         self, output_dir: str | None = None, *, monitor: str | None = None, mode: Literal["min", "max"] = "min"
     ) -> None:
         if mode not in {"min", "max"}:
-            raise InputError(f'Expected `mode` to be "min" or "max", but got {mode!r}.')
+            raise InputError(f'`mode` must be "min" or "max", but got {mode!r}.')
         if monitor is not None and not (
             monitor.startswith("val/") and monitor.endswith(tuple(f"/{key}" for key in KEYS))
         ):
             raise InputError(
-                f'Expected `monitor` to be "val/" and one of {", ".join(KEYS)}, but got {monitor!r}. The name of a '
-                "task may stand between them."
+                f"`monitor` must be val/KEY or val/TASK/KEY, with KEY one of {', '.join(KEYS)}, but got {monitor!r}."
             )
         self.output_dir, self.monitor, self.mode = output_dir, monitor, mode
         self.best: float | None = None
@@ -86,7 +90,7 @@ class AdapterExport(Callback):
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
-    def _check(self, module: object, data: SampledData | None) -> None:
+    def _check(self, module: object, data: SampledData) -> None:
         check_defines(module, TrainedModule, "save_export", who="AdapterExport")
         self._store_dir = None if data is None else data.store_dir
         best = [] if self.monitor is None else [self._best_folder]
@@ -94,7 +98,7 @@ class AdapterExport(Callback):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
-    def plan_run(self, verb: str, trainer: Trainer, module: TrainedModule, data: SampledData | None) -> Plan:
+    def plan_run(self, verb: str, trainer: Trainer, module: TrainedModule, data: SampledData) -> Plan:
         """Refuse a folder that holds something else, and a value that is never logged."""
         if verb != TrainerFn.FITTING:
             return Plan()
@@ -108,8 +112,8 @@ class AdapterExport(Callback):
     def _folders_beside(self, module: TrainedModule) -> dict[str, Path]:
         return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.beside}
 
-    def _check_monitor(self, data: SampledData | None) -> None:
-        """Refuse the value of a task of which there are no validation questions, before the first epoch."""
+    def _check_monitor(self, data: SampledData) -> None:
+        """Refuse the value of a task without validation questions, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
         if self.monitor is None or key is None or data is None:
             return
@@ -125,11 +129,10 @@ class AdapterExport(Callback):
         return {"best": self.best, "run": self.run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best value of the run that is resumed."""
         self.best, self.run = state_dict["best"], state_dict.get("run")
 
     def on_train_start(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Name the run; one that goes on takes up the best value of its folder, which its checkpoint may not know."""
+        """Name the run; a resumed one takes the best value of its folder, which its checkpoint may not know."""
         self._training = describe_training(trainer)
         if self.run is None:
             self.run = trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -143,12 +146,11 @@ class AdapterExport(Callback):
         self.best = (min if self.mode == "min" else max)(best, default=None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Export when the monitored value is the best so far."""
         if self.monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
-            raise InputError(f"Expected `monitor` to be one of the logged values {known}, but got {self.monitor!r}.")
+            raise InputError(f"`monitor` must be one of the logged values {known}, but got {self.monitor!r}.")
         value = trainer.callback_metrics[self.monitor].item()
         sign = 1.0 if self.mode == "min" else -1.0
         # A value that is not defined (nan) is never the best.
@@ -157,14 +159,13 @@ class AdapterExport(Callback):
             self._export(trainer, pl_module, self._best_folder)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        """Export the weights at the end of training."""
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
             for name, folder in self._folders_beside(pl_module).items():
                 self._export_beside(pl_module, name, folder)
 
     def _domain(self, module: TrainedModule) -> Domain | None:
-        """Return what the training prompts look like to the model, so that questions unlike them are noticed."""
+        """Return what the training prompts look like to the model, so that unlike questions are noticed."""
         if self._store_dir is None or not isinstance(module, SelfCalibrationModule) or is_sharded(module):
             return None
         if self._base_domain is not None:
@@ -190,35 +191,22 @@ class AdapterExport(Callback):
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
-        training = {**self._training, "rows": rows}
-        write_export(
-            module,
-            folder,
-            store=self._describe_store(),
-            run=self.run,
-            training=training,
-            beside=name,
-            domain=self._domain(module),
-        )
+        facts = {"store": self._describe_store(), "run": self.run, "training": {**self._training, "rows": rows}}
+        write_export(module, folder, beside=name, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:
-        # Where the weights are cut over processes, all of them give their part before the first one writes.
+        # All processes give their part of sharded weights before the first one writes.
         state = gather_trained(module) if is_sharded(module) else None
         if not trainer.is_global_zero:
             return
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        facts = {
-            "store": self._describe_store(),
-            "metrics": metrics,
-            "run": self.run,
-            "training": self._training,
-        }
-        write_export(module, folder, state=state, domain=self._domain(module), **facts)
+        facts = {"store": self._describe_store(), "run": self.run, "training": self._training}
+        write_export(module, folder, state=state, metrics=metrics, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
     def _describe_store(self) -> dict[str, Any] | None:
-        """Return the folder of the store, its tasks, and what every round was sampled with; None without a store."""
+        """Return the store's folder and tasks, and what every round was sampled with; None without a store."""
         if self._store_dir is None:
             return None
         store = SampleStore(self._store_dir)
@@ -235,13 +223,10 @@ class AdapterExport(Callback):
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:
-    """Return what else the weights depend on besides the module and its samples: steps, precision, rows of a step.
-
-    Every process calls it. Of loaders that were given without a data module nothing is known.
-    """
+    """Return what else the weights depend on: steps, precision, rows of a step. Every process calls it."""
     facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
     facts |= {"gradient_clip_val": trainer.gradient_clip_val}
-    data: SampledData | None = trainer.datamodule
+    data: SampledData = trainer.datamodule
     if data is None:
         return facts
     rows = data.training_settings()

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.reports import capability_scatter
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
 from selfcal_lightning.evaluation.verdict import change_of
@@ -35,11 +35,6 @@ Pools = dict[str, Columns]
 class PoolCurve(Callback, ABC):
     """Scores the validation pool with the weights that training starts from, and draws it then and later.
 
-    Args:
-        before: Also scores the pool before training, in one pass over the validation data.
-        num_bins: Bins of the reliability diagram.
-        save_images: Also writes the figures into ``figures/`` of the log folder, as ``<stage>-<task>-<figure>.png``.
-
     Attributes:
         tag: First part of the figures' names in the loggers.
         metrics_class: Class of its ``val_metrics``.
@@ -49,8 +44,7 @@ class PoolCurve(Callback, ABC):
     metrics_class: ClassVar[type[Metric]]
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
-        if num_bins < 1:
-            raise InputError(f"Expected `num_bins` to be a positive integer, but got {num_bins}.")
+        check_at_least(1, num_bins=num_bins)
         self.before, self.num_bins, self.save_images = before, num_bins, save_images
         self._before: Pools = {}
         self._latest: Pools = {}
@@ -59,7 +53,7 @@ class PoolCurve(Callback, ABC):
 
     @abstractmethod
     def pools(self, metrics: Any) -> Pools:
-        """Return what is drawn of the metrics of the pool, over all processes, by the name of its parts."""
+        """Return what is drawn of the pool's metrics, over all processes, by the name of its parts."""
 
     @abstractmethod
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
@@ -70,8 +64,8 @@ class PoolCurve(Callback, ABC):
         metrics = getattr(pl_module, "val_metrics", None)
         if not isinstance(metrics, self.metrics_class):
             raise InputError(
-                f"Expected a module whose `val_metrics` are {self.metrics_class.__name__} for {type(self).__name__}, "
-                f"but got {type(metrics).__name__} of {type(pl_module).__name__}."
+                f"{type(self).__name__} needs a module whose `val_metrics` are {self.metrics_class.__name__}, but got "
+                f"{type(metrics).__name__} of {type(pl_module).__name__}."
             )
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "figures"
 
@@ -80,7 +74,6 @@ class PoolCurve(Callback, ABC):
         return {pool: [torch.tensor(column) for column in columns] for pool, columns in self._before.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the start of the run that is resumed."""
         self._before = {pool: tuple(column.numpy() for column in columns) for pool, columns in state_dict.items()}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -96,7 +89,6 @@ class PoolCurve(Callback, ABC):
         pl_module.val_metrics.reset()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Draw the pool that was just scored."""
         if trainer.sanity_checking:
             return
         self._drawn_at = trainer.global_step
@@ -106,28 +98,23 @@ class PoolCurve(Callback, ABC):
         """Score and draw the pool once more where no validation has seen the last weights."""
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
-        if not score_pool(trainer, pl_module):
-            return
-        pools = self.pools(pl_module.val_metrics)
-        self._log(trainer, pl_module.val_metrics.compute())
-        self._draw(trainer, "val", pools, self._before)
-        pl_module.val_metrics.reset()
+        if score_pool(trainer, pl_module):
+            self._log(trainer, pl_module.val_metrics.compute())
+            self._draw(trainer, "val", self.pools(pl_module.val_metrics), self._before)
+            pl_module.val_metrics.reset()
 
     def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Write the metrics of a pass that Lightning knows nothing of, on the first process."""
+        """Log the metrics of a pass that Lightning does not know of, on the first process."""
         scalars = {f"val/{name}": float(value) for name, value in values.items() if value == value}
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(scalars, step=trainer.global_step)
 
     def _draw(self, trainer: Trainer, stage: str, pools: Pools, before: Pools) -> None:
-        """Write the figures, on the first process."""
         self._latest = pools
         if not trainer.is_global_zero:
             return
         if not pools:
-            rank_zero_info(
-                f"{type(self).__name__}: no response of the validation pool has a label, so nothing is drawn."
-            )
+            rank_zero_info(f"{type(self).__name__}: no validation response has a label, so nothing is drawn.")
         for pool, columns in pools.items():
             for name, figure in self.figures(pool, columns, before.get(pool)).items():
                 self._write(trainer, f"{stage}/{pool}/{name}", figure)
@@ -149,8 +136,8 @@ class PoolCurve(Callback, ABC):
 def score_pool(trainer: Trainer, module: Any) -> bool:
     """Run the validation data through the module, outside of Lightning's loop, and leave it in its ``val_metrics``.
 
-    False where the data module has no validation questions, and so no loader of them.
-    Lightning cannot validate before the first training step other than by its sanity check, whose results it drops.
+    False without validation questions. Lightning cannot validate before the first training step other than by its
+    sanity check, whose results it drops.
     """
     if trainer.val_dataloaders is None:
         build_validation_loaders(trainer)
@@ -175,13 +162,11 @@ class CalibrationCurve(PoolCurve):
     Tags of the figures in TensorBoard:
 
     - ``calibration_curve/before/<task>/<figure>``: the weights that training starts from, at step 0;
-    - ``calibration_curve/val/<task>/<figure>``: after every validation, the one before drawn in for comparison. Where
-      training ends without a validation of its last step, one more pass is made.
+    - ``calibration_curve/val/<task>/<figure>``: after every validation, compared with the one before. Where training
+      ends without a validation of its last step, one more pass is made.
 
-    The metrics of a pass that Lightning does not make itself stand with those that it logs, under ``val/``, so that
-    before and after share their charts.
-
-    The pool holds samples of the base model: these are not the calibrated model's own responses.
+    The metrics of these passes are logged under ``val/`` too, so that before and after share their charts. The pool
+    holds samples of the base model, not the calibrated model's own responses.
 
     Args:
         before: Also scores the pool before training, in one pass over the validation data.
@@ -191,22 +176,16 @@ class CalibrationCurve(PoolCurve):
 
     tag, metrics_class = "calibration_curve", CalibrationMetrics
 
-    def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
-        super().__init__(before=before, num_bins=num_bins, save_images=save_images)
-
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Say what training changed on the validation questions."""
         if trainer.is_global_zero and trainer.enable_validation and self._before:
             for pool, columns in self._latest.items():
                 if pool in self._before:
                     say(outcome(pool, self._before[pool], columns))
 
     def pools(self, metrics: CalibrationMetrics) -> Pools:
-        """Return confidences and labels by task."""
         return dict(labelled(metrics.points()))
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        """Return the figures of a task."""
         confidence, correct = columns
         earlier = None if before is None else (before[0], before[1])
         now = {"before" if earlier is None else "after": (confidence, correct)}
@@ -234,9 +213,8 @@ class CapabilityCurve(PoolCurve):
     """Draws the validation questions of a probe whose responses are verified.
 
     Tags of the figures in TensorBoard are ``capability_curve/before/validation/<figure>``, at step 0, and
-    ``capability_curve/val/validation/<figure>`` after every validation, the one before drawn in for comparison.
-    Figures are "reliability", the share of right responses over bins of the predicted capability, and "scatter", each
-    question by itself.
+    ``capability_curve/val/validation/<figure>`` after every validation, compared with the one before. Figures are
+    "reliability", the share of right responses over bins of the predicted capability, and "scatter", every question.
 
     Args:
         before: Also scores the questions before training.
@@ -246,16 +224,12 @@ class CapabilityCurve(PoolCurve):
 
     tag, metrics_class = "capability_curve", CapabilityMetrics
 
-    def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
-        super().__init__(before=before, num_bins=num_bins, save_images=save_images)
-
     def pools(self, metrics: CapabilityMetrics) -> Pools:
-        """Return predictions and shares of right responses; nothing where none is judged."""
+        """Return predictions and shares of right responses; nothing where none is verified."""
         predicted, correct, samples = metrics.questions_seen()
         return {POOL: (predicted, correct / samples)} if len(predicted) else {}
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        """Return the figures."""
         predicted, share = columns
         earlier = None if before is None else (before[0], before[1])
         return {
@@ -288,7 +262,7 @@ def outcome(pool: str, before: Columns, after: Columns) -> str:
 
 
 def _gain(worse: float | None, better: float | None) -> bool | None:
-    """Return whether the second number is larger, None where they hardly differ."""
+    """Return whether the second number is larger; None where they hardly differ."""
     if worse is None or better is None or abs(better - worse) < SAME:
         return None
     return better > worse

@@ -20,16 +20,15 @@ from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
-from selfcal_lightning.training.contracts import needed_data
-from selfcal_lightning.training.modules import ScoringModule, check_defines
+from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 
 
 class ConfidenceWriter(Callback):
     """Writes the confidence of every scored response as an annotation of the store (``selfcal predict`` adds it).
 
-    Read them back with ``SampleStore(...).samples(confidences=["p_true_calibrated"])``. What computed them is written
-    down with them: base model, adapter and trained weights, prompt and query. A second run by the same model adds to
-    the first, for another split say.
+    Read them back with ``SampleStore(...).samples(confidences=["p_true_calibrated"])``. Their origin is stored with
+    them: base model, adapter and trained weights, prompt and query. A second run by the same model adds to the first,
+    for another split say.
 
     Args:
         name: Name of the confidence in the store.
@@ -49,7 +48,6 @@ class ConfidenceWriter(Callback):
         self._check(trainer, pl_module)
 
     def plan_run(self, verb: str, trainer: Trainer, module: ScoringModule, data: object) -> Plan:
-        """Refuse a name that cannot be that of an annotation, or that another writer has."""
         if verb != "predict":
             return Plan()
         self._check(trainer, module)
@@ -59,24 +57,20 @@ class ConfidenceWriter(Callback):
     def _check(self, trainer: Trainer, module: object) -> None:
         check_defines(module, ScoringModule, "confidence_origin", "predict_step", who="ConfidenceWriter")
         names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
-        if names.count(self.name) > 1:
+        if (count := names.count(self.name)) > 1:
             raise InputError(
-                f"Expected one ConfidenceWriter of the name {self.name!r}, but got {names.count(self.name)}. `selfcal "
-                "predict` adds one by itself, with the options `--confidence_writer.name` and `.overwrite`; take the "
-                "other out of `trainer.callbacks`."
+                f"{count} ConfidenceWriters have the name {self.name!r}. `selfcal predict` adds one (options "
+                "`--confidence_writer.name` and `.overwrite`); take the other out of `trainer.callbacks`."
             )
 
     def on_predict_start(self, trainer: Trainer, pl_module: ScoringModule) -> None:
-        """Check what will compute the values against what is in the store, before the long work."""
+        """Compare what will compute the values with what is in the store, before the long work."""
         data, index = _scored(trainer)
         if self.name in index.confidences:
-            raise InputError(
-                f"Expected `name` to be new to the rows of {data.store_dir}, but got {self.name!r}, which they bring "
-                "with them. Choose another name."
-            )
+            raise InputError(f"The rows of {data.store_dir} bring a confidence {self.name!r}. Choose another `name`.")
         if trainer.ckpt_path is None and trainer.global_step == 0 and pl_module.exported_from is None:
             rank_zero_warn(
-                f"No checkpoint is loaded: {self.name!r} will be the confidence of the model as it was built. Give "
+                f"No checkpoint is loaded: {self.name!r} will be the confidence of the untrained model. Give "
                 "`--ckpt_path` or `--adapter` for a calibrated one."
             )
         self._annotation = Annotation(data.store_dir, self.name)
@@ -94,12 +88,11 @@ class ConfidenceWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep what ``predict_step`` returned."""
         self._rows.append(outputs.row.cpu())
         self._values.append(outputs.p_true.double().cpu())
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: ScoringModule) -> None:
-        """Write this process's part; when all have written theirs, the first process shows them to readers."""
+        """Write this process's part; when all are written, the first process shows them to readers."""
         data, scored = _scored(trainer)
         rows = torch.cat(self._rows).numpy() if self._rows else np.empty(0, dtype=np.int64)
         values = torch.cat(self._values).numpy() if self._values else np.empty(0)
@@ -127,10 +120,9 @@ class ConfidenceWriter(Callback):
 
 
 def prediction_origin(module: ScoringModule, *, max_length: int) -> dict[str, Any]:
-    """Return what the confidences of ``module`` depend on, JSON-able; every process of a sharded model calls it.
+    """Return what the confidences of ``module`` depend on, as plain JSON types. A collective if it is sharded.
 
-    The trained weights are named by their sha256, not by a file, so that a checkpoint that was overwritten, or a
-    module that was trained on after it, is another origin.
+    The trained weights are named by their sha256, since a checkpoint may be overwritten, or training go on.
     """
     return {**module.confidence_origin(), "trained_sha256": trained_sha256(module), "max_length": max_length}
 
@@ -148,7 +140,7 @@ def trained_sha256(module: Any) -> str:
 
 
 def _details(trainer: Trainer, module: ScoringModule) -> dict[str, Any]:
-    """Return what is worth knowing about a run and does not change what it computes, up to rounding."""
+    """Return what is worth knowing about a run and does not change its values, up to rounding."""
     return {
         "split": _scored(trainer)[0].predict_split,
         "model": module.base_model,
@@ -165,10 +157,9 @@ def _stored(data: Any) -> Any:
 
 
 def _scored(trainer: Trainer) -> tuple[Any, SampleIndex]:
-    """Return the data module and which responses it gave to be scored."""
     data = _stored(trainer.datamodule)
     if data.predict_index is None:
-        raise InputError("Expected a data module over a sample store for ConfidenceWriter, but got none.")
+        raise InputError("ConfidenceWriter needs a data module over a sample store, but got none.")
     return data, data.predict_index
 
 

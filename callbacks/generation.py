@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 
 from selfcal_lightning.callbacks.preemption import interrupt_of
 from selfcal_lightning.core import processes as rendezvous
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.core.plan import Participant, Place, Plan
 from selfcal_lightning.core.processes import Rendezvous
@@ -31,6 +31,7 @@ from selfcal_lightning.data.store.manifest import check_place
 from selfcal_lightning.data.store.overview import plan_sampling
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
+from selfcal_lightning.datamodules.plan import splits_of
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
 from selfcal_lightning.engines.sampling.running import part_name
@@ -47,9 +48,8 @@ from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_bytes, weights_sha256
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
-from selfcal_lightning.training.contracts import QuestionData, needed_data
 from selfcal_lightning.training.model_parallel import decides_at_epoch_end
-from selfcal_lightning.training.modules import ScoringModule, check_defines
+from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 from selfcal_lightning.training.rounds import (
     adapter_folder,
     check_adapter,
@@ -62,60 +62,11 @@ from selfcal_lightning.training.rounds import (
     question_targets,
     serving,
 )
+from selfcal_lightning.training.settings import check_positive
 from selfcal_lightning.training.support import way_of
 
-
-def splits_of(verb: str, data: QuestionData) -> tuple[str, ...]:
-    """Return the splits that a verb of the Trainer reads."""
-    if verb == "predict":
-        return (data.predict_split,)
-    return {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",)}[verb]
-
-
-def plan_generation(callback: SSCGeneration, verb: str, trainer: Trainer, data: QuestionData) -> Plan:
-    """Return how many responses a verb of the Trainer needs, and what of them the store holds."""
-    if callback.engine.name == "vllm":
-        check_installed("vllm", extra="vllm")
-    splits = [split for split in splits_of(verb, data) if data.sources[split]]
-    if not splits:
-        return Plan(notes=(f"No sources of questions are configured: the samples in {data.store_dir} are used.",))
-    known = data.known_questions(verb)
-    limits = [source.limit for split in splits for source in data.sources[split]]
-    sampling = plan_sampling(
-        data.store_dir,
-        None if known is None else {question.id for split in splits for question in known[split]},
-        num_samples=data.num_samples,
-        most_tokens=callback.sampling.max_new_tokens,
-        most_questions=None if None in limits else sum(limit or 0 for limit in limits),
-    )
-    return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=_later_rounds(trainer, data))
-
-
-def check_generation_settings(
-    engine: EngineSettings,
-    *,
-    gpu_memory_utilization: float | None,
-    questions_per_shard: int,
-    stall_timeout: float,
-) -> None:
-    """Raise InputError where one of them is out of its range; for their meaning see ``SSCGeneration``."""
-    engine.check_local()
-    if engine.name == "transformers" and gpu_memory_utilization is not None:
-        raise InputError("Expected `gpu_memory_utilization` to be None with the engine transformers; it is vLLM's.")
-    if gpu_memory_utilization is not None and not 0.0 < gpu_memory_utilization <= 1.0:
-        raise InputError(f"Expected `gpu_memory_utilization` to lie in (0, 1], but got {gpu_memory_utilization}.")
-    if questions_per_shard < 1:
-        raise InputError(f"Expected `questions_per_shard` to be at least 1, but got {questions_per_shard}.")
-    if not stall_timeout > 0.0:
-        raise InputError(f"Expected `stall_timeout` to be above 0 seconds, but got {stall_timeout}.")
-
-
-def _later_rounds(trainer: Trainer, data: QuestionData) -> tuple[str, ...]:
-    every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
-    if every is None or epochs in (None, -1):
-        return ()
-    rounds = math.ceil(epochs / every) - 1
-    return (f"{rounds} later rounds sample the training questions again, as many responses each.",) if rounds else ()
+if TYPE_CHECKING:
+    from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
 
 
 MEMORY = "gpu_memory_utilization"
@@ -131,7 +82,6 @@ class EnginePlace:
 
 
 def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place: EnginePlace) -> Engine:
-    """Start an engine of its own where a process of the Trainer runs."""
     return open_engine(_bound(options, place), model, chat=chat)
 
 
@@ -140,7 +90,7 @@ def start_round_engine(
 ) -> Engine:
     """Start the engine of a later round, on the trainer's device.
 
-    The transformers engine runs the trainer's own model, unless it is asked for another dtype; then it loads the base
+    The transformers engine runs the trainer's own model, unless another dtype is asked for; then it loads the base
     model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
     """
     gc.collect()
@@ -167,26 +117,20 @@ def start_round_engine(
 
 
 def _bound(options: EngineOptions, place: EnginePlace) -> EngineOptions:
-    """Return the options of an engine that runs where the process does."""
+    """Return the options of an engine on the process's device, or on GPUs that no other process's engine takes."""
     if options.name == "transformers":
         return replace(options, engine_args={"device": str(place.device), **options.engine_args})
     if place.device.type != "cuda":
         return options
-    return replace(options, engine_args={"devices": _gpus(options.num_gpus, place), **options.engine_args})
-
-
-def _gpus(count: int, place: EnginePlace) -> list[int]:
-    """Return the GPUs of one process's engine: its own, or ``count`` that no other process's engine takes."""
-    if count == 1:
-        return [place.device.index]
-    there = torch.cuda.device_count()
-    if place.processes * count > there:
+    count, start = options.num_gpus, place.local_rank * options.num_gpus
+    gpus = [place.device.index] if count == 1 else list(range(start, start + count))
+    there, needed = torch.cuda.device_count(), place.processes * count
+    if count > 1 and needed > there:
         raise InputError(
-            f"Expected {place.processes} engine(s) of `tensor_parallel_size` {count} to find "
-            f"{place.processes * count} GPUs, but got {there}. Start fewer processes (`trainer.devices`), or lower "
-            "`tensor_parallel_size`."
+            f"{place.processes} engine(s) of `tensor_parallel_size` {count} need {needed} GPUs, but got {there}. Start "
+            "fewer processes (`trainer.devices`), or lower `tensor_parallel_size`."
         )
-    return list(range(place.local_rank * count, (place.local_rank + 1) * count))
+    return replace(options, engine_args={"devices": gpus, **options.engine_args})
 
 
 def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:
@@ -200,7 +144,7 @@ def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int
     return files.bytes_in(torch.bfloat16) if files.first_float_dtype() == torch.float32 else files.total_bytes
 
 
-# A shard that is named and not there yet, or a stale handle: for a moment, on a disk over the network.
+# A shard that is named and not there yet, or a stale handle: for a moment, on a network disk.
 LATE = (OSError, StoreCorruptError)
 
 
@@ -230,10 +174,10 @@ def wait_for_shares(meeting: Rendezvous, store: SampleStore, wanted: set[str], *
 
 
 def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wanted: set[str], *, round: int) -> None:
-    """Show readers what all processes have written: the first one joins the parts, then the others see for themselves.
+    """Show readers what all processes have written: the first one joins the parts, then the others look.
 
-    A file system that is shared over a network may show files of another machine late. So whoever misses something
-    looks again, for as long as a process may be silent.
+    A network file system may show another machine's files late: whoever misses something looks again, for as long as a
+    process may be silent.
     """
     with joining.together():
         if joining.rank == 0:
@@ -255,9 +199,8 @@ def _look_until_there(meeting: Rendezvous, store: SampleStore, wanted: set[str],
             if not missing:
                 return
             problem = RuntimeError(
-                f"Expected {store.path} to hold round {round} of all {len(wanted)} questions, but {len(missing)} are "
-                f"missing, for example {min(missing)!r}. All processes must see one file system, and sample the same "
-                "questions."
+                f"{store.path} lacks round {round} of {len(missing)} of {len(wanted)} questions, such as "
+                f"{min(missing)!r}. All processes must see one file system, and sample the same questions."
             )
         except LATE as error:
             problem = error
@@ -283,8 +226,8 @@ class ResumedAt:
 def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
     """Return where training goes on from a checkpoint of Lightning's Trainer.
 
-    Counted are epochs begun and epochs completed. Checkpoints written between the last batch of an epoch and its end
-    (after a validation, in ``on_train_epoch_end``) count it as begun and not as completed.
+    Checkpoints written between the last batch of an epoch and its end (after a validation, in ``on_train_epoch_end``)
+    count it as begun and not as completed.
     """
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
@@ -305,106 +248,43 @@ def is_over(trainer: Trainer, *, epochs: int, steps: int) -> bool:
     return trainer.should_stop and epochs >= (trainer.min_epochs or 0) and steps >= (trainer.min_steps or 0)
 
 
-def last_checkpoint_files(trainer: Trainer) -> list[str]:
-    """Return where the checkpoint of a round has to lie so that ``ckpt_path: last`` finds it.
-
-    Lightning looks for names that begin with "last" in the folders of its ModelCheckpoints and takes the newest. Theirs
-    need not begin so.
-    """
-    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return [f"{folder}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt" for folder in folders[:1] if folder]
-
-
 def check_can_regenerate(
-    trainer: Trainer, module: ConfidenceModel, *, has_questions: bool, engine: str, dtype: str
+    trainer: Trainer, module: ConfidenceModel, engine: EngineOptions, *, has_questions: bool
 ) -> None:
-    """Raise ValueError, before any sampling, for what later rounds do not work with."""
-    if not has_questions:
-        raise InputError(
-            "Expected `train` sources in the data module with `regenerate_every_n_epochs`, but got none: later rounds "
-            "ask the questions again. Name the sources, or leave `regenerate_every_n_epochs` out."
-        )
-    if module.lora is None:
-        raise InputError(
-            "Expected `lora` settings with `regenerate_every_n_epochs`, but got None: every round keeps the adapter "
-            "that it was sampled with, and there is none when all weights are trained. Set `lora`, or leave "
-            "`regenerate_every_n_epochs` out."
-        )
-    if module.activated:
-        raise InputError(
-            "Expected joint training with `regenerate_every_n_epochs`, but got an activated adapter: it leaves the "
-            "generator as it is, so that a later round would be of the same model as the first. Leave "
-            "`regenerate_every_n_epochs` out, or set `lora.activated: false`."
-        )
-    if way_of(trainer.strategy) == "FSDP2":
-        raise InputError(
-            "Expected a whole model in every process with `regenerate_every_n_epochs`, but got a strategy that cuts it "
-            "over processes (FSDP2): none could sample, or check the engine. Use the strategy auto or ddp, or leave "
-            "`regenerate_every_n_epochs` out."
-        )
-    _check_quantized_engine(trainer, module, engine=engine, dtype=dtype)
+    """Raise InputError, before any sampling, for what later rounds do not work with."""
+    problems = {
+        "needs `train` sources in the data module": not has_questions,
+        "needs `lora` settings: every round keeps its adapter": module.lora is None,
+        "needs joint training (`lora.activated: false`): others do not change the samples": module.activated,
+        "does not work with FSDP2: use the strategy auto or ddp": way_of(trainer.strategy) == "FSDP2",
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise InputError(f"`regenerate_every_n_epochs` {problem}.")
+    if module.memory.quantization is not None:
+        own = module.adapter.torch_dtype
+        if own == "auto":
+            own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
+        if engine.name != "transformers" or engine.dtype not in ("auto", own):
+            raise InputError(
+                f"Later rounds with `quantization` need `engine: transformers` with `dtype: auto` (or {own}), but got "
+                f"{engine.name} with {engine.dtype}, which would serve the base model as stored."
+            )
     for callback in trainer.callbacks:
-        _check_stops_in_time(trainer, callback)
-
-
-def _check_quantized_engine(trainer: Trainer, module: ConfidenceModel, *, engine: str, dtype: str) -> None:
-    """Refuse an engine that would load the base model unquantised: its samples would be of another model."""
-    if module.memory.quantization is None:
-        return
-    own = module.adapter.torch_dtype
-    if own == "auto":
-        own = "float32" if trainer.strategy.root_device.type == "cpu" else "bfloat16"
-    if engine != "transformers" or dtype not in ("auto", own):
-        raise InputError(
-            f"Expected `engine: transformers` with `dtype: auto` (or {own}) for later rounds with `quantization` "
-            f"{module.memory.quantization!r}, but got {engine} with {dtype}: it would serve the base model as stored, "
-            "not the one that is trained. Set them so, or leave `regenerate_every_n_epochs` out."
-        )
-
-
-def _check_stops_in_time(trainer: Trainer, callback: Callback) -> None:
-    """Refuse a callback that would stop training only after the next round was sampled for nothing."""
-    if isinstance(callback, EarlyStopping):
-        way_out = "Set its `check_on_train_epoch_end: false`: it then checks after every validation."
-    elif isinstance(callback, Timer):
-        way_out = "Set its `interval: step`, or `trainer.max_time`."
-    else:
-        return
-    if decides_at_epoch_end(trainer, callback):
-        raise InputError(
-            f"Expected {type(callback).__name__} to decide before an epoch ends with `regenerate_every_n_epochs`, but "
-            f"got one that decides at its end, after the next round has been sampled. {way_out}"
-        )
-
-
-def check_engine(
-    engine: Engine,
-    trainer: Trainer,
-    module: ConfidenceModel,
-    chat: ChatFormat,
-    *,
-    round: int,
-    shard: tuple[int, int],
-) -> float:
-    """Compare the engine of ``round`` with the trainer's model, on responses of the round before."""
-    data = _data_module(trainer)
-    index = _index(data, round - 1)
-    store = SampleStore(data.store_dir, num_samples=data.num_samples)
-    questions = data.questions("train")
-    names = [question.id for question in select_share(questions, shard) or questions][:CHECKED_QUESTIONS]
-    rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
-    probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
-    before = adapter_folder(data.store_dir, round - 1)
-    earlier = serving(module, before) if round > 1 and before.exists() else None
-    return check_adapter(engine, module.model, probes, earlier=earlier)
+        if isinstance(callback, EarlyStopping | Timer) and decides_at_epoch_end(trainer, callback):
+            early = "check_on_train_epoch_end: false"
+            raise InputError(
+                f"{type(callback).__name__} decides at an epoch's end, after the next round has been sampled: set its "
+                f"`{'interval: step' if isinstance(callback, Timer) else early}`."
+            )
 
 
 def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | None) -> str:
-    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say it."""
+    """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say."""
     left_out = {"base_model", "revision", "recompute_above"}
     content = {
         "module": {name: value for name, value in module.hparams.items() if name not in left_out},
-        "data": _data_module(trainer).training_settings(),
+        "data": _data(trainer).training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": None if round is None else trainer.estimated_stepping_batches,
         "round": round,
@@ -412,18 +292,9 @@ def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | N
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def check_kept_adapters(trainer: Trainer, module: ConfidenceModel) -> None:
-    """Refuse, before training, a store whose later rounds belong to another training."""
-    data = _data_module(trainer)
-    for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
-        round = int(folder.name.removeprefix("round-"))
-        if round > data.round_of(trainer.current_epoch):
-            check_same_training(folder, round, training_digest(trainer, module, round=round))
-
-
 def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:
     """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
-    data = _data_module(trainer)
+    data = _data(trainer)
     settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
     later = _index(data, round)
     values = {"Number": float(round), **describe_round(later, **settings)}
@@ -438,16 +309,11 @@ def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]
     return named
 
 
-def _questions_of(data: Any) -> QuestionData:
-    return needed_data(data, who="SSCGeneration", remedy="use SSCDataModule")
+def _data(trainer: Trainer) -> StoredDataModule:
+    return needed_data(trainer.datamodule, who="SSCGeneration", remedy="use SSCDataModule")
 
 
-def _data_module(trainer: Trainer) -> QuestionData:
-    return _questions_of(trainer.datamodule)
-
-
-def _index(data: QuestionData, round: int) -> SampleIndex:
-    """Return the rows of the training questions in ``round``."""
+def _index(data: StoredDataModule, round: int) -> SampleIndex:
     index = SampleStore(data.store_dir, num_samples=data.num_samples).index(split="train", round=round)
     wanted = {question.id for question in data.questions("train")}
     return index.select(np.array([name in wanted for name in index.question_id], dtype=bool))
@@ -464,20 +330,18 @@ class SSCGeneration(Callback):
     module. Every process samples its own share of the questions; then they wait for each other. What the store holds
     is reused, also after a kill.
 
-    Later rounds, where the data module asks for them (``regenerate_every_n_epochs``), are sampled at the end of an
-    epoch with the adapter as it is then, of the training questions only. That adapter and a checkpoint of the trainer
-    are written to ``adapters/`` in the store's folder before the first sample is drawn, and the checkpoint as
-    ``last-round.ckpt`` beside those of a ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed
-    meanwhile and resumed, from there or from earlier on, completes the round with the adapter that lies there. An
-    engine that does not serve it is refused before it samples. ``round/...`` logs what a round is like and how far its
-    targets moved.
+    Later rounds (``regenerate_every_n_epochs`` of the data module) are sampled at the end of an epoch with the current
+    adapter, of the training questions only. That adapter and a checkpoint of the trainer are first written to
+    ``adapters/`` in the store's folder, and the checkpoint as ``last-round.ckpt`` next to those of a
+    ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed and resumed, from there or
+    from earlier on, completes the round with that adapter. An engine that does not serve it is refused.
+    ``round/...`` logs what a round is like and how far its targets moved.
 
     Args:
         engine: Which engine, and how: transformers, or vllm (an extra), which runs in a process of its own on the
-            trainer's GPU, whose compute mode must therefore be the default one, not an exclusive one. With
-            ``tensor_parallel_size: 2`` among its ``engine_args`` process p of a machine samples with the GPUs 2p and
-            2p + 1. In later rounds the transformers engine runs the trainer's own model where ``dtype`` is "auto" or
-            the trainer's, and loads the base model once more for another.
+            trainer's GPU (compute mode "default"). With ``tensor_parallel_size: 2`` among its ``engine_args`` process p
+            of a machine samples with the GPUs 2p and 2p + 1. In later rounds the transformers engine runs the trainer's
+            own model where ``dtype`` is "auto" or the trainer's, and loads the base model once more for another.
         sampling: How responses are drawn.
         seed: Seeds sampling; every sample has its own seed, derived from this one.
         gpu_memory_utilization: Share of the GPU's memory for vLLM; null is vLLM's default. In later rounds it caps what
@@ -500,17 +364,18 @@ class SSCGeneration(Callback):
         shard_by_shard: bool = False,
         stall_timeout: float = 600.0,
     ) -> None:
-        check_generation_settings(
-            engine,
-            gpu_memory_utilization=gpu_memory_utilization,
-            questions_per_shard=questions_per_shard,
-            stall_timeout=stall_timeout,
-        )
+        engine.check_local()
+        check_at_least(1, questions_per_shard=questions_per_shard)
+        check_positive(stall_timeout=stall_timeout)
         self.sampling = sampling
         further = dict(engine.engine_args)
         if MEMORY in further:
-            raise InputError(f"Expected `engine_args` without `{MEMORY}`, which has an option of its own, but got it.")
+            raise InputError(f"`engine_args` must not hold `{MEMORY}`, which is an option of SSCGeneration.")
         if gpu_memory_utilization is not None:
+            if engine.name == "transformers":
+                raise InputError(f"`{MEMORY}` {gpu_memory_utilization} is for vLLM, but the engine is transformers.")
+            if not 0.0 < gpu_memory_utilization <= 1.0:
+                raise InputError(f"`{MEMORY}` must lie in (0, 1], but got {gpu_memory_utilization}.")
             further[MEMORY] = gpu_memory_utilization
         self.engine = replace(engine, engine_args=further).of()
         self.seed = seed
@@ -524,28 +389,43 @@ class SSCGeneration(Callback):
         self._training: str | None = None  # digest of the training, where later rounds are sampled
         self._resumed_training: str | None = None
 
-    def plan_run(self, verb: str, trainer: Trainer, module: ConfidenceModel, data: object) -> Plan:
-        """Refuse an engine that is not installed, and return how many responses are to be drawn."""
-        checked = _questions_of(data)
-        self._check_module(module, checked)
-        return plan_generation(self, verb, trainer, checked)
+    def plan_run(self, verb: str, trainer: Trainer, module: ConfidenceModel, data: Any) -> Plan:
+        """Check engine and module, and return how many responses are to be drawn."""
+        data = needed_data(data, who="SSCGeneration", remedy="use SSCDataModule")
+        self._check_module(module, data)
+        if self.engine.name == "vllm":
+            check_installed("vllm", extra="vllm")
+        splits = [split for split in splits_of(verb, data.predict_split) if data.sources[split]]
+        if not splits:
+            return Plan(notes=(f"No sources of questions are configured: the samples in {data.store_dir} are used.",))
+        known = data.known_questions(verb)
+        limits = [source.limit for split in splits for source in data.sources[split]]
+        sampling = plan_sampling(
+            data.store_dir,
+            None if known is None else {question.id for split in splits for question in known[split]},
+            num_samples=data.num_samples,
+            most_tokens=self.sampling.max_new_tokens,
+            most_questions=None if None in limits else sum(limits),
+        )
+        notes, every, epochs = (), data.regenerate_every_n_epochs, trainer.max_epochs
+        if every is not None and epochs not in (None, -1) and (rounds := math.ceil(epochs / every) - 1):
+            notes = (f"{rounds} later rounds sample the training questions again, as many responses each.",)
+        return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=notes)
 
-    def _check_module(self, module: object, data: QuestionData) -> None:
+    def _check_module(self, module: object, data: StoredDataModule) -> None:
         """Refuse a module that does not say what is sampled from; later rounds need one that trains the generator."""
         kind = ScoringModule if data.regenerate_every_n_epochs is None else ConfidenceModel
         check_defines(module, kind, who="SSCGeneration")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what identifies the training whose rounds these are."""
         return {"training": self._training}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Record which training the checkpoint belongs to."""
         self._resumed_training = state_dict.get("training")
 
     def setup(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
         """Sample what is missing of the splits that ``stage`` reads, in round 0."""
-        data = _data_module(trainer)
+        data = _data(trainer)
         self._check_module(pl_module, data)
         check_place(Path(data.store_dir))
         pl_module.check_support()  # before the long work; the model itself is built after it
@@ -553,12 +433,11 @@ class SSCGeneration(Callback):
         for one in trainer.callbacks:
             if one is not self and isinstance(one, Participant):
                 one.plan_run(stage, trainer, pl_module, data)
-        splits = {name: questions for name in splits_of(stage, data) if (questions := data.questions(name))}
+        names = splits_of(stage, data.predict_split)
+        splits = {name: questions for name in names if (questions := data.questions(cast("Split", name)))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:
-            check_can_regenerate(
-                trainer, pl_module, has_questions="train" in splits, engine=self.engine.name, dtype=self.engine.dtype
-            )
+            check_can_regenerate(trainer, pl_module, self.engine, has_questions="train" in splits)
             self._unreported = [0]
         if not splits:
             _say(
@@ -578,31 +457,34 @@ class SSCGeneration(Callback):
         self._resumed, self._unreported = resumed_at(checkpoint), []
 
     def on_fit_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
-        """Complete the round that a resumed run goes on with, if it was killed before or while that was sampled."""
+        """Complete the round that a resumed run goes on with, if it was killed before or during its sampling."""
         place = self._resumed
-        if _data_module(trainer).regenerate_every_n_epochs is None:
+        if _data(trainer).regenerate_every_n_epochs is None:
             return
         self._training = training_digest(trainer, pl_module, round=None)
         if place is None:
             return
         if self._resumed_training not in (None, self._training):
             raise InputError(
-                "Expected a checkpoint of this training, since its generation rounds go on, but got one of a training "
-                "with other settings or questions. Go back to those, or start without `ckpt_path` and with another "
-                "`dirpath` of ModelCheckpoint."
+                "The checkpoint is of a training with other settings or questions, and its generation rounds would go "
+                "on. Restore those, or start without `ckpt_path` and with another `dirpath` of ModelCheckpoint."
             )
         if not is_over(trainer, epochs=place.epoch, steps=place.global_step):
             self._regenerate(trainer, pl_module, place)
 
     def on_train_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
-        """Log the round that training begins with, and refuse later ones that are of another training."""
-        if _data_module(trainer).regenerate_every_n_epochs is not None:
-            check_kept_adapters(trainer, pl_module)
+        """Log the round that training begins with, and refuse later ones of another training."""
+        data = _data(trainer)
+        if data.regenerate_every_n_epochs is not None:
+            for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
+                round = int(folder.name.removeprefix("round-"))
+                if round > data.round_of(trainer.current_epoch):
+                    check_same_training(folder, round, training_digest(trainer, pl_module, round=round))
         self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
         """Sample the round of the next epoch where a new one begins with it."""
-        data, following = _data_module(trainer), trainer.current_epoch + 1
+        data, following = _data(trainer), trainer.current_epoch + 1
         if data.round_of(following) == data.round_of(trainer.current_epoch):
             return
         if is_over(trainer, epochs=following, steps=trainer.global_step):
@@ -613,13 +495,14 @@ class SSCGeneration(Callback):
         folder = adapter_folder(data.store_dir, data.round_of(following))
         if not trainer.strategy.broadcast(folder.exists()):
             trainer.save_checkpoint(checkpoint_file(data.store_dir, data.round_of(following)))
-        for last in last_checkpoint_files(trainer):
-            trainer.save_checkpoint(last)
+        # Where `ckpt_path: last` finds it: under "last..." in the folder of a ModelCheckpoint.
+        folders = [one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        if folders and folders[0]:
+            trainer.save_checkpoint(f"{folders[0]}/{ModelCheckpoint.CHECKPOINT_NAME_LAST}-round.ckpt")
         self._regenerate(trainer, pl_module, ResumedAt(following, True, trainer.global_step))
         self._report(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: ConfidenceModel, stage: str) -> None:
-        """Remove the files that the processes waited by."""
         if self._meetings is not None and trainer.is_global_zero:
             shutil.rmtree(self._meetings, ignore_errors=True)
         self._meetings = None
@@ -639,7 +522,7 @@ class SSCGeneration(Callback):
 
         In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
         """
-        data = _data_module(trainer)
+        data = _data(trainer)
         round = data.round_of(place.epoch)
         folder = adapter_folder(data.store_dir, round)
         if round == 0 or not (place.at_start or trainer.strategy.broadcast(folder.exists())):
@@ -657,7 +540,6 @@ class SSCGeneration(Callback):
             self._unreported.append(round)
 
     def _report(self, trainer: Trainer) -> None:
-        """Log the rounds that were sampled since the last report."""
         for round in self._unreported:
             self._reported = round
             if trainer.is_global_zero:
@@ -665,16 +547,10 @@ class SSCGeneration(Callback):
         self._unreported = []
 
     def _fill(
-        self,
-        trainer: Trainer,
-        module: ConfidenceModel,
-        splits: Splits,
-        *,
-        interrupt: Interrupt,
-        round: int = 0,
+        self, trainer: Trainer, module: ConfidenceModel, splits: Splits, *, interrupt: Interrupt, round: int = 0
     ) -> None:
         """Sample this process's share of every split. The engine is started only where something is missing."""
-        data, shard = _data_module(trainer), (trainer.global_rank, trainer.world_size)
+        data, shard = _data(trainer), (trainer.global_rank, trainer.world_size)
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
         adapter = str(adapter_folder(data.store_dir, round)) if round else None
@@ -701,7 +577,7 @@ class SSCGeneration(Callback):
         engine = self._start(trainer, module, chat, adapter)
         try:
             if round:
-                difference = check_engine(engine, trainer, module, chat, round=round, shard=shard)
+                difference = self._check_engine(engine, trainer, module, chat, round)
                 say(f"SSCGeneration: round {round}, process {shard[0]}: the engine differs by {difference:.2g} nats.")
             store = SampleStore.create_or_open(
                 data.store_dir,
@@ -712,11 +588,8 @@ class SSCGeneration(Callback):
                 splits=splits,
             )
             for split, questions in splits.items():
-                _say(
-                    trainer,
-                    f"SSCGeneration: round {round}, {split}, {data.num_samples} samples a question, into "
-                    f"{data.store_dir}",
-                )
+                about = f"round {round}, {split}, {data.num_samples} samples a question, into {data.store_dir}"
+                _say(trainer, f"SSCGeneration: {about}")
                 report = generate_samples(
                     questions,
                     split=split,
@@ -748,18 +621,30 @@ class SSCGeneration(Callback):
             return start_engine(options, module.base_model, chat, place=place)
         return start_round_engine(options, module, chat, adapter=adapter, place=place)
 
+    def _check_engine(
+        self, engine: Engine, trainer: Trainer, module: ConfidenceModel, chat: ChatFormat, round: int
+    ) -> float:
+        """Compare the engine of ``round`` with the trainer's model, on responses of the earlier round."""
+        data, index = _data(trainer), _index(_data(trainer), round - 1)
+        questions = data.questions("train")
+        mine = select_share(questions, (trainer.global_rank, trainer.world_size)) or questions
+        names = [question.id for question in mine][:CHECKED_QUESTIONS]
+        rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
+        store = SampleStore(data.store_dir, num_samples=data.num_samples)
+        probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
+        before = adapter_folder(data.store_dir, round - 1)
+        earlier = serving(module, before) if round > 1 and before.exists() else None
+        return check_adapter(engine, module.model, probes, earlier=earlier)
+
     def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
         """Wait for the shares of all processes, and show them to readers."""
-        store = SampleStore(_data_module(trainer).store_dir)
+        store = SampleStore(_data(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
         wait_for_shares(meeting, store, wanted, round=round)
         meetings = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
         join_shares(*meetings, store, wanted, round=round)
         manifest = store.manifest
-        _say(
-            trainer,
-            f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.",
-        )
+        _say(trainer, f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.")
 
 
 def _say(trainer: Trainer, text: str) -> None:

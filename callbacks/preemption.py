@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.core.signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
@@ -25,37 +25,33 @@ CHECKPOINT_SUFFIX = "-preempted"
 class PreemptionCheckpoint(Callback):
     """Writes a checkpoint and stops when SIGTERM or SIGUSR1 comes to any process of the run.
 
-    The handlers only set a flag. After every optimiser step the processes agree on it (so that accumulation is never
-    cut and a signal to one process is enough), write ``last-preempted.ckpt`` into the folder of the run's
-    ``ModelCheckpoint``, and the run ends with status 75. While ``SSCGeneration`` samples, the run stops between two
-    responses; the store keeps the questions that are complete. A second signal kills as usual.
+    The handlers only set a flag. After every optimiser step the processes agree on it, write ``last-preempted.ckpt``
+    into the folder of the run's ``ModelCheckpoint``, and the run ends with status 75. While ``SSCGeneration`` samples,
+    the run stops between two responses; the store keeps the complete questions. A second signal kills as usual.
 
-    With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder; the first start finds
-    none and begins. Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective
-    inside the handler, and its SLURM handler writes a checkpoint there.
+    With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder, or begins without one.
+    Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective inside the handler,
+    and its SLURM handler writes a checkpoint there.
 
     Args:
         signals: Signals that mean "stop soon". Under SLURM, ``configs/train/slurm.sbatch`` passes on the warning that
             comes before the time limit, and puts the job back into the queue.
-        every_n_steps: Optimiser steps between two agreements of the processes, each a sum of one number.
+        every_n_steps: Optimiser steps between two agreements of the processes.
     """
 
     def __init__(self, *, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
-            raise InputError(f"Expected `every_n_steps` to be at least 1, but got {every_n_steps}.")
+        check_at_least(1, every_n_steps=every_n_steps)
         self.stop = StopSignals(signals)
         self.every_n_steps = every_n_steps
         self._step_before = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Listen from here on, and refuse what would make the checkpoint useless."""
-        if stage != TrainerFn.FITTING:
-            return
-        _checkpoint_folder(trainer)
-        self.stop.install()
+        if stage == TrainerFn.FITTING:
+            _checkpoint_folder(trainer)
+            self.stop.install()
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
-        """Refuse what would make the checkpoint useless."""
         if verb != TrainerFn.FITTING:
             return Plan()
         folder = _checkpoint_folder(trainer)
@@ -67,7 +63,6 @@ class PreemptionCheckpoint(Callback):
         self._take_over(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The same where there is no sanity check."""
         self._take_over(trainer)
         self._step_before = trainer.global_step
 
@@ -87,15 +82,14 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say how to go on, or give the signals back where something else ended the run."""
+        """Say how to go on, or restore the signal handlers where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return
         # The handlers stay: this process ends, and a launcher that sees another one end first must not cut it short.
         self.stop.forget()
         if _is_child_of_lightning(trainer):
-            # Its launcher would SIGKILL the first process at the first child that ends with another status, whatever
-            # that one is still closing; the first process's own status is the one that somebody waits for.
+            # At another status of a child, its launcher would SIGKILL the first process, whose status is waited for.
             exception.code = 0
         if trainer.is_global_zero:
             say(
@@ -104,21 +98,16 @@ class PreemptionCheckpoint(Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
         self.stop.restore()
 
     def _take_over(self, trainer: Trainer) -> None:
         self.stop.install()
-        # What came between Lightning's registration and now reached both handlers. Ours has remembered it; Lightning
-        # would end the run at the next batch, without a checkpoint.
+        # A signal since Lightning's registration reached both handlers: Lightning would end the run at the next batch.
         forget_sigterm(trainer)
 
 
 def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
-    """Return what raises PreemptedError once this process was asked to stop; for long work in other callbacks.
-
-    Without a PreemptionCheckpoint, or outside ``fit``, it does nothing.
-    """
+    """Return what raises PreemptedError once a PreemptionCheckpoint was asked to stop, for long work."""
     for callback in trainer.callbacks if stage == TrainerFn.FITTING else ():
         if isinstance(callback, PreemptionCheckpoint):
             callback.stop.install()  # its own `setup` may come later in the list of callbacks
@@ -139,12 +128,11 @@ def _checkpoint_folder(trainer: Trainer) -> Path:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             if is_address(callback.dirpath):
                 raise InputError(
-                    f"Expected `dirpath` of ModelCheckpoint to be a folder, but got {callback.dirpath!r}: Lightning "
-                    '(2.6.6) finds no "last" checkpoint at an address and would start over silently. Name a folder '
-                    "that is still there when the run is started again."
+                    f"`dirpath` of ModelCheckpoint must be a folder, but got {callback.dirpath!r}: Lightning (2.6.6) "
+                    'finds no "last" checkpoint at an address and would start over silently.'
                 )
             return Path(callback.dirpath)
     raise InputError(
-        "Expected a ModelCheckpoint with `dirpath` next to PreemptionCheckpoint, but got none: a run that is started "
-        "again looks for its checkpoints there. Add one to `trainer.callbacks`, with `save_last: true`."
+        "PreemptionCheckpoint needs a ModelCheckpoint with `dirpath` in `trainer.callbacks`, with `save_last: true`: a "
+        "restarted run looks for its checkpoints there."
     )

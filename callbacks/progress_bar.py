@@ -18,7 +18,6 @@ class OneLineProgressBar(RichProgressBar):
     """
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the numbers that fit."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         room = (self._console.width if self._console is not None else 80) - BAR_WIDTH

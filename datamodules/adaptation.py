@@ -16,16 +16,14 @@ from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, FUSED_FROM, 
 from selfcal_lightning.adaptation.module import PolicyBatch
 from selfcal_lightning.adaptation.picking import fit_votes, without_references
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
-from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.datamodules.checks import Split, check_choice
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
-from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
+from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
 from selfcal_lightning.datamodules.ssc.stored_rows import epoch_to_read, read_rounds
 from selfcal_lightning.datamodules.ssc.tuples import (
     PTrueName,
@@ -46,119 +44,27 @@ from selfcal_lightning.metrics.group_rewards import (
 )
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import read_adapter_state
-from selfcal_lightning.records import Question, QuestionSamples, SamplingSettings
+from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.training.rounds import adapter_folder
 
 
 class PolicyCollator(SSCCollator):
-    """Encodes and packs rows as ``SSCCollator`` does, with their advantages."""
+    """Encodes and packs rows as ``SSCCollator`` does, with their advantages; rows without one have 0."""
 
     def __call__(self, rows: TupleRows) -> PolicyBatch:
-        """Return the batch of ``rows``; rows without an advantage have 0."""
         beside = np.zeros((len(rows.stored), 1)) if rows.beside_target is None else rows.beside_target
         batch = super().__call__(replace(rows, beside_target=None))
         advantage = torch.as_tensor(np.nan_to_num(beside[:, 0]), dtype=torch.float32)
         return PolicyBatch(advantage=advantage, **batch.__dict__)
 
     def label_tokens(self, table: TupleTable) -> IntArray:
-        """Return how many tokens of each row are asked for: those of its response, and the end of its turn, [R]."""
+        """Return how many tokens of each row are learnt, [R]: those of its response, and the end of its turn."""
         suffix = self.chat.query.suffix_ids
         room = self.room_for_response(table.prompt_length)
         kept = table.length - table.prompt_length - len(suffix)
         is_whole = (kept < room) | (table.index.num_tokens == room)
         ends = suffix[0] in self.chat.end_of_turn_ids
         return kept + (ends & is_whole & (table.index.finish == "stop"))
-
-
-@dataclass(frozen=True)
-class GroupAdvantages:
-    """What a policy gradient learns from a round.
-
-    Attributes:
-        advantage: Of every row, nan where it has no reward or its whole group has one and the same, [R].
-        num_groups: Questions.
-        num_constant: Of these, those whose rewards are all the same, which teach nothing.
-        mean_reward: Mean over the rows that have a reward.
-        num_unjudged: Rows without a reward.
-    """
-
-    advantage: FloatArray
-    num_groups: int
-    num_constant: int
-    mean_reward: float
-    num_unjudged: int
-
-    def __str__(self) -> str:
-        return (
-            f"rewards: mean {self.mean_reward:.3f}; {self.num_constant:,} of {self.num_groups:,} groups have one "
-            f"reward throughout, and teach the policy nothing; {self.num_unjudged:,} responses have none"
-        )
-
-
-def without_labels(index: SampleIndex) -> SampleIndex:
-    """Return the columns as if nobody knew which responses are right."""
-    return replace(index, correct=np.full(len(index), np.nan))
-
-
-def check_on_policy(sampling: SamplingSettings | None, *, store: SampleStore, round: int) -> None:
-    """Raise InputError where a round was not drawn from the distribution that a policy gradient is of."""
-    found = "no record of how they were" if sampling is None else None
-    if sampling is not None:
-        drawn = {"temperature": sampling.temperature, "edt_scale": sampling.edt_scale, "top_p": sampling.top_p}
-        wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
-        off = [f"{name} {drawn[name]}" for name in wanted if drawn[name] != wanted[name]]
-        found = " and ".join(off) or None
-    if found is not None:
-        raise InputError(
-            f"A policy gradient needs responses drawn at temperature 1 from the whole distribution, but round {round} "
-            f"of {store.path} has {found}. Set `sampling: {{temperature: 1.0, edt_scale: null, top_p: 1.0}}` of "
-            "SSCGeneration and another `store_dir`, or learn from a selection (`reward: none`, `selection`)."
-        )
-
-
-def read_advantages(
-    name: GroupReward,
-    store: SampleStore,
-    index: SampleIndex,
-    *,
-    round: int,
-    fusion: Fusion | None,
-    scale: Scale,
-    leave_one_out: bool,
-) -> GroupAdvantages:
-    """Return the advantages of a round's rows."""
-    entries = _entries(store, index, round, texts=name == "equations")
-    if lone := sum(len(entry.samples) < 2 for entry in entries):
-        raise InputError(
-            f"A policy gradient compares the responses to a question, but {lone:,} of {len(entries):,} questions have "
-            "1. Raise `num_samples`."
-        )
-    rewards = group_rewards(name, entries, fusion=fusion)
-    advantages = group_advantages(rewards, scale=scale, leave_one_out=leave_one_out)
-    constant = [not any(advantage for advantage in group) for group in advantages]
-    if all(constant) and round == 0:
-        raise InputError(
-            f"The reward {name!r} is one and the same within each of {len(entries):,} questions: nothing would be "
-            "learnt. Draw more responses, or take harder questions or another reward."
-        )
-    flat = [
-        np.nan if advantage is None or is_constant else advantage
-        for group, is_constant in zip(advantages, constant, strict=True)
-        for advantage in group
-    ]
-    known = [reward for group in rewards for reward in group if reward is not None]
-    mean = float(np.mean(known)) if known else math.nan
-    return GroupAdvantages(np.array(flat, dtype=np.float64), len(entries), sum(constant), mean, len(flat) - len(known))
-
-
-def fit_anchor_fusion(store: SampleStore, index: SampleIndex) -> Fusion:
-    """Return the fusion of what every sampled response has, fitted to the votes of the round-0 pool."""
-    return fit_votes([without_references(entry) for entry in counted_samples(store, index)], FUSED_FROM)
-
-
-def annotations_of(reward: str) -> tuple[str, ...]:
-    """Return the annotations that a reward is read from."""
-    return (ANNOTATIONS[reward],) if reward in ANNOTATIONS else ()
 
 
 def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool) -> list[QuestionSamples]:
@@ -185,42 +91,27 @@ def read_targets(
         answers = index.answer[rows]
         weights = [None if np.isnan(value) else float(value) for value in confidence[rows]]
         own, anchor = np.flatnonzero(is_own[rows]), np.flatnonzero(is_anchor[rows])
-        found = _pool_targets(target, answers, weights, own.tolist(), anchor.tolist())
-        values[rows.start + own] = [np.nan if value is None else value for value in found]
+        mine = [answers[at] or None for at in own]
+        current = soft_self_consistency(mine, [weights[at] for at in own])
+        anchored = anchored_soft_share(mine, [answers[at] for at in anchor], [weights[at] for at in anchor])
+        used = {"round": [current], "anchor": [anchored], "mix": [current, anchored]}[target]
+        values[rows.start + own] = np.mean(np.array(used, dtype=np.float64), axis=0)  # None becomes nan
     unreadable = np.array([not answer for answer in index.answer], dtype=bool)
     reasons = np.where(unreadable, "unreadable", "no confidence in the pool").astype(object)
     return values, np.where(np.isnan(values), reasons, "").astype(object)
-
-
-def _pool_targets(
-    target: PoolTarget,
-    answers: Sequence[str | None],
-    weights: Sequence[float | None],
-    own: Sequence[int],
-    anchor: Sequence[int],
-) -> list[float | None]:
-    mine = [answers[at] or None for at in own]
-    anchored = anchored_soft_share(mine, [answers[at] for at in anchor], [weights[at] for at in anchor])
-    if target == "anchor":
-        return anchored
-    current = soft_self_consistency(mine, [weights[at] for at in own])
-    if target == "round":
-        return current
-    pairs = zip(current, anchored, strict=True)
-    return [None if one is None or other is None else (one + other) / 2 for one, other in pairs]
 
 
 @dataclass(eq=False, repr=False)
 class RolloutDataModule(StoredDataModule):
     """Groups of responses to unlabelled questions: what the policy learns of each, and what its confidence learns.
 
-    An epoch is all responses of its round, in whole optimiser steps; how it resumes is that of ``SSCDataModule``.
-    Rewards, advantages and targets are computed over whole groups when the round is read, so that a group may be cut
-    over micro-batches and processes. Groups of one reward throughout leave the policy gradient; they are counted.
+    An epoch is all responses of its round, in whole optimiser steps; resuming is that of ``SSCDataModule``. Rewards,
+    advantages and targets are computed over whole groups when the round is read, so that a group may be cut over
+    micro-batches and processes. Groups with equal rewards leave the policy gradient; they are counted.
 
-    Gold answers are taken off the questions before these are sampled, and off what a store knows of its responses,
-    unless ``reward: reference`` asks for them. The questions of a store that was sampled with them are used by leaving
-    ``train`` empty. Further arguments are those of ``StoredDataModule``: sources, store, layout of batches.
+    Gold answers are removed from the questions and from the store's responses unless ``reward: reference`` asks for
+    them. To use the questions of a store that was sampled with them, leave ``train`` empty. Further arguments are those
+    of ``StoredDataModule``.
 
     Args:
         num_samples: Responses to a question, the size of a group, at least 2.
@@ -234,8 +125,8 @@ class RolloutDataModule(StoredDataModule):
         normalise: "tokens" weights all tokens of an optimiser step equally, "responses" all responses.
         p_true: Confidence that targets are made of.
         round: Generation round that is learnt from, without ``regenerate_every_n_epochs``.
-        regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the model as
-            it is then; None stays with ``round``.
+        regenerate_every_n_epochs: Epochs after which ``SSCGeneration`` samples the questions again with the current
+            model; None stays with ``round``.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = (
@@ -259,11 +150,9 @@ class RolloutDataModule(StoredDataModule):
         super().__post_init__()
         if self.num_samples < 2 and self.reward != "none":
             raise InputError(
-                f"Expected `num_samples` to be at least 2 with `reward: {self.reward}`, but got {self.num_samples}: a "
-                "response is compared with the others of its group."
+                f"`num_samples` must be at least 2 with `reward: {self.reward}`, which compares a response with the "
+                f"others of its group, but got {self.num_samples}."
             )
-        check_choice("scale", self.scale, Scale)
-        check_choice("normalise", self.normalise, Literal["tokens", "responses"])
 
     # ---- what the module and the callbacks ask for
 
@@ -273,12 +162,11 @@ class RolloutDataModule(StoredDataModule):
         return "ssc"
 
     def questions(self, split: Split) -> list[Question]:
-        """Return the questions of a split, without their gold answers unless the reward is made of them."""
+        """Return the questions of a split, without gold answers unless the reward is made of them."""
         found = super().questions(split)
         return found if self.reward == REFERENCE else [replace(question, reference=None) for question in found]
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read."""
         chosen = None if self.selection is None else read_selection(self.selection).sha256
         return {**super().training_settings(), "target": self.target, "selection": chosen}
 
@@ -295,7 +183,7 @@ class RolloutDataModule(StoredDataModule):
         folder = adapter_folder(self.store_dir, round)
         if not folder.exists():
             raise InputError(
-                f"The adapter that round {round} was sampled with is missing: {folder}. Take the round out by `selfcal "
+                f"The adapter that round {round} was sampled with is missing: {folder}. Drop the round by `selfcal "
                 "drop-rounds`, so that it is sampled again."
             )
         return read_adapter_state(folder)
@@ -306,7 +194,7 @@ class RolloutDataModule(StoredDataModule):
         return epoch == 0 if every is None else epoch % every == 0
 
     def teaches(self, epoch: int) -> bool:
-        """Return whether a round teaches enough for its steps; round 0 is refused instead, one not sampled unknown."""
+        """Return whether a round teaches enough for its steps; round 0 is refused instead."""
         round, store = self.round_of(epoch), self._store()
         if round == 0 or round not in store.manifest.rounds:
             return True
@@ -315,7 +203,6 @@ class RolloutDataModule(StoredDataModule):
     # ---- loaders
 
     def collator(self) -> PolicyCollator:
-        """Return the collator of this model's chat format."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         return PolicyCollator(
             ChatFormat(tokenizer, query=self.query, prompt=self.prompt),
@@ -334,8 +221,8 @@ class RolloutDataModule(StoredDataModule):
             drawn = np.arange(len(table))  # of a loader that is asked for, but not read: `teaches` ends the training
         if len(drawn) < self.steps_per_epoch:
             raise InputError(
-                f"Expected a response that teaches for each of {self.steps_per_epoch} optimiser steps, but got "
-                f"{len(drawn)}. Raise `batch_size` or `trainer.accumulate_grad_batches`."
+                f"{self.steps_per_epoch} optimiser steps need as many responses that teach, but got {len(drawn)}. "
+                "Raise `batch_size` or `trainer.accumulate_grad_batches`."
             )
         draw = EpochDraw(drawn, weights[0][drawn], weights[1][drawn], counts={})
         sampler = self._sampler(
@@ -349,7 +236,7 @@ class RolloutDataModule(StoredDataModule):
         return self._loader(TupleDataset(store, table), sampler, collator)
 
     def anchor_batches(self, *, questions: int, samples: int) -> Iterator[PolicyBatch]:
-        """Yield the first responses of round 0 to the first questions, all of whose tokens are asked for."""
+        """Yield the first responses of round 0 to the first questions, with labels at all their tokens."""
         store, collator = self._store(), self.collator()
         index = self._read(store, collator, (0,))
         index = index.select((index.question_index < questions) & (index.sample_index < samples))
@@ -368,7 +255,8 @@ class RolloutDataModule(StoredDataModule):
         return super()._table(store, self._seen(index), collator, recipes)
 
     def _seen(self, index: SampleIndex) -> SampleIndex:
-        return index if self.reward == REFERENCE else without_labels(index)
+        """Return the columns, without labels unless the reward is made of them."""
+        return index if self.reward == REFERENCE else replace(index, correct=np.full(len(index), np.nan))
 
     def _read(
         self, store: SampleStore, collator: PolicyCollator, rounds: Sequence[int], confidences: Sequence[str] = ()
@@ -389,7 +277,7 @@ class RolloutDataModule(StoredDataModule):
 
     def _learnt(self, store: SampleStore, collator: PolicyCollator, round: int) -> tuple[TupleTable, list[str]]:
         """Return the rows of a round with their targets and advantages, and notes on them."""
-        index = self._read(store, collator, (round,), annotations_of(self.reward))
+        index = self._read(store, collator, (round,), [ANNOTATIONS[self.reward]] if self.reward in ANNOTATIONS else [])
         target, notes = np.full(len(index), np.nan), []
         reasons = np.full(len(index), "", dtype=object)
         if self.target is not None:
@@ -397,35 +285,62 @@ class RolloutDataModule(StoredDataModule):
             notes.append(f"targets ({self.target}): mean {np.nanmean(target):.3f}")
         advantage = np.full(len(index), np.nan)
         if self.reward != "none":
-            check_on_policy(store.round_manifest(round).fingerprint.sampling, store=store, round=round)
-            fusion = None
-            if self.reward == "fused":
-                fusion = fit_anchor_fusion(store, index if round == 0 else self._read(store, collator, (0,)))
-            found = read_advantages(
-                self.reward, store, index, round=round, fusion=fusion, scale=self.scale,
-                leave_one_out=self.leave_one_out,
-            )  # fmt: skip
-            advantage = found.advantage
-            notes.append(str(found))
+            advantage, note = self._advantages(store, collator, index, round)
+            notes.append(note)
         table, _ = make_table(store, index, collator, [(target, reasons), (advantage, np.full(len(index), ""))])
         self._check_fits(table, "train")
         return table, notes
 
+    def _advantages(
+        self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
+    ) -> tuple[FloatArray, str]:
+        """Return the advantage of every row, nan without a reward or in a group of equal ones, [R], and a note."""
+        _check_on_policy(store, round)
+        entries, fusion = _entries(store, index, round, texts=self.reward == "equations"), None
+        if lone := sum(len(entry.samples) < 2 for entry in entries):
+            raise InputError(
+                f"A policy gradient compares the responses to a question, but {lone:,} of {len(entries):,} questions "
+                "have 1. Raise `num_samples`."
+            )
+        if self.reward == "fused":
+            anchor = index if round == 0 else self._read(store, collator, (0,))
+            fusion = fit_votes([without_references(entry) for entry in counted_samples(store, anchor)], FUSED_FROM)
+        rewards = group_rewards(self.reward, entries, fusion=fusion)
+        advantages = group_advantages(rewards, scale=self.scale, leave_one_out=self.leave_one_out)
+        constant = [not any(advantage for advantage in group) for group in advantages]
+        if all(constant) and round == 0:
+            raise InputError(
+                f"The reward {self.reward!r} is one and the same within each of {len(entries):,} questions: nothing "
+                "would be learnt. Draw more responses, or take harder questions or another reward."
+            )
+        flat = [
+            np.nan if advantage is None or is_constant else advantage
+            for group, is_constant in zip(advantages, constant, strict=True)
+            for advantage in group
+        ]
+        known = [reward for group in rewards for reward in group if reward is not None]
+        note = (
+            f"rewards: mean {float(np.mean(known)) if known else math.nan:.3f}; {sum(constant):,} of {len(entries):,} "
+            f"groups have one reward throughout, and teach the policy nothing; {len(flat) - len(known):,} responses "
+            "have none"
+        )
+        return np.array(flat, dtype=np.float64), note
+
     def _targets(
         self, store: SampleStore, collator: PolicyCollator, index: SampleIndex, round: int
     ) -> tuple[FloatArray, np.ndarray]:
-        settings: Any = {"raw": self.p_true == "raw"}
-        if round == 0 or self.target == "round":
-            return read_targets(self.target or "round", index, np.ones(len(index), dtype=bool), **settings)
+        target, raw = self.target or "round", self.p_true == "raw"
+        if round == 0 or target == "round":
+            return read_targets(target, index, np.ones(len(index), dtype=bool), raw=raw)
         zero = self._read(store, collator, (0,))
         both = self._read(store, collator, (0, round))
         num_zero = np.bincount(zero.question_index, minlength=int(both.question_index.max()) + 1)
         is_anchor = both.sample_index < num_zero[both.question_index]
-        values, reasons = read_targets(self.target or "round", both, is_anchor, **settings)
+        values, reasons = read_targets(target, both, is_anchor, raw=raw)
         return values[~is_anchor], reasons[~is_anchor]
 
     def _weights(self, table: TupleTable, collator: PolicyCollator) -> tuple[FloatArray, FloatArray]:
-        """Return the weight of every row in the calibration loss, and in what is learnt of its tokens, [R] each."""
+        """Return the weights of every row in the calibration loss and in the loss of its tokens, [R] each."""
         calibration = (~np.isnan(table.target)).astype(np.float64)
         if self.reward == "none":
             return calibration, self._selected(table)
@@ -440,26 +355,38 @@ class RolloutDataModule(StoredDataModule):
         selection = read_selection(self.selection)
         kept: Iterable[Any] = examples(selection, store_dir=self.store_dir)
         chosen = {(example.row.question_id, example.row.index) for example in kept}
-        if selection.manifest["store"]["round"] != self.round:
-            raise InputError(
-                f"Expected a selection of round {self.round}, but got one of round "
-                f"{selection.manifest['store']['round']}. Set `round`."
-            )
+        if (found := selection.manifest["store"]["round"]) != self.round:
+            raise InputError(f"`round` is {self.round}, but the selection is of round {found}. Set `round`.")
         pairs = zip(table.index.question_id.tolist(), table.index.sample_index.tolist(), strict=True)
-        found = np.array([pair in chosen for pair in pairs], dtype=np.float64)
-        if not found.any():
+        weights = np.array([pair in chosen for pair in pairs], dtype=np.float64)
+        if not weights.any():
             raise InputError(
-                f"{self.selection} holds no responses to these training questions. Choose them of the split that is "
+                f"{self.selection} holds no responses to these training questions. Select from the split that is "
                 "trained on, or leave `train` empty."
             )
-        return found
+        return weights
+
+
+def _check_on_policy(store: SampleStore, round: int) -> None:
+    """Raise InputError unless a round was drawn from the distribution that a policy gradient is of."""
+    sampling, found = store.round_manifest(round).fingerprint.sampling, "no record of its sampling"
+    if sampling is not None:
+        wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
+        drawn = {name: getattr(sampling, name) for name in wanted}
+        found = " and ".join(f"{name} {drawn[name]}" for name in wanted if drawn[name] != wanted[name])
+    if found:
+        raise InputError(
+            f"A policy gradient needs responses drawn at temperature 1 from the whole distribution, but round {round} "
+            f"of {store.path} has {found}. Set `sampling: {{temperature: 1.0, edt_scale: null, top_p: 1.0}}` of "
+            "SSCGeneration and another `store_dir`, or learn from a selection (`reward: none`, `selection`)."
+        )
 
 
 def _check_learnt(reward: str, target: str | None, selection: str | None, every: int | None) -> None:
     if reward == "none" and selection is None and target is None:
         raise InputError("`reward: none` without `selection` and `target` leaves nothing to learn: name one of them.")
     if selection is not None and reward != "none":
-        raise InputError(f"Expected `reward: none` with a `selection`, learnt as it is, but got {reward!r}.")
+        raise InputError(f"A `selection` needs `reward: none`, but got {reward!r}.")
     if selection is not None and every is not None:
         raise InputError(f"A `selection` is of one round: leave out `regenerate_every_n_epochs` {every}.")
     if reward in ANNOTATIONS and every is not None:

@@ -24,25 +24,18 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.datamodules.checks import check_choice
 from selfcal_lightning.datamodules.plan import splits_of
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import Question, QuestionSamples, question_hash
+from selfcal_lightning.training.settings import check_literals
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeRows:
-    """Q questions of a split.
-
-    Attributes:
-        entries: The questions, in the order of the pool.
-        features: Their features [Q, D], not yet standardised.
-        table: What their responses show.
-        target: What is learnt of them [Q].
-    """
+    """Q questions of a split, with features [Q, D] that are not yet standardised and targets [Q]."""
 
     entries: Sequence[QuestionSamples]
     features: Floats
@@ -71,16 +64,14 @@ class ProbeDataset(Dataset[ProbeBatch]):
         return len(self.rows.target)
 
     def __getitem__(self, row: int) -> ProbeBatch:
-        """Return one question."""
         return self.__getitems__([row])
 
     def __getitems__(self, rows: list[int]) -> ProbeBatch:
-        """Return a batch; the data loader calls this with what the batch sampler yields."""
         return ProbeBatch(*(column[rows] for column in self.rows))
 
 
 class EpochOrder(Sampler[list[int]]):
-    """Batches of all questions in an order that depends on the seed and the epoch, from where the trainer stands."""
+    """Batches of all questions, in an order by seed and epoch, from where the trainer stands."""
 
     def __init__(self, size: int, batch_size: int, *, seed: int, trainer: Trainer | None) -> None:
         self.size, self.batch_size, self.seed, self.trainer = size, batch_size, seed, trainer
@@ -89,24 +80,13 @@ class EpochOrder(Sampler[list[int]]):
         return -(-self.size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the numbers of the questions of each batch that is left."""
+        """Yield the question numbers of each remaining batch."""
         epoch, start = 0, 0
         if self.trainer is not None:
             epoch, start = epoch_position(self.trainer, limited_batches(len(self), self.trainer.limit_train_batches))
         order = np.random.default_rng([self.seed, epoch]).permutation(self.size).tolist()
         for place in range(start, len(self)):
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
-
-
-def training_loader(dataset: ProbeDataset, batch_size: int | None, *, seed: int, trainer: Trainer | None) -> object:
-    """Return the loader of training; None takes all questions as one batch."""
-    order = EpochOrder(len(dataset), batch_size or len(dataset), seed=seed, trainer=trainer)
-    return _loader(dataset, order)
-
-
-def whole_loader(dataset: ProbeDataset) -> object:
-    """Return a loader of one batch with all questions, in their order."""
-    return _loader(dataset, [list(range(len(dataset)))])
 
 
 def _loader(dataset: ProbeDataset, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
@@ -176,11 +156,10 @@ class ProbeDataModule(LightningDataModule):
         super().__init__()
         check_at_least(1, batch_size=self.batch_size or 1, target_draws=self.target_draws or 1)
         check_at_least(0, seed=self.seed)
-        check_choice("target", self.target, Target)
-        check_choice("features", self.features, Pooling)
+        check_literals(self)
         check_gives_hidden_states(self.engine)
         if not 0.0 < self.validation_share <= LARGEST_SHARE:
-            raise InputError(f"Expected `validation_share` to lie in (0, 0.5], but got {self.validation_share}.")
+            raise InputError(f"`validation_share` must lie in (0, 0.5], but got {self.validation_share}.")
         self.splits = {TRAIN: self.train_split, VALIDATION: self.validation_split, TEST: self.test_split}
         levels = None if self.levels is None else tuple(self.levels)
         self.read_levels = LevelSettings(levels, self.average, self.final_norm)
@@ -192,7 +171,7 @@ class ProbeDataModule(LightningDataModule):
 
     @property
     def sources(self) -> Mapping[str, Sequence[Any]]:
-        """Nothing: the store alone knows the questions."""
+        """Nothing: only the store knows the questions."""
         return {TRAIN: (), VALIDATION: (), TEST: ()}
 
     def training_settings(self) -> dict[str, Any]:
@@ -226,7 +205,7 @@ class ProbeDataModule(LightningDataModule):
     # ---- reading
 
     def setup(self, stage: str) -> None:
-        """Read the questions of the stage, and of their hidden states what is not kept yet."""
+        """Read the questions of the stage and their hidden states; missing ones are computed and kept."""
         roles = splits_of(stage, TEST)
         self._load(roles)
         missing = [role for role in roles if role not in self._rows]
@@ -271,7 +250,7 @@ class ProbeDataModule(LightningDataModule):
             if role in self._pools or split is None:
                 continue
             if not Path(self.store_dir).is_dir():
-                raise InputError(f"`store_dir`: there is no store {self.store_dir}. `selfcal generate` fills one.")
+                raise InputError(f"There is no store {self.store_dir} (`store_dir`). `selfcal generate` fills one.")
             pool = load_capability_pool(self.store_dir, split=split, task=None)
             table = question_table(pool.pool.entries)
             if role == TRAIN:
@@ -295,40 +274,40 @@ class ProbeDataModule(LightningDataModule):
         return np.flatnonzero(~aside), np.flatnonzero(aside)
 
     # ---- loaders
+    def train_dataloader(self) -> LateDataLoader:
+        dataset = self._dataset(TRAIN)
+        size = self.batch_size or len(dataset)
+        return _loader(dataset, EpochOrder(len(dataset), size, seed=self.seed, trainer=self.trainer))
 
-    def train_dataloader(self) -> object:
-        """Return the loader of training."""
-        return training_loader(self._dataset(TRAIN), self.batch_size, seed=self.seed, trainer=self.trainer)
+    def val_dataloader(self) -> LateDataLoader:
+        return self._whole(VALIDATION)
 
-    def val_dataloader(self) -> object:
-        """Return a loader of one batch, the validation questions."""
-        return whole_loader(self._dataset(VALIDATION))
+    def test_dataloader(self) -> LateDataLoader:
+        return self._whole(TEST)
 
-    def test_dataloader(self) -> object:
-        """Return a loader of one batch, the test questions."""
-        return whole_loader(self._dataset(TEST))
+    def _whole(self, role: str) -> LateDataLoader:
+        """Return a loader of one batch, all questions in their order."""
+        dataset = self._dataset(role)
+        return _loader(dataset, [list(range(len(dataset)))])
 
-    def _dataset(self, role: str) -> Any:
+    def _dataset(self, role: str) -> ProbeDataset:
         module = self.trainer.lightning_module if self.trainer is not None else None
         basis = self.basis or (None if module is None else module.basis)
         if basis is None:
-            raise InputError(f"Expected a trained probe for the split {role!r}, but got none: give `--ckpt_path`.")
+            raise InputError(f"The split {role!r} needs a trained probe: give `--ckpt_path`.")
         return self._rows[role].dataset(basis.centre, basis.scale)
 
     # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order of questions depends on; the position itself is counted by the trainer."""
+        """Return what the order of questions depends on; the trainer counts the position."""
         return {"batch_size": self.batch_size, "seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse another order where training goes on."""
         changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
         if changed and self.basis is not None:
-            raise InputError(
-                f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it, or start a new run "
-                "without `ckpt_path`."
-            )
+            raise InputError(f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it.")
 
 
 def set_aside(questions: Sequence[Question], share: float, *, seed: int) -> np.ndarray:

@@ -17,10 +17,7 @@ from selfcal_lightning.data.tasks.registry import check_slice, load_source
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, duplicate_ids
 
-WAY_OUT = (
-    "Give them different splits or files, or parts of one that do not overlap (`offset` and `limit`), or take these "
-    "questions out of one of the files."
-)
+WAY_OUT = "Use other splits or files, disjoint parts (`offset` and `limit`), or take these questions out of one."
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,10 @@ class QuestionSource:
             task's hub data set; None reads the hub.
         part: "train", "validation" or "calibration": the part of all these questions that is set aside for that by a
             hash of their texts, 80, 10 and 10 %. None takes all.
-        limit: Takes only this many questions; null takes all.
+        limit: Takes only this many questions.
         offset: Skips this many questions first, for example to keep validation apart in a data set without that split.
-        share: Part of the training tuples that go to this task, in (0, 1]. State it for every source or for none;
-            none gives every task the same part. Sources of one task add up.
+        share: Part of the training tuples that go to this task, in (0, 1]. State it for every source or for none; with
+            none, all tasks get the same part. Sources of one task add up.
         chain_of_thought: Asks for reasoning before the answer.
     """
 
@@ -53,7 +50,7 @@ class QuestionSource:
     def __post_init__(self) -> None:
         check_slice(self.offset, self.limit)
         if self.share is not None and not 0.0 < self.share <= 1.0:
-            raise InputError(f"Expected `share` to be None or to lie in (0, 1], but got {self.share}.")
+            raise InputError(f"`share` must lie in (0, 1], but got {self.share}.")
 
 
 def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prompt | None = None) -> list[Question]:
@@ -67,8 +64,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prom
     repeated = duplicate_ids(questions)
     if repeated:
         raise InputError(
-            f"Expected question ids to be unique within `{role}`, but got {len(repeated)} repeated, "
-            f"the first being {repeated[0]!r}. Two sources overlap, or a file repeats an id."
+            f"`{role}` repeats {len(repeated)} question ids, such as {repeated[0]!r}: its sources overlap."
         )
     return questions
 
@@ -76,7 +72,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prom
 def check_disjoint(
     questions: Sequence[Question], others: Sequence[Question], *, roles: tuple[str, str] = ("train", "validation")
 ) -> None:
-    """Hold the questions of two splits apart: split by question, never by response."""
+    """Refuse questions in two splits: split by question, never by response."""
     splits.check_disjoint(questions, others, names=(f"`{roles[0]}`", f"`{roles[1]}`"), way_out=WAY_OUT)
     wordings = {question.messages for question in questions}
     same = [question.id for question in others if question.messages in wordings]
@@ -88,19 +84,16 @@ def check_disjoint(
 
 
 def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
-    """Return the share of every task, in the order of first mention."""
+    """Return the share of every task, in the order in which they are first named."""
     stated = [source for source in sources if source.share is not None]
     tasks = list(dict.fromkeys(source.task for source in sources))
     if not stated:
         return {task: 1.0 / len(tasks) for task in tasks}
     if len(stated) < len(sources):
-        raise InputError(
-            f"Expected `share` to be stated for all {len(sources)} training sources or for none, "
-            f"but got {len(stated)} stated."
-        )
+        raise InputError(f"State `share` for all {len(sources)} training sources or for none, but got {len(stated)}.")
     shares = {task: sum(source.share or 0.0 for source in sources if source.task == task) for task in tasks}
     if sum(shares.values()) > 1.0 + 1e-9:
-        raise InputError(f"Expected the shares to add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
+        raise InputError(f"The shares must add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
     return shares
 
 
@@ -108,7 +101,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def outlive_signals(worker_id: int) -> None:
-    """Let this worker of a data loader outlive a signal that a launcher sends to the whole process group."""
+    """Let this data-loader worker outlive a signal that a launcher sends to the whole process group."""
     # Blocked in this thread, and so in all that it starts, the signals wait for the one that asks who sent them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     parent = os.getppid()

@@ -80,10 +80,7 @@ class Place:
 
 @dataclass(eq=False)
 class RewardRows(RowLayout):
-    """Encodes rows as prompt + response, and lays them side by side as ``SSCCollator`` does; there is no query.
-
-    ``rates`` and ``taught`` say how rollouts from a prefix ended, and what they teach.
-    """
+    """Encodes rows as prompt + response; ``rates`` and ``taught`` say how rollouts from a prefix ended and teach."""
 
     _: KW_ONLY
     steps: Steps
@@ -92,7 +89,6 @@ class RewardRows(RowLayout):
     taught: Mapping[Any, Rate]
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
-        """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
         return self.max_length - num_prompt_tokens
 
     @abstractmethod
@@ -101,10 +97,7 @@ class RewardRows(RowLayout):
 
     @abstractmethod
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
-        """Return the places of a row, those that are cut off too.
-
-        Of a prefix that was rolled out elsewhere, only its end is known.
-        """
+        """Return the places of a row, those that are cut off too; of a prefix rolled out elsewhere only its end."""
 
     @abstractmethod
     def rolled_out(self) -> set[str]:
@@ -115,12 +108,11 @@ class RewardRows(RowLayout):
         return any(not math.isnan(place.target) for place in self.places(row, math.nan, math.nan))
 
     def __call__(self, rows: TupleRows) -> RewardBatch:
-        """Return the batch of ``rows``; a batch of no rows is allowed."""
         encoded = [self.encode(row) for row in rows.stored]
         laid = self.lay(encoded, rows.question_index)
         marks = zip(rows.stored, rows.target.tolist(), rows.correct.tolist(), strict=True)
         places = [self.places(*mark) for mark in marks]
-        # Where each prompt ends, and each branch: its tokens stand before that, one behind the other.
+        # Where each prompt ends, and each branch, whose tokens stand before that.
         prompts, ends = laid["label_position"].tolist(), laid["query_position"].tolist()
         found: list[tuple[int, int, Place]] = []
         last = [-1] * len(encoded)
@@ -171,7 +163,7 @@ class RewardRows(RowLayout):
         return places
 
     def _learnt(self, target: float, drawn: Rate | None) -> float:
-        """Return what is learnt inside of a response."""
+        """Return what is learnt inside a response."""
         if self.target not in OF_ROLLOUTS:
             return target
         if drawn is None:
@@ -191,7 +183,6 @@ class RewardCollator(RewardRows):
         check_marker(self.chat.tokenizer, self.steps)
 
     def encode(self, row: StoredRow) -> EncodedRow:
-        """Return the sequence of ``row``."""
         prompt, response = self._prompt(row), self._response(row)
         room = self.room_for_response(len(prompt))
         if room < 1:
@@ -203,7 +194,7 @@ class RewardCollator(RewardRows):
         return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1, len(response) > room)
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
-        """See ``RewardRows``; the end of the prompt is the first place."""
+        """Return the end of the prompt, then the ends of the steps."""
         response = self._response(row)
         ends = token_step_ends(self.chat.tokenizer, response, self.steps)
         start = Place(0, 0, target, Rate(correct, 1))
@@ -217,7 +208,6 @@ class RewardCollator(RewardRows):
         return [start, *inner]
 
     def rolled_out(self) -> set[str]:
-        """See ``RewardRows``."""
         return {name.rpartition(MARK)[0] for name in self.taught}
 
     def _prompt(self, row: StoredRow) -> tuple[int, ...]:
@@ -236,7 +226,7 @@ class WrittenCollator(RewardRows):
     pad_id: int
 
     def encode(self, row: StoredRow) -> EncodedRow:
-        """Return the sequence of ``row``; padding alone of one that cannot be written, which has no places."""
+        """Return the sequence of ``row``; of one that cannot be written, which has no places, padding alone."""
         written = self._write(row)
         if written is None:
             return EncodedRow((self.pad_id, self.pad_id), 1, 2, was_cut=False)
@@ -244,7 +234,6 @@ class WrittenCollator(RewardRows):
         return EncodedRow(ids, written.start, written.start + 1, was_cut=len(ids) < len(written.ids))
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
-        """See ``RewardRows``."""
         written = self._write(row)
         if written is None:
             return []
@@ -257,7 +246,6 @@ class WrittenCollator(RewardRows):
         )  # fmt: skip
 
     def rolled_out(self) -> set[str]:
-        """See ``RewardRows``."""
         return {question for question, _ in self.taught}
 
     def measure(self, row: StoredRow) -> tuple[int, int] | None:
@@ -281,9 +269,8 @@ def _floats(values: list[float] | np.ndarray) -> Tensor:
 class RewardDataModule(StoredDataModule):
     """Responses with what is learnt at the end of their prompt and of each of their steps, split by question.
 
-    All responses to a question in a micro-batch, with all their steps, are one packed row. An epoch, its optimiser
-    steps and how a training resumes are those of ``SSCDataModule``. Further arguments are those of
-    ``StoredDataModule``: sources, store, layout of batches.
+    All responses to a question in a micro-batch, with all their steps, are one packed row. Epochs, optimiser steps and
+    resuming are those of ``SSCDataModule``; further arguments are those of ``StoredDataModule``.
 
     Args:
         base_model: Folder or hub name of what is trained, the policy or a public reward model; only its tokenizer is
@@ -324,19 +311,16 @@ class RewardDataModule(StoredDataModule):
         super().__post_init__()
         if self.target in LABEL_FREE and self.num_samples < 2:
             raise InputError(
-                f"Expected `num_samples` to be at least 2 with `target={self.target!r}`, but got {self.num_samples}: "
-                "one response always agrees with itself."
+                f"`num_samples` must be at least 2 with `target={self.target!r}`, but got {self.num_samples}."
             )
         if self.target in OF_ROLLOUTS and self.rollouts is None:
             raise InputError(f"`target={self.target!r}` needs `rollouts`, a folder that `selfcal rollout` filled.")
 
     @property
     def row_target(self) -> RewardTarget:
-        """What is learnt."""
         return self.target
 
     def collator(self) -> RewardCollator | WrittenCollator:
-        """Return the collator of the policy's chat format, or of the public model's own."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         layout: dict[str, Any] = {
             "steps": self.steps,
@@ -386,7 +370,7 @@ class RewardDataModule(StoredDataModule):
         return make_table(store, index, collator, [(values, reasons)], lengths=(lengths[:, 0], lengths[:, 1]))
 
     def _check_tokens(self, store: SampleStore, index: SampleIndex, collator: RewardCollator) -> None:
-        """Refuse responses in the tokens of another tokenizer, whose ids would be read as texts that nobody wrote."""
+        """Refuse responses of another tokenizer, whose ids would be read as texts that nobody wrote."""
         row = next(iter(store.read_rows(index.locate(np.arange(min(1, len(index)))))), None)
         if row is None or row.prompt_ids is None:
             return
@@ -394,12 +378,12 @@ class RewardDataModule(StoredDataModule):
         if tuple(row.prompt_ids) != written:
             raise InputError(
                 f"The responses in {store.path} are not in the tokens of `base_model` {self.base_model!r}: the prompt "
-                f"of {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and {list(written)[:8]}... by its "
-                "tokenizer. Train on the policy that sampled them, or start from a public model by `format`."
+                f"of {row.question.id!r} is {list(row.prompt_ids)[:8]}... there and {list(written)[:8]}... here. Train "
+                "on the policy that sampled them, or start from a public model by `format`."
             )
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
-        """Refuse rollouts of these questions none of which goes on from a step of a response."""
+        """Refuse rollouts none of which goes on from a step of a response."""
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
         chunks = (rows[start : start + READ_CHUNK] for start in range(0, len(rows), READ_CHUNK))
         read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.mixture import IntArray
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch, Packing
@@ -46,8 +46,7 @@ class RowLayout(ABC):
     shared_prefix: bool = False
 
     def __post_init__(self) -> None:
-        if self.pad_to_multiple_of < 1:
-            raise InputError(f"Expected `pad_to_multiple_of` to be at least 1, but got {self.pad_to_multiple_of}.")
+        check_at_least(1, pad_to_multiple_of=self.pad_to_multiple_of)
 
     @abstractmethod
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
@@ -58,11 +57,9 @@ class RowLayout(ABC):
         """Return the batch of ``rows``; a batch of no rows is allowed."""
 
     def lay(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
-        """Return the fields of a batch; without rows too."""
         return self._pack(encoded, question_index) if self.shared_prefix and encoded else self._pad(encoded)
 
     def _pad(self, encoded: Sequence[EncodedRow]) -> dict[str, Any]:
-        """Return the fields of a batch of sequences that stand apart."""
         longest = max((len(row.ids) for row in encoded), default=1)
         width = max(min(self._rounded(longest), self.max_length), longest)
         input_ids = torch.full((len(encoded), width), self.pad_id, dtype=torch.int64)
@@ -79,7 +76,7 @@ class RowLayout(ABC):
         return {"input_ids": input_ids, "attention_mask": attention_mask, **_labels(encoded, ends, asked)}
 
     def _pack(self, encoded: Sequence[EncodedRow], question_index: np.ndarray) -> dict[str, Any]:
-        """Return the fields of a batch of one sequence, in which neighbouring rows of a question share their prompt."""
+        """Return one sequence, in which neighbouring rows of a question share their prompt."""
         ids: list[int] = []
         trees: list[PrefixTree] = []
         ends: list[int] = []
@@ -94,7 +91,7 @@ class RowLayout(ABC):
                 last = question, prompt
             tree = trees[-1] = trees[-1]._replace(branches=(*trees[-1].branches, len(branch)))
             own = len(ids)
-            # The first token of a response is asked of the prompt's last position, which all branches share.
+            # The first token of a response is predicted at the prompt's last position, which all branches share.
             asked.append([tree.start + tree.prompt - 1, *range(own, own + len(branch))][: row.response_end - start])
             ids.extend(branch)
             ends.append(len(ids))
@@ -111,7 +108,7 @@ class RowLayout(ABC):
 
 
 def _labels(encoded: Sequence[EncodedRow], ends: Sequence[int], asked: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Return where the queries end, and which logits are asked for which tokens of the responses."""
+    """Return where the queries end, and which logits predict which tokens of the responses."""
     labels = [row.ids[row.response_start : row.response_end] for row in encoded]
     return {
         "query_position": _longs([end - 1 for end in ends]),
@@ -127,7 +124,7 @@ def _longs(values: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class TupleRows:
-    """What the data set hands to the collator: the rows of a micro-batch with their numbers.
+    """The rows of a micro-batch with their numbers, as the data set hands them to the collator.
 
     Attributes:
         micro: Weights and totals, B rows.
@@ -148,7 +145,7 @@ class TupleRows:
 
 @dataclass(eq=False)
 class SSCCollator(RowLayout):
-    """Encodes rows, and lays them side by side: padded to the longest, or packed so that responses share a prompt."""
+    """Encodes rows as prompt + response + confidence query, padded or packed so that responses share a prompt."""
 
     chat: ChatFormat
     empty: bool = field(default=False, kw_only=True)
@@ -156,18 +153,16 @@ class SSCCollator(RowLayout):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pad_id = self.chat.pad_id
-        if self.max_length <= len(self.chat.query.suffix_ids) + 1:
+        query = len(self.chat.query.suffix_ids)
+        if self.max_length <= query + 1:
             raise InputError(
-                f"Expected `max_length` to leave room for the confidence query of {len(self.chat.query.suffix_ids)} "
-                f"tokens, but got {self.max_length}."
+                f"`max_length` {self.max_length} leaves no room beside a confidence query of {query} tokens."
             )
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
-        """Return how many response tokens fit behind prompts; 0 or less means that the row cannot be used."""
         return self.max_length - num_prompt_tokens - len(self.chat.query.suffix_ids)
 
     def encode(self, row: StoredRow) -> EncodedRow:
-        """Return the sequence of ``row``."""
         prompt = row.prompt_ids if row.prompt_ids is not None else self.chat.prompt_ids(row.question.messages)
         sample = row.sample
         response = sample.token_ids if sample.token_ids is not None else self.chat.response_ids(sample.text)
@@ -188,7 +183,6 @@ class SSCCollator(RowLayout):
         return EncodedRow((*prompt, *response, *suffix), start, end, was_cut)
 
     def __call__(self, rows: TupleRows) -> SSCBatch:
-        """Return the batch of ``rows``; a batch of no rows is allowed."""
         micro = rows.micro
         encoded = [
             row if weight > 0 else replace(row, response_end=row.response_start)  # it is asked for no tokens
@@ -220,7 +214,7 @@ def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = N
         return True
     problem = shared_prefix_problem(config)
     if problem is not None:
-        rank_zero_warn(f"{base_model!r} is trained on batches of like length, since {problem} (`packing: auto`).")
+        rank_zero_warn(f"{base_model!r} is trained on batches of similar length, since {problem} (`packing: auto`).")
     return problem is None
 
 

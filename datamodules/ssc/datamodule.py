@@ -7,23 +7,17 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from selfcal_lightning.core.errors import check_at_least
-from selfcal_lightning.datamodules.checks import (
-    RoundRule,
-    check_beside,
-    check_choice,
-    check_generation_ratio,
-    check_shares,
-    check_taught,
-)
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture
 from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
+from selfcal_lightning.datamodules.ssc.stored_rows import RoundRule
 from selfcal_lightning.datamodules.ssc.tuples import (
     BEFORE_ANSWERING,
     PTrueName,
     TargetName,
     TargetRecipe,
+    check_beside,
     check_teacher,
     read_recipe,
 )
@@ -54,7 +48,7 @@ class SSCDataModule(StoredDataModule):
             training questions.
         eta: Only responses with a target above this train the generation loss.
         target: "ssc", "consistency" (vote share), "leave_one_out" (share of the other responses that agree),
-            "leave_one_out_ssc" (of them, weighted by their confidences), "p_true" (own confidence) or "label" (needs
+            "leave_one_out_ssc" (the same, weighted by their confidences), "p_true" (own confidence) or "label" (needs
             references). The first two contain the response's own vote, which makes rare answers look better than they
             are. None is "ssc", and "leave_one_out_ssc" with an activated adapter. "agreeing_pairs", "top_share" and
             "expected_accuracy" (needs references) are of the question: the query is put before there is a response.
@@ -73,9 +67,8 @@ class SSCDataModule(StoredDataModule):
         round: Trains on this generation round; the other splits are always read from round 0, the base model's samples.
         regenerate_every_n_epochs: ``SSCGeneration`` samples the training questions again with the current adapter at
             the end of every so many epochs: epoch e trains on round ``e // n``. None trains on ``round`` throughout.
-        round_rule: Which rows an epoch with a later round reads: "replace" reads the newest round only, "mix" all
-            rounds up to it, as if a question had been sampled that many times as often: targets are computed over a
-            question's responses of all these rounds, none of which is weighted by its age.
+        round_rule: Which rows an epoch with a later round reads: "replace" the newest round only, "mix" all rounds up
+            to it, with targets computed over a question's responses of all these rounds.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "prompt", "p_true")
@@ -102,29 +95,33 @@ class SSCDataModule(StoredDataModule):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(1, num_buckets=1 if self.num_buckets is None else self.num_buckets)
-        check_shares(generation_ratio=self.generation_ratio or 0.0, eta=self.eta)
-        if self.target is not None:
-            check_choice("target", self.target, TargetName)
-        check_teacher(self.teacher, self.teacher_share)
+        for name, value in {"generation_ratio": self.generation_ratio or 0.0, "eta": self.eta}.items():
+            if not 0.0 <= value <= 1.0:
+                raise InputError(f"`{name}` must lie in [0, 1], but got {value}.")
+        check_teacher(self.teacher, self.teacher_share, target=self.target)
 
     @property
     def row_target(self) -> TargetName:
-        """What responses learn, as it was given, or by what is trained."""
+        """What responses learn, as given, or by what is trained."""
         return self.target or (ACTIVATED_TARGET if self._is_activated else JOINT_TARGET)
 
     @property
     def _is_activated(self) -> bool:
-        """Whether what is trained is an activated adapter, which has no use for generation samples."""
+        """Whether an activated adapter is trained, which has no use for generation samples."""
         module = self._module()
         return module is not None and module.activated
 
     def check_fit(self) -> None:
         """Refuse settings that contradict each other or the module that is trained."""
-        check_generation_ratio(self.generation_ratio, activated=self._is_activated, target=self.row_target)
+        target = self.row_target
+        if self.generation_ratio and (target in BEFORE_ANSWERING or self._is_activated):
+            why = "an activated adapter, which has no generation loss (`lora.activated: false` trains jointly)"
+            if target in BEFORE_ANSWERING:
+                why = f"the target {target!r}, which is learnt before there is a response"
+            raise InputError(f"`generation_ratio` must be 0 with {why}, but got {self.generation_ratio}.")
         super().check_fit()
 
     def training_settings(self) -> dict[str, Any]:
-        """Return what the training rows and their targets depend on, as plain JSON types; the store is not read."""
         teacher = None if self.teacher is None else files_sha256([Path(self.teacher)])[0]
         return {**super().training_settings(), "teacher": teacher}
 
@@ -143,20 +140,13 @@ class SSCDataModule(StoredDataModule):
         )
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets are made: that of the adapter, and those of auxiliary adapters.
-
-        Raises:
-            InputError: There is no such target, or a file of a teacher cannot be read.
-        """
         module, target = self._module(), self.row_target
         beside = getattr(module, "beside", {})
-        check_taught(target, self.teacher)
         check_beside(beside, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(target, self.teacher, self.teacher_share)
         return (first, *(read_recipe(one.target or target, one.teacher, one.teacher_share) for one in beside.values()))
 
     def collator(self) -> SSCCollator:
-        """Return the collator of this model's chat format."""
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         return SSCCollator(
             ChatFormat(tokenizer, query=self.query, prompt=self.prompt),

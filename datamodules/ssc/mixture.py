@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +27,35 @@ class TaskPools:
 
     @property
     def num_calibration(self) -> int:
-        """Rows with a target."""
         return sum(len(bucket) for bucket in self.buckets)
+
+
+class PoolDraw(NamedTuple):
+    """Rows of a pool or bucket, and how many were wanted and taken, repeated ones too."""
+
+    size: int
+    wanted: int
+    taken: int
+
+    @property
+    def drawn(self) -> int:
+        return min(self.size, self.taken)
+
+    @property
+    def repeated(self) -> int:
+        return self.taken - self.drawn
+
+    @property
+    def missing(self) -> int:
+        return max(self.wanted - self.taken, 0)
 
 
 @dataclass(frozen=True)
 class TaskDraw:
-    """Counts of one task's draw; ``wanted`` is what the settings ask for, by pool or bucket."""
+    """What was drawn of one task."""
 
-    generation_wanted: int
-    generation_drawn: int
-    generation_repeated: int
-    bucket_sizes: tuple[int, ...]
-    bucket_wanted: tuple[int, ...]
-    bucket_drawn: tuple[int, ...]
-    bucket_repeated: tuple[int, ...]
+    generation: PoolDraw
+    buckets: tuple[PoolDraw, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class EpochDraw:
 def reference_counts(
     total_tuples: int, generation_ratio: float, share: float, *, num_buckets: int = NUM_BUCKETS
 ) -> tuple[int, int]:
-    """Return (rows per bucket, generation rows) that a task asks for, rounded as the reference system rounds."""
+    """Return (rows per bucket, generation rows) that a task asks for, rounded as in the reference system."""
     generation = int(total_tuples * generation_ratio * share)
     return int(total_tuples * (1.0 - generation_ratio) * share // num_buckets), generation
 
@@ -96,7 +111,7 @@ def build_pools(
 def allocate(total: int, weights: FloatArray, capacity: IntArray, rng: np.random.Generator) -> IntArray:
     """Share out ``total`` in proportion to ``weights``; what one part cannot take goes to the others."""
     if total > int(capacity.sum()):
-        raise InputError(f"Expected `total` to be at most the capacity {int(capacity.sum())}, but got {total}.")
+        raise InputError(f"`total` {total} exceeds the capacity {int(capacity.sum())}.")
     given = np.zeros(len(weights))
     full = np.zeros(len(weights), dtype=bool)
     while not full.all():
@@ -131,7 +146,7 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that an epoch plans for, known without the store."""
+        """Rows that an epoch plans for; known without the store."""
         if self.fill:
             return self.total_tuples
         return sum(generation + sum(buckets) for generation, buckets in self._reference_counts().values())
@@ -148,16 +163,10 @@ class Mixture:
             generation.append(self._take(pool.generation, want_generation, rng))
             taken = [self._take(rows, want, rng) for rows, want in zip(pool.buckets, want_buckets, strict=True)]
             calibration.extend(taken)
-            sizes = tuple(len(rows) for rows in pool.buckets)
-            drawn = tuple(min(size, len(rows)) for size, rows in zip(sizes, taken, strict=True))
+            triples = zip(pool.buckets, want_buckets, taken, strict=True)
             counts[name] = TaskDraw(
-                generation_wanted=want_generation,
-                generation_drawn=min(len(pool.generation), len(generation[-1])),
-                generation_repeated=max(len(generation[-1]) - len(pool.generation), 0),
-                bucket_sizes=sizes,
-                bucket_wanted=tuple(int(want) for want in want_buckets),
-                bucket_drawn=drawn,
-                bucket_repeated=tuple(len(rows) - fresh for rows, fresh in zip(taken, drawn, strict=True)),
+                PoolDraw(len(pool.generation), want_generation, len(generation[-1])),
+                tuple(PoolDraw(len(rows), int(want), len(got)) for rows, want, got in triples),
             )
         return self._merge(np.concatenate(calibration), np.concatenate(generation), confident, counts, rng)
 
@@ -177,7 +186,7 @@ class Mixture:
         confident = np.array([len(pools[name].generation) for name in self.shares])
         known = np.array([pools[name].num_calibration for name in self.shares])
         if not known.any():
-            raise InputError(f"Expected the tasks {list(self.shares)} to have rows with a target, but got none.")
+            raise InputError(f"The tasks {list(self.shares)} have no rows with a target.")
         num_generation = round(self.total_tuples * self.generation_ratio) if confident.any() else 0
         generation = self._share_out(num_generation, weights, confident, rng)
         calibration = self._share_out(self.total_tuples - num_generation, weights, known, rng)

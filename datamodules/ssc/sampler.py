@@ -20,8 +20,6 @@ from selfcal_lightning.training.batches import SSCBatch
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from selfcal_lightning.datamodules.ssc.tuples import TupleTable
-
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
 WORTH_PACKING = 0.05  # part of the tokens
@@ -36,14 +34,12 @@ class Dealt(NamedTuple):
 
 @dataclass(frozen=True)
 class DealByLength:
-    """Micro-batches of ``batch_size`` rows of like length, the longest first.
-
-    Places that stay empty are in the last one, and hold the step's shortest row as a filler.
+    """Micro-batches of ``batch_size`` rows of like length, longest first; the last is filled up by the shortest row.
 
     Attributes:
         lengths: Tokens of every row of the table, [R].
         batch_size: Rows of a micro-batch.
-        token_budget: Most tokens of a micro-batch, its rows padded to the longest; None sets no limit.
+        token_budget: Most tokens of a micro-batch, its rows padded to the longest.
     """
 
     lengths: IntArray
@@ -51,7 +47,6 @@ class DealByLength:
     token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
         longest = int(self.lengths[rows].max())
         _check_budget(self.token_budget, largest=self.batch_size * longest, longest=longest)
         order = np.argsort(-self.lengths[rows], kind="stable")
@@ -69,7 +64,7 @@ class DealByPrompt:
         question: Number of each row's question, [R].
         prompt: Tokens of each row's prompt, [R].
         lengths: Tokens of every row's prompt + response + query, [R].
-        token_budget: Most tokens of a micro-batch; None sets no limit.
+        token_budget: Most tokens of a micro-batch.
     """
 
     question: IntArray
@@ -78,7 +73,6 @@ class DealByPrompt:
     token_budget: int | None = None
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
-        """Return the micro-batches of ``rows``, row numbers of the table."""
         trees = self._trees(rows)
         even = -(-sum(self.tokens(rows[tree]) for tree in trees) // num_bins)
         pieces = [piece for tree in trees for piece in self._cut(rows, tree, even)]
@@ -91,7 +85,11 @@ class DealByPrompt:
             heapq.heappush(heap, (load + loads[piece], index))
         order = [index for _, index in sorted(heap, key=lambda pair: (-pair[0], pair[1]))]
         filler = Dealt(np.array([np.argmin(self.lengths[rows])]), np.zeros(1, dtype=bool))
-        dealt = [_real(np.concatenate(bins[index])) if bins[index] else filler for index in order]
+        dealt = [filler] * num_bins
+        for at, index in enumerate(order):
+            if bins[index]:
+                places = np.concatenate(bins[index])
+                dealt[at] = Dealt(places, np.ones(len(places), dtype=bool))
         largest = max(self.tokens(rows[places]) for places, _ in dealt)
         _check_budget(self.token_budget, largest=largest, longest=int(self.lengths[rows].max()))
         return dealt
@@ -109,8 +107,7 @@ class DealByPrompt:
     def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
         """Cut a tree into pieces of like size, as many as the even parts that it comes nearest to filling.
 
-        Not one for each part that it touches: of trees of like size the larger half would be cut in two, and their
-        prompts be encoded twice.
+        With a piece for each part that it touches, the larger half of trees of like size would be cut in two.
         """
         count = min(max(round(self.tokens(rows[tree]) / even), 1), len(tree))
         while True:
@@ -122,13 +119,6 @@ class DealByPrompt:
 
 
 Dealer = DealByLength | DealByPrompt  # deals rows to ``num_bins`` micro-batches, heaviest first, none of them empty
-
-
-def make_dealer(table: TupleTable, batch_size: int, *, shared_prefix: bool, token_budget: int | None) -> Dealer:
-    """Return what deals the rows of ``table``."""
-    if shared_prefix:
-        return DealByPrompt(table.index.question_index, table.prompt_length, table.length, token_budget)
-    return DealByLength(table.length, batch_size, token_budget)
 
 
 def group_by_question(draw: EpochDraw, question: IntArray, *, group_size: int, seed: int, epoch: int) -> EpochDraw:
@@ -172,7 +162,6 @@ class PackedTokens(NamedTuple):
 def count_packed(
     micro_batches: Sequence[Sequence[Dealt]], steps: Sequence[IntArray], dealer: DealByPrompt
 ) -> PackedTokens:
-    """Count what the micro-batches of an epoch hold."""
     packed, separate, prompts, rows, largest = 0, 0, 0, 0, 0
     for step, micro in zip(steps, micro_batches, strict=True):
         for dealt in micro:
@@ -199,24 +188,18 @@ def packed_summary(epoch: PackedTokens) -> str:
 
 
 def _check_budget(token_budget: int | None, *, largest: int, longest: int) -> None:
-    """Raise ValueError where the largest micro-batch of a step exceeds the budget; ``longest`` is its longest row."""
+    """Raise InputError where the largest micro-batch of a step, or its longest row, exceeds the budget."""
     if token_budget is None or largest <= token_budget:
         return
     if longest > token_budget:
         raise InputError(
-            f"A row of {longest:,} tokens exceeds the `token_budget` of {token_budget:,}. Raise `token_budget`, or "
-            "lower `max_length`."
+            f"A row of {longest:,} tokens exceeds `token_budget` {token_budget:,}. Raise it, or lower `max_length`."
         )
     factor = -(-largest // token_budget)
     raise InputError(
-        f"Expected every micro-batch to fit the `token_budget` of {token_budget:,}, but got one of {largest:,} tokens. "
-        f"Divide `batch_size` by {factor} and multiply `trainer.accumulate_grad_batches` by {factor} (the same "
-        "optimiser steps), or raise `token_budget`."
+        f"A micro-batch of {largest:,} tokens exceeds `token_budget` {token_budget:,}. Divide `batch_size` by {factor} "
+        f"and multiply `trainer.accumulate_grad_batches` by {factor} (the same optimiser steps)."
     )
-
-
-def _real(places: IntArray) -> Dealt:
-    return Dealt(places, np.ones(len(places), dtype=bool))
 
 
 def _groups(rows: IntArray, question: IntArray, group_size: int, rng: np.random.Generator) -> list[IntArray]:
@@ -253,7 +236,7 @@ class MicroBatch:
 
 
 def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
-    """Return (epoch, batches of it that have been consumed) of the place where training goes on."""
+    """Return (epoch, its consumed batches) of the place where training goes on."""
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     consumed = batches.current.ready
@@ -262,7 +245,7 @@ def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
 
 
 def limited_batches(num_batches: int, limit: float) -> int:
-    """Return how many batches of an epoch Lightning runs under ``Trainer(limit_train_batches=limit)``."""
+    """Return how many batches of an epoch ``Trainer(limit_train_batches=limit)`` runs."""
     return min(num_batches, limit) if isinstance(limit, int) else int(num_batches * limit)
 
 
@@ -270,7 +253,6 @@ class LateDataLoader(DataLoader[SSCBatch]):
     """A data loader whose workers start with the first batch, instead of with ``iter``; see ``epoch_position``."""
 
     def __iter__(self) -> Iterator[SSCBatch]:
-        """Yield the batches."""
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,14 +260,14 @@ class LateDataLoader(DataLoader[SSCBatch]):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing; see ``state_dict``."""
+        """See ``state_dict``."""
 
 
 class OneByOne:
     """The batches of a data loader, which Lightning leaves as it is.
 
-    For ``predict`` Lightning takes every ``DataLoader`` apart to wrap its batch sampler (2.6.6,
-    ``_dataloader_init_kwargs_resolve_sampler``), and cannot do that with one that yields more than row numbers.
+    For ``predict`` Lightning (2.6.6, ``_dataloader_init_kwargs_resolve_sampler``) takes every ``DataLoader`` apart to
+    wrap its batch sampler, and fails on one that yields more than row numbers.
     """
 
     def __init__(self, loader: LateDataLoader) -> None:
@@ -295,7 +277,6 @@ class OneByOne:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[SSCBatch]:
-        """Yield the batches."""
         return iter(self.loader)
 
 
@@ -314,17 +295,16 @@ class OptimizerStepSampler:
     position: Callable[[], tuple[int, int]]  # epoch, and micro-batches of it that have been consumed
 
     def __len__(self) -> int:
-        """Micro-batches of this process in a whole epoch, wherever iteration starts."""
         return self.num_steps * self.accumulate
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield the rest of the current epoch; the position is read when the first batch is asked for."""
+        """Yield the rest of the current epoch; the position is read with the first batch."""
         epoch, start = self.position()
         if start < self.limit:
             yield from self.micro_batches(epoch, start)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """Yield this process's micro-batches of ``epoch`` from number ``start`` on."""
+        """Yield this process's micro-batches of ``epoch`` from number ``start``."""
         draw = self.draw(epoch)
         edges = self._edges(draw)
         _, dealt = self.steps(draw)  # all of them: what does not fit is refused before the epoch begins
@@ -341,7 +321,7 @@ class OptimizerStepSampler:
     def _edges(self, draw: EpochDraw) -> IntArray:
         if len(draw.rows) < self.num_steps:
             raise InputError(
-                f"Expected at least one row for each of the {self.num_steps} optimiser steps, but got "
+                f"An epoch of {self.num_steps} optimiser steps needs at least one row for each, but got "
                 f"{len(draw.rows)}. Lower `total_tuples`, generate more samples, or set `fill=True`."
             )
         return np.arange(self.num_steps + 1) * len(draw.rows) // self.num_steps
@@ -359,8 +339,12 @@ class OptimizerStepSampler:
         ]
 
 
+def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
+    """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
+    return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
+
+
 def steps_per_epoch(rows: int, rows_per_step: int) -> int:
-    """Return how many optimiser steps ``rows`` make, the last one perhaps not full."""
     return math.ceil(rows / rows_per_step)
 
 

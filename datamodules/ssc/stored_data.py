@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
-from itertools import combinations
-from typing import Any, ClassVar
+from itertools import chain, combinations
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
-from selfcal_lightning.datamodules.checks import RoundRule, Split, check_agreement, check_choice, check_round_settings
-from selfcal_lightning.datamodules.plan import are_local, check_data, check_room, plan_data, splits_of
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.datamodules.plan import check_data, check_room, plan_data, splits_of
 from selfcal_lightning.datamodules.questions import (
     QuestionSource,
     check_disjoint,
@@ -29,6 +29,8 @@ from selfcal_lightning.datamodules.questions import (
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, Mixture, build_pools
 from selfcal_lightning.datamodules.ssc.sampler import (
+    DealByLength,
+    DealByPrompt,
     LateDataLoader,
     OneByOne,
     OptimizerStepSampler,
@@ -36,11 +38,12 @@ from selfcal_lightning.datamodules.ssc.sampler import (
     epoch_position,
     group_by_question,
     limited_batches,
-    make_dealer,
+    rows_per_step,
     steps_per_epoch,
     validation_batches,
 )
 from selfcal_lightning.datamodules.ssc.stored_rows import (
+    RoundRule,
     check_round_of,
     check_stored_splits,
     epoch_to_read,
@@ -57,12 +60,15 @@ from selfcal_lightning.datamodules.ssc.tuples import (
     TupleDataset,
     TupleTable,
     build_table,
+    check_agreement,
     describe_epoch,
-    rows_per_step,
 )
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.packing import check_attention
 from selfcal_lightning.records import Question
+from selfcal_lightning.training.settings import check_literals
+
+Split = Literal["train", "validation", "test"]
 
 # Settings that leave the rows of an optimiser step and their targets as they are; sources, targets and the batch size
 # count otherwise (`training_settings`), and the model is in the fingerprint of every round.
@@ -97,7 +103,7 @@ class StoredDataModule(LightningDataModule, ABC):
             questions make an optimiser step; never more than ``batch_size`` share one. 1 draws every response on its
             own, which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
         token_budget: Maximum number of tokens in a micro-batch, checked before an epoch starts. Unpacked rows count as
-            padded to the longest of their micro-batch. Null sets no limit.
+            padded to the longest of their micro-batch.
         pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
@@ -131,7 +137,7 @@ class StoredDataModule(LightningDataModule, ABC):
     prompt: Prompt | None = None
     seed: int = 0
     num_workers: int = 0
-    # How an epoch is drawn, and targets made: options only of the data modules that declare them again.
+    # Settings of how an epoch is drawn and targets are made: options only of the data modules that declare them again.
     total_tuples: int | None = field(default=None, init=False)
     round: int = field(default=0, init=False)
     regenerate_every_n_epochs: int | None = field(default=None, init=False)
@@ -149,16 +155,14 @@ class StoredDataModule(LightningDataModule, ABC):
         super().__init__()
         at_least_one = (
             "num_samples", "total_tuples", "batch_size", "validation_batch_size", "max_repeats", "group_size",
-            "max_length", "pad_to_multiple_of", "token_budget",
+            "max_length", "pad_to_multiple_of", "token_budget", "regenerate_every_n_epochs",
         )  # fmt: skip
         stated = {name: getattr(self, name) for name in at_least_one}
         check_at_least(1, **{name: value for name, value in stated.items() if value is not None})
         check_at_least(0, seed=self.seed, round=self.round, num_workers=self.num_workers)
-        check_choice("p_true", self.p_true, PTrueName)
-        check_choice("predict_split", self.predict_split, Split)
-        check_choice("packing", self.packing, Packing)
-        check_choice("round_rule", self.round_rule, RoundRule)
-        check_round_settings(self.regenerate_every_n_epochs, self.round)
+        check_literals(self)
+        if self.regenerate_every_n_epochs is not None and self.round != 0:
+            raise InputError(f"`round` must be 0 with `regenerate_every_n_epochs`, but got {self.round}.")
         # A process without validation questions still gets a batch, of no rows.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self.predict_index: SampleIndex | None = None
@@ -183,7 +187,7 @@ class StoredDataModule(LightningDataModule, ABC):
         return (TargetRecipe(self.row_target),)
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
-        """Return the recipe of an epoch for tasks with these shares: every response once, if nothing else is said."""
+        """Return the recipe of an epoch for tasks with these shares: every response once, unless settings say more."""
         return Mixture(
             total_tuples=self._tuples_of_an_epoch() if self.total_tuples is None else self.total_tuples,
             generation_ratio=0.0,
@@ -202,7 +206,7 @@ class StoredDataModule(LightningDataModule, ABC):
 
     @property
     def sources(self) -> dict[Split, list[QuestionSource]]:
-        """Where the questions of each split come from; empty takes every question that the store holds for it."""
+        """Where the questions of each split come from; without sources, every question that the store holds for it."""
         return {"train": self.train or [], "validation": self.validation or [], "test": self.test or []}
 
     def questions(self, split: Split) -> list[Question]:
@@ -218,14 +222,13 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
         """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
-        known = are_local(self.sources.values())
-        return {split: self.questions(split) for split in splits_of(verb, self.predict_split)} if known else None
+        sources = chain.from_iterable(self.sources.values())
+        if any(get_task(source.task).is_remote(path=source.path) for source in sources):
+            return None
+        return {split: self.questions(split) for split in splits_of(verb, self.predict_split)}
 
     def setup(self, stage: str) -> None:
-        """Refuse what would fail after hours of sampling: trainer settings, and models that cannot run packed rows.
-
-        The store is not opened.
-        """
+        """Refuse what would fail after hours of sampling; the store is not opened."""
         if self.trainer is None:
             return
         check_data(self, stage, self.trainer)
@@ -250,7 +253,6 @@ class StoredDataModule(LightningDataModule, ABC):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of an optimiser step over all processes and micro-steps."""
         return rows_per_step(self.batch_size, self.trainer)
 
     @property
@@ -289,11 +291,7 @@ class StoredDataModule(LightningDataModule, ABC):
     # ---- loaders
 
     def train_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of training.
-
-        Raises:
-            InputError: The store lacks the round or questions of it, or holds nothing to train on.
-        """
+        """Open the store and return the loader of training."""
         check_agreement(self.num_samples, self.row_target)
         store, collator = self._store(), self.collator()
         epoch = epoch_to_read(self.trainer)
@@ -301,13 +299,9 @@ class StoredDataModule(LightningDataModule, ABC):
         rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
         table = keep_targets(*self._build(store, collator, "train", rounds, self.recipes()), target=self.row_target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
-        confident = table.confident(self.eta)
+        confident, tasks = table.confident(self.eta), table.index.task.tolist()
         pools = build_pools(
-            table.target,
-            table.index.task.tolist(),
-            confident=confident,
-            tasks=mixture.shares,
-            num_buckets=mixture.num_buckets,
+            table.target, tasks, confident=confident, tasks=mixture.shares, num_buckets=mixture.num_buckets
         )
 
         def draw(epoch: int) -> EpochDraw:
@@ -321,28 +315,24 @@ class StoredDataModule(LightningDataModule, ABC):
     def val_dataloader(self) -> LateDataLoader | list[Any]:
         """Open the store and return the loader of this process's part of the fixed validation pool.
 
-        All responses are in it, the unreadable ones as wrong and without target. Without validation sources and
-        without validation samples in the store there is nothing to validate on: an empty list.
+        It holds all responses, the unreadable ones as wrong and without target. Without validation sources and
+        validation samples there is nothing to validate on: an empty list.
         """
         if not self.sources["validation"] and not self._store().question_ids(split="validation", round=0):
             return []
         return self._pool_loader("validation")
 
     def test_dataloader(self) -> LateDataLoader:
-        """Open the store and return the loader of this process's part of the test pool; see ``val_dataloader``."""
         return self._pool_loader("test")
 
     def predict_dataloader(self) -> OneByOne:
-        """Open the store and return the loader of this process's part of all responses of ``predict_split``.
-
-        From then on ``predict_index`` says which response stands behind a batch's ``row``.
-        """
+        """Return the loader of this process's part of ``predict_split``, and set ``predict_index``."""
         loader = self._pool_loader(self.predict_split)
         self.predict_index = loader.dataset.table.index
         return OneByOne(loader)
 
     def _pool_loader(self, split: Split) -> LateDataLoader:
-        """Return the loader of this process's questions of a split: every response once, unweighted by any draw."""
+        """Return the loader of this process's questions of a split: every response once."""
         store, collator = self._store(), self.collator()
         # Confidences are compared with the target itself, without its teacher.
         rounds, recipes = (self.round if split == "train" else 0,), (TargetRecipe(self.row_target),)
@@ -399,15 +389,11 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def _check_fits(self, table: TupleTable, split: str) -> None:
         if not len(table):
-            raise InputError(
-                f"`max_length` {self.max_length} is too short for every question of the split {split!r}: raise it to "
-                "leave room for prompt, response and confidence query."
-            )
+            raise InputError(f"`max_length` {self.max_length} is too short for every question of the split {split!r}.")
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
-        """Return the rows that fit, and for each the reason why it has no target ("" where it has one)."""
         return build_table(store, index, collator, recipes, p_true=self.p_true, drop_none=self.drop_none)
 
     def _sampler(
@@ -422,7 +408,9 @@ class StoredDataModule(LightningDataModule, ABC):
     ) -> OptimizerStepSampler:
         """Return this process's sampler of what ``rows`` draws from the round ``newest``."""
         trainer = self.trainer
-        deal = make_dealer(table, self.batch_size, shared_prefix=collator.shared_prefix, token_budget=self.token_budget)
+        deal: DealByPrompt | DealByLength = DealByLength(table.length, self.batch_size, self.token_budget)
+        if collator.shared_prefix:
+            deal = DealByPrompt(table.index.question_index, table.prompt_length, table.length, self.token_budget)
         accumulate = trainer.accumulate_grad_batches if trainer else 1
         num_steps = steps_per_epoch(rows_per_epoch, self.rows_per_step)
         batches = num_steps * accumulate
@@ -468,8 +456,7 @@ class StoredDataModule(LightningDataModule, ABC):
             collate_fn=collator,
             num_workers=self.num_workers,
             worker_init_fn=outlive_signals,
-            # Loaders draw the seeds of their workers from a generator: not from the global one, whose state would then
-            # depend on how often a run was resumed.
+            # Worker seeds come from a generator of its own: the global one would depend on how often a run was resumed.
             generator=torch.Generator(),
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
@@ -477,11 +464,11 @@ class StoredDataModule(LightningDataModule, ABC):
     # ---- resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order of rows depends on; the position itself is counted by the trainer."""
+        """Return what the order of rows depends on; the trainer counts the position."""
         return dict(self._order)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the order of the checkpoint, to be compared when training goes on in the middle of an epoch."""
+        """Remember the checkpoint's order, to be compared when training resumes inside an epoch."""
         self._saved_order = dict(state_dict)
 
     def _check_order(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -14,7 +14,6 @@ from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.datamodules.checks import RoundRule
 from selfcal_lightning.datamodules.ssc.tuples import NO_OTHER, TupleTable, question_slices
 from selfcal_lightning.models.chat_format import ChatFormat, Prompt, same_prompt, stated_prompt
 from selfcal_lightning.records import Question
@@ -33,7 +32,6 @@ def read_index(
     questions: Sequence[Question] | None,
     confidences: Sequence[str] = (),
 ) -> SampleIndex:
-    """Return the rows of a split."""
     sampled = f"`selfcal generate --store_split {split}`"
     way_out = f"Add the `SSCGeneration` callback to the trainer, or run {sampled} on this store."
     if questions is None:
@@ -48,14 +46,14 @@ def read_index(
     missing = wanted.keys() - set(index.question_id)
     if missing:
         raise InputError(
-            f"{store.path} lacks samples of round {round} for {len(missing)} of the {len(wanted)} {split!r} questions: "
-            f"{len(missing)} are missing, for example {min(missing)!r}. {way_out}"
+            f"{store.path} lacks samples of round {round} for {len(missing)} of the {len(wanted)} {split!r} questions, "
+            f"such as {min(missing)!r}. {way_out}"
         )
     changed = [name for name, digest in wanted.items() if stored[name].digest != digest]
     if changed:
         raise InputError(
             f"{store.path} was sampled for other {split!r} questions: {len(changed)} with other messages or "
-            f"references, for example {changed[0]!r}. Use the sources of that run, or another store."
+            f"references, such as {changed[0]!r}. Use the sources of that run, or another store."
         )
     return index.select(np.array([name in wanted for name in index.question_id]))
 
@@ -63,7 +61,7 @@ def read_index(
 def check_stored_splits(
     store: SampleStore, rounds: Mapping[str, int], *, known: Mapping[str, Sequence[Question]]
 ) -> None:
-    """Hold splits apart of which some are whatever the store holds for them."""
+    """Refuse questions in two splits, of which some are whatever the store holds for them."""
     stored = {number: store.stored_questions(round=number) for number in set(rounds.values())}
     contents = {split: {question_digest(q): q.id for q in questions} for split, questions in known.items()}
     for split, number in rounds.items():
@@ -72,20 +70,20 @@ def check_stored_splits(
         shared = sorted(contents[one].keys() & contents[other].keys())
         if shared:
             raise InputError(
-                f"Expected `{one}` and `{other}` in the store {store.path} to share no question, but got {len(shared)} "
-                f"in both, for example {contents[one][shared[0]]!r} and {contents[other][shared[0]]!r}, which are one "
-                "question under two ids. Sample or import them into a store from splits or files that do not overlap."
+                f"`{one}` and `{other}` in {store.path} share {len(shared)} questions, such as "
+                f"{contents[one][shared[0]]!r} and {contents[other][shared[0]]!r}. Sample or import them "
+                "from splits or files that do not overlap."
             )
 
 
 def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_counts: bool = True) -> None:
-    """Hold the chat format against the one that a round was sampled with."""
+    """Compare the chat format with the one that a round was sampled with."""
     stored = store.round_manifest(round).fingerprint.prompt.as_json()
     prompts = stated_prompt(stored), chat.prompt
     if "template_sha256" in stored and not same_prompt(*prompts):
         raise InputError(
-            f"Expected the prompt that the store {store.path} was sampled with, {_shown(prompts[0])}, but got "
-            f"{_shown(prompts[1])}. Set `prompt` to it, or use another `store_dir`."
+            f"The store {store.path} was sampled with the prompt {_shown(prompts[0])}, but `prompt` is "
+            f"{_shown(prompts[1])}. Set it to the store's, or use another `store_dir`."
         )
     changed = [
         f"`{name}` was {stored[name]!r} and is {value!r}"
@@ -95,7 +93,7 @@ def check_prompts(store: SampleStore, chat: ChatFormat, *, round: int, query_cou
     if changed:
         raise InputError(
             f"The store {store.path} was sampled with another model or query: {'; '.join(changed)}. Set `base_model` "
-            "and `query` to its own, or use another `store_dir`."
+            "and `query` to the store's, or use another `store_dir`."
         )
 
 
@@ -129,10 +127,10 @@ def _way_out(reasons: set[str]) -> str:
         return "Use questions with references, or `target='ssc'`, which needs none."
     if "zero confidence mass" in reasons:
         return "The model gives Yes no probability at all: try `p_true='normalised'` or `target='consistency'`."
-    return (
-        "Generate with the confidence query, or train on votes alone (`target='consistency'`, of a reward model "
-        "'vote_share')."
-    )
+    return "Generate with the confidence query, or use `target='consistency'` ('vote_share' of a reward model)."
+
+
+RoundRule = Literal["replace", "mix"]
 
 
 def round_of_epoch(epoch: int, every: int | None) -> int:
@@ -143,8 +141,7 @@ def round_of_epoch(epoch: int, every: int | None) -> int:
 def epoch_to_read(trainer: Trainer | None) -> int:
     """Return the epoch whose rows the next loader holds.
 
-    Where training is over, Lightning asks for the loader of one more epoch, whose round was never sampled, and reads
-    nothing of it: then it is the last one.
+    After the last epoch, Lightning asks for one more loader and does not read it; then it is that of the last epoch.
     """
     if trainer is None:
         return 0
@@ -170,8 +167,7 @@ def read_rounds(
 ) -> SampleIndex:
     """Return the rows of a split in all of ``rounds``, sorted by question.
 
-    Targets are computed over all rows of a question, so that with several rounds a response is held against the
-    answers of every round, each weighted by the confidence of the model that gave it.
+    Targets are computed over all rows of a question, each weighted by the confidence of the model that gave it.
     """
     wanted = {"split": split, "questions": questions, "confidences": confidences}
     indexes = [read_index(store, round=round, **wanted) for round in rounds]
@@ -179,25 +175,19 @@ def read_rounds(
         check_prompts(store, chat, round=round, query_counts=query_counts)
     pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
     if questions is None:
-        rank_zero_info(describe_stored(pooled, store, split=split))
+        number = len(np.unique(pooled.question_index))
+        way_out = " Set `trainer.limit_val_batches: 0` to train without validation." if split == "validation" else ""
+        rank_zero_info(
+            f"{split.capitalize()}: {len(pooled):,} responses to {number:,} questions, all that the store {store.path} "
+            f"holds for it, since `{split}` names no sources.{way_out}"
+        )
     return pooled
-
-
-def describe_stored(index: SampleIndex, store: SampleStore, *, split: str) -> str:
-    """Return what a split without sources reads, and for validation, which need not be, how to go without."""
-    number = len(np.unique(index.question_index))
-    way_out = " Set `trainer.limit_val_batches: 0` to train without validation." if split == "validation" else ""
-    return (
-        f"{split.capitalize()}: {len(index):,} responses to {number:,} questions, all that the store {store.path} "
-        f"holds for it, since `{split}` names no sources.{way_out}"
-    )
 
 
 def pool_rounds(indexes: Sequence[SampleIndex]) -> SampleIndex:
     """Return the rows of several rounds, sorted by question, then round, then sample; ``sample_index`` runs on.
 
-    A question's samples of the second round follow those of the first: 0 to N - 1, then N to 2 N - 1. Answers that
-    are equal in the eyes of their task get one name, the first seen: every round named its own.
+    Equal answers get one name, the first seen, since every round named its own.
     """
     names = sorted({name for index in indexes for name in index.confidences})
     starts = np.cumsum([0, *(len(index.files) for index in indexes)])
@@ -224,7 +214,7 @@ def pool_rounds(indexes: Sequence[SampleIndex]) -> SampleIndex:
 
 
 def _one_name(index: SampleIndex) -> np.ndarray:
-    """Return the answers with equal ones of a question named alike, object [R]."""
+    """Return the answers [R] with equal ones of a question named alike."""
     answers = index.answer.copy()
     for rows in question_slices(index):
         distinct = [answer for answer in dict.fromkeys(answers[rows].tolist()) if answer is not None]
@@ -235,7 +225,7 @@ def _one_name(index: SampleIndex) -> np.ndarray:
 
 
 def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
-    """Raise RuntimeError where ``epoch`` belongs to another round than ``newest``, which its loader was built for.
+    """Raise RunError where ``epoch`` belongs to another round than its loader was built for.
 
     A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
     """

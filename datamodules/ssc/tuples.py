@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -17,7 +17,7 @@ from selfcal_lightning.capability.question_table import TaughtTarget
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS, confidence_behind, log_odds
 from selfcal_lightning.confidence.fusion import Fusion
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
@@ -26,7 +26,6 @@ from selfcal_lightning.datamodules.ssc.mixture import (
     EpochDraw,
     FloatArray,
     IntArray,
-    TaskDraw,
     TaskPools,
 )
 from selfcal_lightning.datamodules.ssc.sampler import (
@@ -42,7 +41,7 @@ from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consi
 from selfcal_lightning.metrics.discrimination import auroc
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from selfcal_lightning.training.settings import BesideSettings
 
 OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # columns of its rows; other confidences are annotations
 
@@ -57,30 +56,62 @@ class TargetRecipe:
 
     @property
     def annotations(self) -> tuple[str, ...]:
-        """The annotations that the soft-label source reads."""
         needed = () if self.teacher is None else self.teacher.requires
         return tuple(name for name in needed if name not in OF_THE_STORE)
 
 
 def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
     """Return the recipe of these settings; the file of the teacher is read."""
-    check_teacher(teacher, teacher_share)
+    check_teacher(teacher, teacher_share, target=target)
     return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
 
-def check_teacher(teacher: str | None, teacher_share: float) -> None:
-    """Raise InputError unless a teacher comes with a share of the target above 0, and a share with a teacher."""
+def check_teacher(teacher: str | None, teacher_share: float, *, target: str | None) -> None:
+    """Raise InputError unless teacher, share and target go together."""
     if not 0.0 <= teacher_share <= 1.0:
-        raise InputError(f"Expected `teacher_share` to lie in [0, 1], but got {teacher_share}.")
+        raise InputError(f"`teacher_share` must lie in [0, 1], but got {teacher_share}.")
     if teacher is None and teacher_share > 0.0:
         raise InputError(
-            f"Expected a `teacher` with `teacher_share` {teacher_share}, but got none. Name a file that `selfcal "
-            "fit-confidence` wrote, or leave `teacher_share` out."
+            f"`teacher_share` {teacher_share} needs a `teacher`: a file that `selfcal fit-confidence` wrote."
         )
     if teacher is not None and teacher_share == 0.0:
+        raise InputError(f"`teacher_share` must be above 0 with the `teacher` {teacher}, but got 0.")
+    if teacher is not None and target in BEFORE_ANSWERING:
         raise InputError(
-            f"Expected `teacher_share` to be above 0 with the `teacher` {teacher}, but got 0: it would teach nothing. "
-            "Set it to 0.5, say, or leave `teacher` out."
+            f"The target {target!r} is learnt before there is a response: no `teacher`, but got {teacher}."
+        )
+
+
+def check_agreement(num_samples: int, target: str) -> None:
+    """Refuse targets that would be the agreement of a single response with itself, or with none."""
+    if num_samples < 2 and target in AGREEMENT:
+        why = "has no other to agree with" if target in LEAVE_ONE_OUT else "always agrees with itself"
+        raise InputError(
+            f"`num_samples` must be at least 2 with `target={target!r}`, but got {num_samples}: one response {why}. "
+            "Raise it (the paper uses 32), or train on `target='label'`."
+        )
+
+
+def check_beside(
+    beside: Mapping[str, BesideSettings], *, target: str, num_buckets: int | None, num_samples: int
+) -> None:
+    """Refuse auxiliary adapters that would not become what they would alone."""
+    for name, one in beside.items():
+        check_teacher(one.teacher, one.teacher_share, target=one.target or target)
+        if one.target is None:
+            continue
+        if one.target not in TARGETS:
+            raise unknown_name(f"beside.{name}.target", one.target, TARGETS)
+        check_agreement(num_samples, one.target)
+        if (one.target in BEFORE_ANSWERING) != (target in BEFORE_ANSWERING):
+            raise InputError(
+                f"Targets side by side must be all of responses or all of questions, but got {target!r} and "
+                f"{one.target!r} of {name!r}."
+            )
+    if beside and num_buckets not in (None, 1):
+        raise InputError(
+            f"`num_buckets` must be 1 with adapters side by side, but got {num_buckets}: buckets of the first one's "
+            "target are not those of the others."
         )
 
 
@@ -106,14 +137,15 @@ def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
     missing = sorted({name for feature in features if (name := confidence_behind(feature)) not in columns})
     if missing:
         raise InputError(
-            f"Expected the store to hold what the `teacher` reads of a response, but it lacks {', '.join(missing)}. "
-            "Put it there by `selfcal score --store_dir`, or fit the teacher to others."
+            f"The `teacher` reads {', '.join(missing)} of a response, which the store lacks. Put it there by `selfcal "
+            "score --store_dir`, or fit another teacher."
         )
     values = [(feature, columns[confidence_behind(feature)]) for feature in features]
     return np.column_stack([log_odds(one, feature) if feature.startswith(LOGIT) else one for feature, one in values])
 
 
 TargetName = Literal["ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "p_true", "label", TaughtTarget]
+TARGETS = get_args(TargetName)
 BEFORE_ANSWERING = frozenset(get_args(TaughtTarget))  # learnt after an empty response, one row a question
 AGREEMENT = frozenset(  # need several responses
     {"ssc", "consistency", "leave_one_out", "leave_one_out_ssc", "agreeing_pairs", "top_share"}
@@ -137,8 +169,7 @@ class TupleTable:
         prompt_length: Tokens of the prompt alone, [R].
         num_cut: Rows whose response is cut to fit ``max_length``.
         dropped: Number of rows left out, by (task, reason).
-        beside: Targets of the K adapters that are trained beside the first one, nan where unknown, [R, K]; None without
-            any.
+        beside: Targets of the K auxiliary adapters, nan where unknown, [R, K]; None without any.
     """
 
     index: SampleIndex
@@ -162,23 +193,17 @@ class TupleTable:
         return content.hexdigest()[:16]
 
     def confident(self, eta: float) -> BoolArray:
-        """Return which rows may carry the generation loss: readable, with a target strictly above ``eta``, [R]."""
+        """Return which rows may carry the generation loss [R]: readable, with a target strictly above ``eta``."""
         readable = np.array([answer is not None for answer in self.index.answer], dtype=bool)
         return readable & (np.nan_to_num(self.target) > eta)
 
     def select(self, mask: np.ndarray, reasons: np.ndarray) -> TupleTable:
         """Keep the rows of ``mask`` and count the others under their ``reasons``."""
         dropped = Counter(zip(self.index.task[~mask], reasons[~mask], strict=True))
-        return TupleTable(
-            self.index.select(mask),
-            self.target[mask],
-            self.correct[mask],
-            self.length[mask],
-            self.prompt_length[mask],
-            self.num_cut,
-            self.dropped + dropped,
-            None if self.beside is None else self.beside[mask],
-        )
+        columns = {name: getattr(self, name)[mask] for name in ("target", "correct", "length", "prompt_length")}
+        beside = None if self.beside is None else self.beside[mask]
+        index = self.index.select(mask)
+        return replace(self, index=index, **columns, dropped=self.dropped + dropped, beside=beside)
 
 
 def question_slices(index: SampleIndex) -> Iterator[slice]:
@@ -197,8 +222,7 @@ def compute_targets(
     values = np.full(len(index), np.nan)
     reasons = np.full(len(index), "", dtype=object)
     nothing = np.full(len(index), np.nan)
-    imported = index.confidences.get("p_true", nothing)
-    finished = index.confidences.get(target, nothing)
+    imported, finished = (index.confidences.get(name, nothing) for name in ("p_true", target))
     for rows in question_slices(index):
         answers = index.answer[rows].tolist()
         readable = np.array([answer is not None for answer in answers])
@@ -227,7 +251,7 @@ def compute_targets(
 
 
 def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray) -> float:
-    """Return what the responses say about their question; nan where they do not."""
+    """Return what the responses say about their question; nan where nothing."""
     if target == "expected_accuracy":
         return float(labels.mean())
     value = agreeing_pairs(answers) if target == "agreeing_pairs" else top_share(answers)
@@ -235,11 +259,11 @@ def _of_question(target: str, answers: Sequence[str | None], labels: FloatArray)
 
 
 def _reasons(target: str, readable: np.ndarray, made_of: FloatArray) -> np.ndarray:
-    """Return why each response to a question has no target, if it has none, [n]."""
+    """Return why each response to a question would have no target, [n]."""
     if target in BEFORE_ANSWERING:
         first = "no label" if target == "expected_accuracy" else NO_OTHER
         return np.where(np.arange(len(readable)) > 0, NOT_THE_FIRST, first)
-    if target == "leave_one_out":  # the one that is made of neither
+    if target == "leave_one_out":
         return np.where(readable, NO_OTHER, "unreadable")
     counted = (readable & ~np.isnan(made_of)).sum()
     left = NO_OTHER if target in LEAVE_ONE_OUT and counted < 2 else "zero confidence mass"
@@ -256,8 +280,11 @@ def build_table(
     p_true: PTrueName,
     drop_none: bool,
 ) -> tuple[TupleTable, np.ndarray]:
-    """Return the table of all rows that fit, and for each the reason why it has no target ("" where it has one)."""
-    made = [_follow(one, index, p_true=p_true, drop_none=drop_none) for one in recipes]
+    made = []
+    for recipe in recipes:
+        values, reasons = compute_targets(index, target=recipe.target, p_true=p_true, drop_none=drop_none)
+        mixed = mix_in_teacher(values, index, recipe)
+        made.append((mixed, np.where(np.isnan(mixed) & ~np.isnan(values), UNTAUGHT, reasons)))
     return make_table(store, index, collator, made)
 
 
@@ -287,17 +314,7 @@ def make_table(
     return table.select(fits, too_long), reasons[fits]
 
 
-def _follow(
-    recipe: TargetRecipe, index: SampleIndex, *, p_true: PTrueName, drop_none: bool
-) -> tuple[FloatArray, np.ndarray]:
-    """Return the target of every row by a recipe, nan where it has none, and the reason why, [R] each."""
-    values, reasons = compute_targets(index, target=recipe.target, p_true=p_true, drop_none=drop_none)
-    mixed = mix_in_teacher(values, index, recipe)
-    return mixed, np.where(np.isnan(mixed) & ~np.isnan(values), UNTAUGHT, reasons)
-
-
 def known_lengths(store: SampleStore, index: SampleIndex, collator: RowLayout) -> tuple[IntArray, IntArray]:
-    """Return the tokens of every row's prompt and response, [R] each."""
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
     encoded: dict[str, int] = {}
@@ -324,12 +341,10 @@ class TupleDataset(Dataset[TupleRows]):
         return len(self.table)
 
     def __getitem__(self, row: int) -> TupleRows:
-        """Return one row, unweighted."""
         nothing = np.zeros(1)
         return self.__getitems__(MicroBatch(np.array([row]), np.array([True]), nothing, nothing, 0.0, 0.0))
 
     def __getitems__(self, micro: MicroBatch) -> TupleRows:
-        """Return the rows of ``micro``; the data loader calls this with what the batch sampler yields."""
         table, rows = self.table, micro.rows
         return TupleRows(
             micro=micro,
@@ -353,13 +368,7 @@ def _floats(values: list[float | None]) -> FloatArray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
-    """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
-    return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
-
-
 def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
-    """Return what an epoch draws, and what it saves where responses share their prompt; warn where that is nothing."""
     draw = sampler.draw(epoch)
     text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
     if isinstance(sampler.deal, DealByPrompt):
@@ -368,28 +377,22 @@ def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: O
     return text
 
 
+COLUMNS = ("size", "drawn", "repeated", "missing")
+
+
 def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: EpochDraw) -> str:
     """Return the counts of an epoch's draw: pools, tuples drawn, repeated and missing, and rows dropped by reason."""
     header = f"{'task':<20} {'pool':<12} {'rows':>8} {'drawn':>8} {'repeated':>8} {'missing':>8}"
     lines = [f"{len(draw.rows):,} tuples in an epoch, from {len(table):,} rows with a target:", header]
     for task, counts in draw.counts.items():
-        generation = (
-            len(pools[task].generation),
-            counts.generation_drawn,
-            counts.generation_repeated,
-            max(counts.generation_wanted - counts.generation_drawn - counts.generation_repeated, 0),
-        )
-        missing = [max(gap, 0) for gap in _gaps(counts)]
-        calibration = (sum(counts.bucket_sizes), sum(counts.bucket_drawn), sum(counts.bucket_repeated), sum(missing))
-        if draw.generation_weight.any():
-            lines.append(_line(task, "generation", generation))
-        lines.append(_line(task, "calibration", calibration))
-        lines.append(_bucket_line("rows", counts.bucket_sizes))
-        lines.append(_bucket_line("drawn", counts.bucket_drawn))
-        if any(counts.bucket_repeated):
-            lines.append(_bucket_line("repeated", counts.bucket_repeated))
-        if any(missing):
-            lines.append(_bucket_line("missing", missing))
+        pools_of = {"generation": [counts.generation]} if draw.generation_weight.any() else {}
+        for name, drawn in {**pools_of, "calibration": counts.buckets}.items():
+            sums = (sum(getattr(one, column) for one in drawn) for column in COLUMNS)
+            lines.append(f"{task:<20} {name:<12} " + " ".join(f"{number:>8,}" for number in sums))
+        for title, column in zip(("rows", *COLUMNS[1:]), COLUMNS, strict=True):
+            numbers = [getattr(one, column) for one in counts.buckets]
+            if column in ("size", "drawn") or any(numbers):
+                lines.append(f"{'':<4}{title + ' by bucket':<20} " + " ".join(f"{number:,}" for number in numbers))
     if not any(len(pool.generation) for pool in pools.values()):
         lines.append("no target exceeds eta: the epoch has no generation samples")
     lines.extend(f"{task:<20} dropped: {count:,} {reason}" for (task, reason), count in sorted(table.dropped.items()))
@@ -399,14 +402,11 @@ def describe_draw(table: TupleTable, pools: Mapping[str, TaskPools], draw: Epoch
 
 
 def describe_targets(table: TupleTable) -> str:
-    """Return how high the targets are, and how good where labels exist: a model learns no more than they know.
-
-    A reader that mistakes wrong answers for one another makes them agree; accuracy does not show it, these figures do.
-    """
+    """Return how high the targets are and, where labels exist, how good: a model learns no more than they know."""
     text = f"targets: mean {table.target.mean():.3f}"
     known = ~np.isnan(table.correct)
     if not known.any():
-        return f"{text}; no labels to hold them against"
+        return f"{text}; no labels to compare them with"
     target, correct = table.target[known], table.correct[known].astype(bool)
     ranking = auroc(target, correct)
     shown = "not defined, all being right or all wrong" if ranking is None else f"{ranking:.3f}"
@@ -414,19 +414,3 @@ def describe_targets(table: TupleTable) -> str:
         f"{text}; compared with {int(known.sum()):,} labels, which training does not see: {correct.mean():.3f} right, "
         f"ECE {expected_calibration_error(target, correct):.3f}, AUROC {shown}"
     )
-
-
-def _gaps(counts: TaskDraw) -> list[int]:
-    return [
-        want - drawn - again
-        for want, drawn, again in zip(counts.bucket_wanted, counts.bucket_drawn, counts.bucket_repeated, strict=True)
-    ]
-
-
-def _line(task: str, pool: str, numbers: tuple[int, ...]) -> str:
-    return f"{task:<20} {pool:<12} " + " ".join(f"{number:>8,}" for number in numbers)
-
-
-def _bucket_line(name: str, counts: Sequence[int]) -> str:
-    """Count by bucket, the first one beginning at 0 and the last one ending with 1.0."""
-    return f"{'':<4}{name + ' by bucket':<20} " + " ".join(f"{count:,}" for count in counts)

@@ -17,11 +17,7 @@ from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, labe
 from selfcal_lightning.training.metrics import CalibrationPoints
 
 FIGURES = ("reliability", "roc", "distribution")
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +123,3 @@ def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> 
         "svamp": [0.4],
         "all": [0.1, 0.4],
     }
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="`num_bins`"):
-        CalibrationCurve(num_bins=0)

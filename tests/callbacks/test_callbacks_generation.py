@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) ->
 
 
 def test_a_data_module_is_needed(tiny_model: str) -> None:
-    with pytest.raises(ValueError, match="data module for SSCGeneration"):
+    with pytest.raises(ValueError, match="SSCGeneration needs a data module"):
         trainer_with(generation()).validate(module_of(tiny_model), dataloaders=[])
 
 
@@ -177,25 +176,6 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(
         assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) == 0.0
 
 
-def test_processes_and_micro_batches_do_not_change_the_trajectory(
-    shallow_model: str, filled: Path, tmp_path: Path
-) -> None:
-    states = []
-    for devices, batch_size, accumulate in ((1, 8, 1), (1, 2, 4), (2, 2, 2)):
-        folder = tmp_path / f"{devices}-{batch_size}"
-        folder.mkdir()
-        run = {"devices": devices, "accumulate_grad_batches": accumulate, "max_epochs": 2}
-        strategy = {"strategy": "ddp_fork"} if devices > 1 else {}
-        trainer_with(Keep(folder), **run, **strategy).fit(
-            module_of(shallow_model, lora=LoraSettings(r=4, dropout=0.0, activated=False), lr=5e-4),
-            datamodule=data_module(shallow_model, filled, total_tuples=24, batch_size=batch_size),
-        )
-        states.append(torch.load(folder / "trained.pt"))
-    assert max(value.abs().max().item() for name, value in states[0].items() if "lora_B" in name) > 1e-3
-    for other in states[1:]:
-        assert max((states[0][name] - other[name]).abs().max().item() for name in other) < 1e-5
-
-
 # ---- waiting
 
 
@@ -205,41 +185,21 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.02)
 
 
-def _other_process(folder: Path, seconds: float, fail: bool) -> None:
+def _fail(folder: Path) -> None:
     torch.set_num_threads(1)
     with Rendezvous(folder, rank=1, world_size=2).working():
-        time.sleep(seconds)
-        if fail:
-            raise SystemExit("out of memory")
-
-
-def _meet(folder: Path, *, seconds: float, fail: bool = False, stall_timeout: float = 120.0) -> None:
-    other = multiprocessing.get_context("fork").Process(target=_other_process, args=(folder, seconds, fail))
-    other.start()
-    mine = Rendezvous(folder, rank=0, world_size=2, stall_timeout=stall_timeout)
-    try:
-        with mine.working():
-            pass
-        mine.meet()
-    finally:
-        other.kill()
-        other.join()
-
-
-def test_waiting_goes_on_while_the_other_lives(tmp_path: Path) -> None:
-    started = time.monotonic()
-    _meet(tmp_path / "m", seconds=3.0, stall_timeout=2.0)  # alive for longer than the time of silence that is allowed
-    assert time.monotonic() - started >= 3.0
+        raise SystemExit("out of memory")
 
 
 def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"process 1 .* failed: SystemExit: out of memory"):
-        _meet(tmp_path / "m", seconds=0.1, fail=True)
-
-
-def test_silence_ends_the_waiting(tmp_path: Path) -> None:
-    mine = Rendezvous(tmp_path / "m", rank=0, world_size=2, stall_timeout=0.3)
-    with mine.working():
-        pass
-    with pytest.raises(RuntimeError, match="no sign of life"):
-        mine.meet()
+    other = multiprocessing.get_context("fork").Process(target=_fail, args=(tmp_path / "m",))
+    other.start()
+    mine = Rendezvous(tmp_path / "m", rank=0, world_size=2)
+    try:
+        with mine.working():
+            pass
+        with pytest.raises(RuntimeError, match=r"process 1 .* failed: SystemExit: out of memory"):
+            mine.meet()
+    finally:
+        other.kill()
+        other.join()

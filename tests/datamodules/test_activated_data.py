@@ -68,7 +68,7 @@ def test_the_target_follows_from_what_is_trained(pool: Pool, store_dir: str) -> 
 
 def test_generation_samples_are_refused_before_any_is_drawn(pool: Pool, tmp_path: Path) -> None:
     data = pool.data(str(tmp_path / "no store"), generation_ratio=0.3)
-    with pytest.raises(ValueError, match=r"`generation_ratio` to be 0 with an activated adapter.*but got 0\.3"):
+    with pytest.raises(ValueError, match=r"`generation_ratio` must be 0 with an activated adapter.*but got 0\.3"):
         quiet_trainer().fit(module_of(pool.model, lora=ACTIVATED), datamodule=data)
     connected(data, activated=False).setup("fit")
     connected(data, activated=True).setup("validate")

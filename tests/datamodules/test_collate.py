@@ -113,7 +113,7 @@ def test_a_prompt_without_room_is_an_error_that_names_the_question(chat: ChatFor
     collator = SSCCollator(chat, max_length=len(row.prompt_ids) + len(chat.query.suffix_ids))
     with pytest.raises(ValueError, match="prompt of question 'q'"):
         collator.encode(row)
-    with pytest.raises(ValueError, match="leave room for the confidence query"):
+    with pytest.raises(ValueError, match="`max_length` 8 leaves no room"):
         SSCCollator(chat, max_length=8)
 
 
@@ -168,7 +168,7 @@ def test_a_batch_survives_what_lightning_and_workers_do_to_it(chat: ChatFormat) 
     with pytest.raises(AttributeError, match="use `replace`"):
         batch.task = ()
     assert batch.replace(task=("other",)).task == ("other",)
-    with pytest.raises(ValueError, match="Expected `task` to name 1 rows"):
+    with pytest.raises(ValueError, match="`task` must have 1 rows"):
         batch.replace(task=())
-    with pytest.raises(ValueError, match="Expected `label_position`, `label_id` and `label_row` to be of one length"):
+    with pytest.raises(ValueError, match="`label_position`, `label_id` and `label_row` must have one length"):
         batch.replace(label_row=batch.label_row[1:])

@@ -8,25 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from support.ssc_pools import TRAIN, VALIDATION, MakeSamples, Pool, Recorder, fit, random_samples
+from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.data.pools.importing import import_pool
-from selfcal_lightning.datamodules.adaptation import RolloutDataModule
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
-from selfcal_lightning.datamodules.rewards import RewardDataModule
-from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
-from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 from selfcal_lightning.records import Question
 
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 def test_an_epoch_has_the_number_of_steps_that_the_settings_say(pool: Pool, store_dir: str) -> None:
@@ -39,15 +31,17 @@ def test_an_epoch_has_the_number_of_steps_that_the_settings_say(pool: Pool, stor
     assert Counter(rows[0]) != Counter(rows[1])
 
 
-def test_targets_are_soft_self_consistency_by_hand(pool: Pool) -> None:
-    def make(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
-        return [
-            {"text": "a", "answer": "7", "correct": True, "yes_mass": 0.3, "no_mass": 0.1},
-            {"text": "b", "answer": "7", "correct": True, "yes_mass": 0.1, "no_mass": 0.1},
-            {"text": "c", "answer": "8", "correct": False, "yes_mass": 0.1, "no_mass": 0.3},
-            {"text": "d", "answer": None, "correct": False, "yes_mass": 0.4, "no_mass": 0.1},
-        ]
+def always(*responses: tuple[str | None, bool | None, float | None, float | None]) -> MakeSamples:
+    """The same responses to every question: answer, whether right, and both masses."""
+    made = [
+        {"text": "abcdefgh"[place], "answer": answer, "correct": correct, "yes_mass": yes, "no_mass": no}
+        for place, (answer, correct, yes, no) in enumerate(responses)
+    ]
+    return lambda question, rng: made
 
+
+def test_targets_are_soft_self_consistency_by_hand(pool: Pool) -> None:
+    make = always(("7", True, 0.3, 0.1), ("7", True, 0.1, 0.1), ("8", False, 0.1, 0.3), (None, False, 0.4, 0.1))
     # Normalised confidences .75, .5, .25 (the unreadable one is left out): 1.25 / 1.5 and .25 / 1.5.
     expected = {
         ("ssc", "normalised", True): [1.25 / 1.5, 1.25 / 1.5, 0.25 / 1.5],
@@ -79,37 +73,17 @@ def test_targets_are_soft_self_consistency_by_hand(pool: Pool) -> None:
 
 
 def test_num_samples_takes_the_first_ones(pool: Pool) -> None:
-    path = pool.write(
-        "two_of_four",
-        lambda question, rng: [
-            {"text": text, "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
-            for text, answer in zip("abcd", "7788", strict=True)
-        ],
-    )
+    path = pool.write("two_of_four", always(*((answer, None, 0.5, 0.5) for answer in "7788")))
     table = pool.data(path, num_samples=2).train_dataloader().dataset.table
     assert len(table) == 24
     assert (table.target == 1.0).all()
 
 
 def test_imported_records_bring_their_targets(pool: Pool) -> None:
-    path = pool.write(
-        "imported",
-        lambda question, rng: [
-            {
-                "text": "The answer is 7.",
-                "answer": "7",
-                "correct": None,
-                "confidences": {"ssc": 0.9, "consistency": 0.6},
-            },
-            {
-                "text": "The answer is 8. " * 5,
-                "answer": "8",
-                "correct": None,
-                "confidences": {"ssc": 0.1, "consistency": 0.4},
-            },
-        ],
-        encoded=False,
-    )
+    texts = {"7": "The answer is 7.", "8": "The answer is 8. " * 5}
+    given = {"7": {"ssc": 0.9, "consistency": 0.6}, "8": {"ssc": 0.1, "consistency": 0.4}}
+    made = [{"text": texts[a], "answer": a, "correct": None, "confidences": given[a]} for a in texts]
+    path = pool.write("imported", lambda question, rng: made, encoded=False)
     for target, values in {"ssc": [0.9, 0.1], "consistency": [0.6, 0.4]}.items():
         data = pool.data(path, target=target)
         loader = data.train_dataloader()
@@ -130,9 +104,9 @@ def test_no_micro_batch_exceeds_the_token_budget(packing: str, encoded: bool, st
     largest = max(batch.input_ids.numel() for batch in pool.data(path, **settings).train_dataloader())
     exact = pool.data(path, token_budget=largest, **settings).train_dataloader()
     assert max(batch.input_ids.numel() for batch in exact) == largest
-    with pytest.raises(ValueError, match=rf"`token_budget` of {largest - 1}, but got one of {largest} tokens\. Divide"):
+    with pytest.raises(ValueError, match=rf"{largest} tokens exceeds `token_budget` {largest - 1}\. Divide"):
         list(pool.data(path, token_budget=largest - 1, **settings).train_dataloader())
-    with pytest.raises(ValueError, match=r"Raise `token_budget`, or lower `max_length`"):
+    with pytest.raises(ValueError, match="lower `max_length`"):
         list(pool.data(path, token_budget=90, **settings).train_dataloader())
 
 
@@ -155,7 +129,7 @@ def test_sharing_next_to_nothing_is_warned_of(pool: Pool, store_dir: str, recwar
 @pytest.mark.parametrize("group_size", [1, 8])
 def test_an_epoch_without_rows_says_what_to_do(group_size: int, pool: Pool, store_dir: str) -> None:
     settings = {"fill": False, "total_tuples": 20, "generation_ratio": 0.9, "eta": 1.0, "group_size": group_size}
-    with pytest.raises(ValueError, match=r"Expected at least one row for each .* set `fill=True`"):
+    with pytest.raises(ValueError, match=r"at least one row for each, but got .* set `fill=True`"):
         list(pool.data(store_dir, **settings).train_dataloader())
 
 
@@ -188,7 +162,7 @@ def test_the_worth_of_the_targets_is_printed(
         "without_labels", lambda question, rng: [{**one, "correct": None} for one in random_samples(question, rng)]
     )
     pool.data(unlabelled).train_dataloader()
-    assert "; no labels to hold them against" in lines[1]
+    assert "; no labels to compare them with" in lines[1]
 
 
 def test_dynamic_padding_follows_the_rows(pool: Pool, store_dir: str) -> None:
@@ -203,31 +177,31 @@ def test_dynamic_padding_follows_the_rows(pool: Pool, store_dir: str) -> None:
 
 
 def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    def one(**fields: Any) -> MakeSamples:
-        same = {"text": "The answer is 7.", "answer": "7", "correct": None, "yes_mass": 0.2, "no_mass": 0.2}
-        return lambda question, rng: [{**same, **fields}] * 3
-
+    one = ("7", None, 0.2, 0.2)
     cases: list[tuple[str, dict[str, Any], str]] = [
         (store_dir, {"round": 3}, "samples of round 3 for the split 'train'.*SSCGeneration.*--store_split train"),
-        (str(tmp_path / "nowhere"), {}, "Expected a sample store in"),
-        (store_dir, {"train": [QuestionSource("word_problems", split="train", limit=20)]}, "8 are missing"),
-        (store_dir, {"num_samples": 1}, "`num_samples` to be at least 2"),
+        (str(tmp_path / "nowhere"), {}, "sample store"),
+        (store_dir, {"train": [QuestionSource("word_problems", split="train", limit=20)]}, "for 8 of the 20"),
+        (store_dir, {"num_samples": 1}, "`num_samples` must be at least 2"),
         (store_dir, {"max_length": 20}, "too short for every question of the split 'train'"),
         (store_dir, {"query": "Right? (Yes/No)"}, "`query` was 'Is the answer correct"),
-        (pool.write("silent", one(answer=None)), {}, "unreadable.*max_new_tokens"),
-        (pool.write("unasked", one(yes_mass=None, no_mass=None)), {}, "no confidence.*target='consistency'"),
-        (pool.write("sure", one(yes_mass=0.0)), {}, "zero confidence mass"),
-        (store_dir, {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", one())}, "no label"),
-        (pool.write("single", lambda q, rng: one()(q, rng)[:1]), {}, "at least 2 responses"),
+        (pool.write("silent", always(*[(None, None, 0.2, 0.2)] * 3)), {}, "unreadable.*max_new_tokens"),
+        (pool.write("unasked", always(*[("7", None, None, None)] * 3)), {}, "no confidence.*target='consistency'"),
+        (pool.write("sure", always(*[("7", None, 0.0, 0.2)] * 3)), {}, "zero confidence mass"),
         (
-            pool.write("alone", lambda q, rng: [*one()(q, rng)[:1], *one(answer=None)(q, rng)[:2]]),
+            store_dir,
+            {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", always(one, one, one))},
+            "no label",
+        ),
+        (pool.write("single", always(one)), {}, "at least 2 responses"),
+        (
+            pool.write("alone", always(one, (None, None, 0.2, 0.2), (None, None, 0.2, 0.2))),
             {"target": "leave_one_out"},
             "no other readable response and unreadable. Generate more samples",
         ),
         (store_dir, {"target": "leave_one_out", "num_samples": 1}, "no other to agree with"),
     ]
     for path, settings, message in cases:
-        path = settings.pop("store", path)
         with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
             pool.data(path, **settings).train_dataloader()
 
@@ -273,7 +247,7 @@ def test_splits_are_by_question(pool: Pool, store_dir: str) -> None:
     same = pool.data(store_dir, validation=[QuestionSource("word_problems", split="train", limit=2)])
     with pytest.raises(ValueError, match="share no question, but got 2 in both"):
         same.questions("train")
-    with pytest.raises(ValueError, match="unique within `train`, but got 12 repeated"):
+    with pytest.raises(ValueError, match="`train` repeats 12 question ids"):
         pool.data(store_dir, train=TRAIN * 2).questions("train")
     questions = load_questions(TRAIN, role="train")
     copies = [Question(f"other {q.id}", q.task, q.messages, q.reference, q.text) for q in questions]
@@ -310,20 +284,18 @@ def test_splits_that_the_store_holds_share_no_question(pool: Pool, tmp_path: Pat
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
     data = pool.data(str(tmp_path / "store"), train=[], validation=[], num_samples=4)
-    with pytest.raises(
-        ValueError, match="share no question, but got 1 in both, for example 'train-5' and 'validation-5"
-    ):
+    with pytest.raises(ValueError, match="share 1 questions, such as 'train-5' and 'validation-5"):
         data.val_dataloader()
 
 
 def test_shares_are_stated_for_all_sources_or_none() -> None:
     stated, silent = QuestionSource("gsm8k", share=0.6), QuestionSource("svamp")
-    with pytest.raises(ValueError, match="for all 2 training sources or for none, but got 1"):
+    with pytest.raises(ValueError, match="`share` for all 2 training sources or for none, but got 1"):
         task_shares([stated, silent])
-    with pytest.raises(ValueError, match=r"add up to at most 1, but got 1\.2"):
+    with pytest.raises(ValueError, match=r"at most 1, but got 1\.2"):
         task_shares([stated, stated])
     for wrong in ({"share": 0.0}, {"limit": 0}, {"offset": -1}):
-        with pytest.raises(ValueError, match="Expected"):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             QuestionSource("gsm8k", **wrong)
 
 
@@ -347,28 +319,15 @@ def test_trainers_that_reorder_rows_are_refused(pool: Pool, store_dir: str) -> N
 
 
 def test_settings_are_checked_when_made(pool: Pool) -> None:
-    wrong = {
-        "total_tuples": 0,
-        "generation_ratio": 1.5,
-        "eta": -0.1,
-        "seed": -1,
-        "batch_size": 0,
-        "target": "majority",
-        "p_true": "log",
-    }
+    wrong = {"total_tuples": 0, "generation_ratio": 1.5, "eta": -0.1, "seed": -1, "target": "majority", "p_true": "log"}
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"Expected `{name}` to"):
+        with pytest.raises(ValueError, match=f"`{name}` "):
             pool.data("anywhere", **{name: value})
 
 
 def test_unreadable_responses_are_never_generation_samples(pool: Pool) -> None:
-    path = pool.write(
-        "mostly_unreadable",
-        lambda question, rng: [
-            {"text": text, "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
-            for text, answer in zip("abcde", [None, None, None, None, "7"], strict=True)
-        ],
-    )
+    answers = [None, None, None, None, "7"]
+    path = pool.write("mostly_unreadable", always(*((answer, None, 0.5, 0.5) for answer in answers)))
     data = pool.data(path, num_samples=5, drop_none=False, eta=0.75)
     table = data.train_dataloader().dataset.table
     assert table.target[:5].tolist() == [0.8, 0.8, 0.8, 0.8, 0.2]
@@ -390,24 +349,3 @@ def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sam
     module.attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):
         fit(pool.data(str(tmp_path / "no-store-yet")), module=module)
-
-
-SETTINGS_OF_A_TRAINING = """
-    num_samples generation_ratio total_tuples max_length eta target teacher teacher_share p_true drop_none exact fill
-    max_repeats num_buckets packing group_size query seed round regenerate_every_n_epochs round_rule rows_per_step
-    shares questions
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        (SSCDataModule, set()),
-        (RewardDataModule, {"format", "steps", "rollouts"}),
-        (RolloutDataModule, {"reward", "selection", "scale", "leave_one_out", "normalise"}),
-    ],
-)
-def test_a_training_is_known_by_these_settings(pool: Pool, kind: type[StoredDataModule], more: set[str]) -> None:
-    """Exports and kept adapters of rounds are compared by them: a setting that is added must be added here."""
-    settings = kind(pool.model, "no store", train=TRAIN, validation=VALIDATION).training_settings()
-    assert settings.keys() == set(SETTINGS_OF_A_TRAINING.split()) | more

@@ -11,10 +11,7 @@ from support.ssc_pools import FileRecorder, Pool, Recorder, fit, read_ranks
 
 from selfcal_lightning.datamodules.questions import QuestionSource
 
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,9 @@ def test_the_plan_reads_no_states(store: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"target": "labels"}, "`target` to be one of .*'label'.*, but got 'labels'"),
+        ({"target": "labels"}, "`target` to be one of .*label.*, but got 'labels'"),
         ({"features": "first"}, "`features` to be one of .*, but got 'first'"),
-        ({"validation_share": 0.6}, r"`validation_share` to lie in \(0, 0.5\], but got 0.6"),
+        ({"validation_share": 0.6}, r"`validation_share` must lie in \(0, 0.5\], but got 0.6"),
         ({"target_draws": -1}, "`target_draws` to be at least 1"),
         ({"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
         ({"validation_split": "train"}, "`train_split` and `validation_split` to share no question"),
@@ -121,5 +121,5 @@ def test_what_cannot_be(store: str, settings: dict[str, Any], words: str) -> Non
 
 
 def test_a_store_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="`store_dir`: there is no store"):
+    with pytest.raises(InputError, match="There is no store"):
         ready(str(tmp_path / "none"))

@@ -118,7 +118,7 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
     [
         (answers_of("7", "7", "8"), {"sampling": SamplingSettings()}, "edt_scale 0.8"),
         (answers_of("7", "7", "8"), {"sampling": replace(AT_ONE, top_p=0.9)}, "top_p 0.9"),
-        (answers_of("7", "7", "8"), {}, "no record of how they were"),
+        (answers_of("7", "7", "8"), {}, "no record of its sampling"),
         (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "same within each of 12 questions"),
         (answers_of(None, ""), {"sampling": AT_ONE}, "no response can be read"),
         (answers_of("7"), {"sampling": AT_ONE}, "12 of 12 questions have 1"),
@@ -199,7 +199,7 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
     pool.write("two-rounds", answers_of("8", "8", "9", "7"), sampling=AT_ONE, round=1)
     run_select(store, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
     learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
-    with pytest.raises(InputError, match=r"Expected a selection of round 1, but got one of round 0\. Set `round`"):
+    with pytest.raises(InputError, match="`round` is 1, but the selection is of round 0"):
         batches(data_of(pool, store, round=1, **learnt))
     run_select(store, str(tmp_path / "second"), pick="share", keep="share", keep_count=5, round=1)
     (batch,) = batches(data_of(pool, store, round=1, reward="none", selection=str(tmp_path / "second")))
@@ -209,10 +209,10 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_samples": 1}, "compared with the others of its group"),
+        ({"num_samples": 1}, "`num_samples` must be at least 2"),
         ({"reward": "none"}, "nothing to learn"),
         ({"reward": "best"}, "best"),
-        ({"selection": "runs/selection"}, "`reward: none` with a `selection`"),
+        ({"selection": "runs/selection"}, "A `selection` needs `reward: none`"),
         (
             {"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1},
             "leave out `regenerate_every_n_epochs`",

@@ -129,8 +129,8 @@ def test_small_pools_are_drawn_again_row_by_row_and_within_the_limit() -> None:
     assert set(generation.values()) == {2, 3}
     assert sum(generation.values()) == 210
     counts = draw.counts["a"]
-    assert (counts.bucket_drawn[0], counts.bucket_repeated[0], counts.bucket_repeated[10]) == (1, 3, 6)
-    assert (counts.generation_drawn, counts.generation_repeated) == (100, 110)
+    assert (counts.buckets[0].drawn, counts.buckets[0].repeated, counts.buckets[10].repeated) == (1, 3, 6)
+    assert (counts.generation.drawn, counts.generation.repeated) == (100, 110)
 
 
 def test_when_everything_is_too_small_it_is_repeated_evenly() -> None:
@@ -215,7 +215,7 @@ def test_totals_of_a_step_cut_short_count_what_is_run() -> None:
 
 def test_fewer_rows_than_steps_are_refused() -> None:
     draw = EpochDraw(np.arange(3), np.ones(3), np.zeros(3), {})
-    with pytest.raises(ValueError, match="at least one row for each of the 10 optimiser steps"):
+    with pytest.raises(ValueError, match="10 optimiser steps needs at least one row for each, but got 3"):
         list(make_sampler(draw, np.ones(3, dtype=np.int64)))
 
 

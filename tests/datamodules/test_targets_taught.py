@@ -68,9 +68,9 @@ def test_what_the_rows_depend_on_names_the_teacher_by_its_content(pool: Pool, st
 @pytest.mark.parametrize(
     ("teacher", "share", "message"),
     [
-        (None, 0.5, r"a `teacher` with `teacher_share` 0\.5, but got none"),
-        ("fused.json", 0.0, "`teacher_share` to be above 0 with the `teacher`"),
-        ("fused.json", 1.5, r"`teacher_share` to lie in \[0, 1\], but got 1\.5"),
+        (None, 0.5, r"`teacher_share` 0\.5 needs a `teacher`"),
+        ("fused.json", 0.0, "`teacher_share` must be above 0"),
+        ("fused.json", 1.5, r"`teacher_share` must lie in \[0, 1\], but got 1\.5"),
         ("absent.json", 0.5, "absent.json"),
     ],
 )
@@ -107,7 +107,7 @@ def test_ranking_by_hand() -> None:
     found.sum().backward()
     assert torch.isfinite(scores.grad).all()
     assert scores.grad[3] == 0.0
-    with pytest.raises(ValueError, match="`group` to have one shape"):
+    with pytest.raises(ValueError, match="`group` must have one shape"):
         group_ranking_loss(scores, target, torch.tensor([1]))
 
 

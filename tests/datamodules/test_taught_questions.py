@@ -21,7 +21,7 @@ from selfcal_lightning.commands.capability import run_score_questions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.datamodules.checks import check_beside, check_generation_ratio, check_taught
+from selfcal_lightning.datamodules.ssc.tuples import check_beside, check_teacher
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.settings import BesideSettings
@@ -117,10 +117,10 @@ def test_an_adapter_that_was_not_taught_is_another_model(answered: Path, tmp_pat
         run_score_questions("p_true_before", store_dir=str(store), adapter=adapter)
 
 
-def test_what_does_not_go_together() -> None:
-    with pytest.raises(InputError, match="`generation_ratio` to be 0 with the target 'agreeing_pairs'"):
-        check_generation_ratio(0.3, activated=False, target="agreeing_pairs")
-    with pytest.raises(InputError, match="no `teacher` with 'top_share'"):
-        check_taught("top_share", "teacher.json")
+def test_what_does_not_go_together(pool: Pool) -> None:
+    with pytest.raises(InputError, match="`generation_ratio` must be 0 with the target 'agreeing_pairs'"):
+        pool.data("nowhere", target="agreeing_pairs", generation_ratio=0.3).check_fit()
+    with pytest.raises(InputError, match=r"no `teacher`, but got teacher.json"):
+        check_teacher("teacher.json", 0.5, target="top_share")
     with pytest.raises(InputError, match="all of responses or all of questions, but got 'label' and 'agreeing_pairs'"):
         check_beside({"a": BesideSettings(target="agreeing_pairs")}, target="label", num_buckets=None, num_samples=4)

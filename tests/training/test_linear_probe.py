@@ -169,7 +169,7 @@ def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path,
 @pytest.mark.parametrize(
     ("data", "model", "words"),
     [
-        ({}, {"lr": 0.5}, "Expected `lr` to be 0.02, as in the run that is resumed, but got 0.5"),
+        ({}, {"lr": 0.5}, "`lr` was 0.02 and is 0.5"),
         ({"target": "label"}, {}, "`target` was 'agreeing_pairs' and is 'label'"),
         ({"validation_share": 0.3}, {}, "36 questions were others"),
         ({"batch_size": 8}, {}, "another order of questions: `batch_size` was 16"),
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_validated_tested_and_exported(
     run_export(last, str(tmp_path / "out"), merge=False, module=MODULE)
     assert load_probe(tmp_path / "out").digest == load_probe(whole / "probe").digest
     assert run(["test", "--config", config]) == 1
-    assert "Expected a trained probe" in capsys.readouterr().err
+    assert "needs a trained probe" in capsys.readouterr().err
 
 
 def test_an_export_is_taken_up(whole: Path) -> None:

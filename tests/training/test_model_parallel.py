@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from support.module_batches import NO_DROPOUT, Planned, module_of, quiet_trainer
 from support.parallel_runs import Record, strategy_of
 from support.processes import run_processes
@@ -20,11 +19,7 @@ from selfcal_lightning.training.model_parallel import AdapterModelParallelStrate
 
 State = dict[str, torch.Tensor]
 UNEVEN = LoraSettings(r=3, alpha=8, dropout=0.0, target_modules=("q_proj", "v_proj", "down_proj"), activated=False)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 def trajectory(tiny_model: str, name: str, world: int, settings: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -163,7 +158,7 @@ def test_bfloat16_weights_and_gathering_in_bfloat16(tiny_model: str, tmp_path: P
 def refuse(tiny_model: str) -> Any:
     def message(strategy: AdapterModelParallelStrategy) -> str:
         trainer = quiet_trainer(strategy=strategy, devices=2)
-        with pytest.raises(ValueError, match="Expected") as caught:
+        with pytest.raises(ValueError, match=r"parallel_size|precision") as caught:
             trainer.fit(module_of(tiny_model), datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
         return str(caught.value)
 
@@ -174,45 +169,24 @@ def refuse(tiny_model: str) -> Any:
 
 
 def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`tensor_parallel_size` to be 1, but got 2"):
+    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be 1 .*, but got 2"):
         AdapterModelParallelStrategy(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=r"`timeout_minutes` to be positive, but got 0\.0"):
+    with pytest.raises(ValueError, match=r"`timeout_minutes` .* got 0\.0"):
         AdapterModelParallelStrategy(timeout_minutes=0.0)
-    with pytest.raises(ValueError, match="`data_parallel_size` to be None or at least 1, but got 0"):
+    with pytest.raises(ValueError, match="`data_parallel_size` to be at least 1, but got 0"):
         AdapterModelParallelStrategy(data_parallel_size=0)
     for messages in run_processes(refuse, tmp_path, tiny_model):
-        assert "`trainer.precision` to be bf16-mixed with `gather_bfloat16`, but got 32-true" in messages[0]
-        assert "`data_parallel_size` to divide the number of processes, 2, but got 4" in messages[1]
+        assert "`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got 32-true" in messages[0]
+        assert "`data_parallel_size` 4 must divide the number of processes, 2" in messages[1]
 
 
 def evaluate_then_train(tiny_model: str) -> Any:
     """Lightning itself leaves ``inference_mode`` out on gloo; on NCCL it does what the strategy tells the loops."""
     trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2, max_epochs=1)
-    module = module_of(tiny_model)
-    trainer.fit(module, datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
+    trainer.fit(module_of(tiny_model), datamodule=Planned(ChatFormat(load_tokenizer(tiny_model)), 4))
     loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    return {
-        "inference_mode": [loop.inference_mode for loop in loops],
-        "trains": [_trains_after(mode, tiny_model, trainer) for mode in (torch.no_grad, torch.inference_mode)],
-    }
-
-
-def _trains_after(mode: Any, tiny_model: str, trainer: Trainer) -> bool:
-    """Return whether gradients come where the very first forward was under ``mode``."""
-    module, tokens = module_of(tiny_model), torch.arange(1, 13).view(2, 6)
-    module.trainer = trainer
-    module.configure_model()
-    with mode():
-        module.model(tokens)
-    try:
-        module.model(tokens).logits.float().square().mean().backward()
-    except RuntimeError:  # "Inplace update to inference tensor", or no gradient function
-        return False
-    return any(parameter.grad is not None for parameter in module.parameters())
+    return [loop.inference_mode for loop in loops]
 
 
 def test_evaluation_leaves_the_weights_trainable(tiny_model: str, tmp_path: Path) -> None:
-    for result in run_processes(evaluate_then_train, tmp_path, tiny_model):
-        assert result["inference_mode"] == [False] * 4
-        # The reason. Should the second be True one day, `AdapterModelParallelStrategy.setup` can go.
-        assert result["trains"] == [True, False]
+    assert run_processes(evaluate_then_train, tmp_path, tiny_model) == [[False] * 4] * 2

@@ -34,11 +34,7 @@ ROWS_PER_MICRO_STEP = 4
 ACTIVATED = LoraSettings(r=4, alpha=8, dropout=0.0)
 WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}
 ONE_QUESTION = [QuestionSource("word_problems", split="validation", limit=1)]
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 class Run:
@@ -299,27 +295,6 @@ def test_a_whole_model_is_exported(tiny_model: str, tmp_path: Path) -> None:
     state = run_processes(export_all_weights, tmp_path / "run", tiny_model, tmp_path / "model")[0]
     loaded = dict(load_causal_lm(str(tmp_path / "model"), dtype="float32").named_parameters())
     assert largest_difference(loaded, state) == 0.0
-
-
-def test_a_checkpoint_of_another_adapter_is_refused(
-    pool: Pool, store_dir: str, two: list[dict[str, Any]], folder: Path, tmp_path: Path
-) -> None:
-    assert two
-    for message in run_processes(load_other, tmp_path, pool, store_dir, folder):
-        assert "to hold the" in message[0]
-        assert "lora_A.default.weight: (3, 128) here, (4, 128) in the checkpoint" in message[0]
-        assert "to be a single file" in message[1]
-
-
-def load_other(pool: Pool, store_dir: str, folder: Path) -> list[str]:
-    messages = []
-    for path in (folder / "fsdp2" / "step=4.ckpt", folder):
-        run = Run(pool, store_dir, folder, "fsdp2")
-        module = module_of(pool.model, lora=LoraSettings(r=3, alpha=8, dropout=0.0, activated=False))
-        with pytest.raises(ValueError, match="Expected") as caught:
-            run.trainer().fit(module, datamodule=run.data(), ckpt_path=path, weights_only=True)
-        messages.append(str(caught.value))
-    return messages
 
 
 @pytest.mark.slow

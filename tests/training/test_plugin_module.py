@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,10 +124,10 @@ def test_other_settings_and_other_classes_do_not_go_on(
 ) -> None:
     last = str(whole / "checkpoints" / "last.ckpt")
     assert fit("other", "--ckpt_path", last, "--model.lr", "0.5")[0] == 1
-    assert "Expected `lr` to be 0.05, as in the run that is resumed, but got 0.5" in capsys.readouterr().err
+    assert "`lr` was 0.05 and is 0.5" in capsys.readouterr().err
     own = module_of(tiny_model)
     own.configure_model()
-    with pytest.raises(InputError, match=r"Expected the checkpoint to hold the .* parameters that are trained here"):
+    with pytest.raises(InputError, match="parameters that are trained here differ"):
         own.on_load_checkpoint(torch.load(last, weights_only=True))
 
 
@@ -138,7 +137,7 @@ def test_a_checkpoint_of_the_plug_in_is_exported(whole: Path, tmp_path: Path) ->
         run_export(checkpoint, str(tmp_path / "out"), merge=False)
     with pytest.raises(InputError, match="can be merged, but got LinearProbe"):
         run_export(checkpoint, str(tmp_path / "out"), module=PROBE)
-    with pytest.raises(InputError, match="Expected `module` to be"):
+    with pytest.raises(InputError, match="`module` must be the path of a class"):
         run_export(checkpoint, str(tmp_path / "out"), merge=False, module="support.probe_plugin.Nothing")
     assert not (tmp_path / "out").exists()
     run_export(checkpoint, str(tmp_path / "out"), merge=False, module=PROBE)
@@ -171,21 +170,10 @@ def test_an_export_of_the_plug_in_is_taken_up_again(whole: Path, tiny_model: str
     assert torch.equal(loaded.head.weight, load_file(whole / "probe" / FILE)["weight"])
 
 
-def test_an_export_of_another_kind_is_never_lost(whole: Path, tmp_path: Path, fit: Any) -> None:
-    """A run with other settings in the same place puts the earlier one aside."""
-    before = json.loads((whole / "probe" / "selfcal_manifest.json").read_text())
-    status, folder = fit("again")
-    assert status == 0
-    status, _ = fit("again", "--model.lr", "0.01")
-    assert status == 0
-    (kept,) = folder.glob("probe-*")
-    assert read_manifest(kept)["hyper_parameters"]["lr"] == before["hyper_parameters"]["lr"]
-
-
 def test_the_plug_in_says_what_it_supports(tiny_model: str) -> None:
     probe = LinearProbe(tiny_model)
     probe.check_support(trainer_of("DDP"))
-    with pytest.raises(InputError, match="a run that FSDP2 supports, but got probe: its trunk is loaded whole"):
+    with pytest.raises(InputError, match="FSDP2 does not support probe: its trunk is loaded whole"):
         probe.check_support(trainer_of("FSDP2"))
 
 

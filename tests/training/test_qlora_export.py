@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
+from support.module_batches import MIXED, batch_of
+from support.peft_alora import reference_p_true
 from support.training_runs import data_module, generation, module_of, trainer_with
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
-from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.models.folders import read_manifest
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -57,15 +57,6 @@ def adapted(tiny_model: str, adapter: Path) -> torch.Tensor:
 
 def logits(folder: str) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(IDS).logits
-
-
-def test_samples_are_drawn_from_the_unquantised_base(run: Run, tiny_model: str) -> None:
-    record = SampleStore(run.store).round_manifest(0)
-    assert record.fingerprint.model.model == tiny_model
-    assert record.fingerprint.model.adapter_sha256 is None
-    # The same samples serve a run without quantisation.
-    trainer_with(generation(), max_steps=1).fit(module_of(tiny_model), datamodule=data_module(tiny_model, run.store))
-    assert SampleStore(run.store).round_manifest(0) == record
 
 
 def test_the_adapter_says_what_it_was_trained_on(run: Run) -> None:
@@ -117,13 +108,61 @@ def test_merging_into_bfloat16_only_rounds(run: Run, tiny_model: str, tmp_path: 
         assert not torch.equal(merged[name], weight)
 
 
-def test_merged_is_bfloat16_by_default_and_an_engine_serves_it(run: Run, tmp_path: Path) -> None:
-    written = run_export(str(run.adapter), str(tmp_path / "merged"))
-    stored = load_file(Path(written) / "model.safetensors")
-    assert stored["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
-    asked = [*run.module.chat.query.yes_ids, *run.module.chat.query.no_ids]
-    engine = TransformersEngine(written, dtype="float32", device="cpu", chat=run.module.chat)
-    (probabilities,) = engine.next_token_probabilities([IDS[0].tolist()], asked)
-    engine.close()
-    expected = logits(written)[0, -1].softmax(-1)[asked]
-    torch.testing.assert_close(torch.tensor(probabilities), expected, atol=1e-5, rtol=0)
+FOUR_BITS = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.float32,
+)
+
+
+@pytest.fixture(scope="module")
+def activated_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("qlora")
+    module = module_of(tiny_model, lora=LoraSettings(r=8), quantization="nf4", torch_dtype="float32", lr=2e-2)
+    trainer = trainer_with(generation(), AdapterExport(str(folder / "adapter")), max_epochs=2)
+    trainer.fit(module, datamodule=data_module(tiny_model, folder / "store"))
+    module.eval()
+    return Run(folder / "adapter", folder / "last.ckpt", folder / "store", module)
+
+
+def test_the_folder_names_the_stored_base_and_the_query(activated_run: Run, tiny_model: str) -> None:
+    config = json.loads((activated_run.adapter / "adapter_config.json").read_text())
+    assert config["alora_invocation_tokens"] == list(activated_run.module.chat.query.suffix_ids)
+    assert config["base_model_name_or_path"] == tiny_model
+    manifest = read_manifest(activated_run.adapter)
+    assert (manifest["activated"], manifest["quantization"]) == (True, "nf4")
+
+
+@torch.no_grad()
+def test_plain_peft_on_a_4_bit_base_states_the_same_confidences(activated_run: Run, tiny_model: str) -> None:
+    batch = batch_of(MIXED[:8], activated_run.module.chat)
+    wanted = activated_run.module.confidence(batch).p_true
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, quantization_config=FOUR_BITS)
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # else evaluation would compute in bfloat16 on some CPUs
+    peft = PeftModel.from_pretrained(base, str(activated_run.adapter)).eval()
+    found = reference_p_true(peft, batch, activated_run.module.chat)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    with peft.disable_adapter():
+        assert (reference_p_true(peft, batch, activated_run.module.chat) - wanted).abs().max() > 0.02, (
+            "something was learned"
+        )
+
+
+@torch.no_grad()
+def test_plain_peft_reads_it_on_the_base_as_it_is_stored(activated_run: Run, tiny_model: str) -> None:
+    batch = batch_of(MIXED[:8], activated_run.module.chat)
+    found = AutoPeftModelForCausalLM.from_pretrained(activated_run.adapter, dtype=torch.float32).eval()
+    stored = SelfCalibrationModule(tiny_model, lora=activated_run.module.lora, torch_dtype="float32")
+    stored.configure_model()
+    trained = {name: value for name, value in activated_run.module.named_parameters() if "lora_" in name}
+    for name, parameter in stored.named_parameters():
+        if name in trained:
+            parameter.copy_(trained[name])
+    stored.eval()
+    wanted = stored.confidence(batch).p_true
+    torch.testing.assert_close(reference_p_true(found, batch, stored.chat), wanted, atol=1e-5, rtol=0)
+    apart = (activated_run.module.confidence(batch).p_true - wanted).abs().max()
+    assert 1e-4 < apart < 0.3, "four bits are not what is stored, and near it"

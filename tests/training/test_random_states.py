@@ -15,7 +15,7 @@ from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.datamodules.questions import outlive_signals
-from selfcal_lightning.training.resume import random_states, restore_of_rank, restore_random_states
+from selfcal_lightning.training.resume import random_states, restore_random_states
 
 CPU = torch.device("cpu")
 
@@ -31,19 +31,10 @@ def test_random_states_go_through_a_file(tmp_path: Path) -> None:
     expected = draws(), draws()
     draws()
     read = torch.load(tmp_path / "states.pt", weights_only=True)
-    restore_of_rank(read, 0, 1, CPU)
+    restore_random_states(read[0], CPU)
     assert (draws(), draws()) == expected
     restore_random_states(states, CPU)
     assert (draws(), draws()) == expected
-
-
-def test_states_of_another_number_of_processes_are_left_alone() -> None:
-    states = random_states(CPU)
-    expected = draws()
-    restore_random_states(states, CPU)
-    other = {"python": None}
-    restore_of_rank([other, other], 0, 1, CPU)
-    assert draws() == expected
 
 
 # ---- workers of a data loader

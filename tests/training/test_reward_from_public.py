@@ -27,11 +27,7 @@ from selfcal_lightning.rewards.quantiles import folded_outputs, monotone_quantil
 from selfcal_lightning.rewards.reading import open_rewards
 
 FORMATS = ("qwen2.5-math-prm", "math-shepherd", "rlhflow-prm", "reasoneval", "skywork-o1-prm", "trl-prm")
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +162,7 @@ def test_a_start_that_cannot_be_is_refused(
         module_of(public, "trl-prn")
     with pytest.raises(InputError, match="Expected `full` without `lora`"):
         module_of(public, "trl-prm", full=True, lora=LoraSettings(activated=False))
-    with pytest.raises(InputError, match=r"`format` of the data module to be the module's, 'trl-prm'"):
+    with pytest.raises(InputError, match=r"`format` is 'trl-prm' in the module"):
         trainer_with(max_steps=1).fit(module_of(public, "trl-prm"), datamodule=data_of(public, "reasoneval", store_dir))
     with pytest.raises(InputError, match=r"no `SSCGeneration` with `format='trl-prm'`.*`selfcal generate` first"):
         trainer_with(generation(), max_steps=1).fit(

@@ -41,11 +41,7 @@ from selfcal_lightning.training.modules import trained_parameters
 LORA = LoraSettings(r=2, dropout=0.1, activated=False)
 FULL: dict[str, Any] = {"lora": None, "full": True}
 LEVELS = (0.1, 0.9)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 def module_of(model: str, **changes: Any) -> QuantileRewardModule:
@@ -289,10 +285,10 @@ def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any]
 def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
     with pytest.raises(InputError, match="`rollouts`, a folder that `selfcal rollout` filled"):
         data_of(pool, store_dir, target="success_rate")
-    with pytest.raises(InputError, match="`num_samples` to be at least 2 with `target='vote_share'`"):
+    with pytest.raises(InputError, match="`num_samples` must be at least 2 with `target='vote_share'`"):
         data_of(pool, store_dir, target="vote_share", num_samples=1)
     trainer = trainer_with(max_steps=1)
-    with pytest.raises(InputError, match="`target` of the data module to be the module's, 'outcome'"):
+    with pytest.raises(InputError, match="`target` is 'outcome' in the module"):
         trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
 
 

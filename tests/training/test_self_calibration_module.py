@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +24,16 @@ from support.module_batches import (
     quiet_trainer,
     trained_state,
 )
+from support.other_models import changed_copy, plain_copy
 from support.ssc_pools import Pool
+from support.trainers import KeepState
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import BAR, SelfCalibrationModule
 
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 # ---- the loss
@@ -150,25 +150,8 @@ def test_only_large_micro_batches_are_recomputed(tiny_model: str, chat: ChatForm
         assert len(calls) == 3 + sum(size > above for size in sizes)
         states[above] = trained_state(module)
     assert all(largest_difference(states[0], state) == 0.0 for state in states.values())
-    with pytest.raises(ValueError, match="`gradient_checkpointing: true` with `recompute_above`"):
+    with pytest.raises(ValueError, match="`recompute_above` 5 needs `gradient_checkpointing: true`"):
         module_of(tiny_model, recompute_above=5)
-
-
-def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny_model: str, chat: ChatFormat) -> None:
-    states, calls = [], []
-    for checkpointing in (False, True):
-        module = module_of(tiny_model, gradient_checkpointing=checkpointing, lora=replace(NO_DROPOUT, dropout=0.2))
-        module.configure_model()
-        calls.append(0)
-
-        def count(*_: Any) -> None:
-            calls[-1] += 1
-
-        module.model.get_base_model().model.layers[0].mlp.register_forward_pre_hook(count)
-        quiet_trainer(accumulate_grad_batches=2).fit(module, datamodule=Planned(chat, 4))
-        states.append(trained_state(module))
-    assert calls == [6, 12]
-    assert largest_difference(*states) < 1e-6
 
 
 def test_gradients_are_there_after_a_validation(tiny_model: str, chat: ChatFormat) -> None:
@@ -220,25 +203,6 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
     with pytest.raises(InterruptedError):
         module.configure_model()
     assert asked == [dtype]
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("cuda:1", torch.device("cuda", 1))])
-def test_weights_are_read_straight_onto_the_gpu_of_the_process(
-    tiny_model: str, monkeypatch: pytest.MonkeyPatch, device: str, expected: torch.device | None
-) -> None:
-    """Otherwise all processes of a machine hold the whole model in host memory at the same time."""
-    asked: list[Any] = []
-
-    def stop(*_: Any, device: torch.device | None = None, **__: Any) -> None:
-        asked.append(device)
-        raise InterruptedError
-
-    monkeypatch.setattr("selfcal_lightning.training.calibrated_model.load_causal_lm", stop)
-    module = module_of(tiny_model)
-    module._trainer = SimpleNamespace(strategy=SingleDeviceStrategy(torch.device(device)), precision="32-true")
-    with pytest.raises(InterruptedError):
-        module.configure_model()
-    assert asked == [expected]
 
 
 # ---- what is logged
@@ -321,3 +285,169 @@ def test_prediction_says_which_row_it_belongs_to(tiny_model: str, chat: ChatForm
 def test_arguments_are_checked(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SelfCalibrationModule("model", **settings)
+
+
+class Clock(Callback):
+    """A clock that stands still, but for a second before a training batch and a thousand in a validation."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.validations = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.now += 1.0
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.now += 1000.0
+        self.validations += 1
+
+
+@pytest.mark.parametrize("every", [None, 3, 4])
+def test_a_validation_inside_a_step_does_not_change_the_speed(
+    every: int | None, tiny_model: str, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro-batches of a second each; validation comes after the third, after the fourth, or not at all."""
+    data, clock = Planned(chat, 2), Clock()
+    data.rows = data.rows[:8]
+    data.val_dataloader = lambda: DataLoader([batch_of(data.rows[:2], chat)], batch_size=None)
+    monkeypatch.setattr(
+        "selfcal_lightning.training.self_calibration.time", SimpleNamespace(perf_counter=lambda: clock.now)
+    )
+    trainer = quiet_trainer(
+        callbacks=[clock], accumulate_grad_batches=4, log_every_n_steps=1, num_sanity_val_steps=0,
+        val_check_interval=every, limit_val_batches=0 if every is None else 1,
+    )  # fmt: skip
+    trainer.fit(module_of(tiny_model), datamodule=data)
+    assert clock.validations == (every is not None)
+    assert trainer.callback_metrics["train/speed/ResponsesPerSecond"].item() == pytest.approx(8 / 4)
+
+
+LR = 1e-3  # at ten times that the model is sure of everything after two steps, and its gradients are rounding
+
+
+def fitted(tiny_model: str, chat: ChatFormat, micro_batch: int, path: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    module = module_of(tiny_model, lr=LR)
+    accumulate = 8 // (micro_batch * settings.get("devices", 1))
+    trainer = quiet_trainer(accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[KeepState(path)], **settings)
+    trainer.fit(module, datamodule=Planned(chat, micro_batch))
+    kept = torch.load(path)
+    assert kept["steps"] == 6
+    return kept["state"]
+
+
+@pytest.fixture(scope="module")
+def one_batch_trajectory(
+    tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    return fitted(tiny_model, chat, 8, tmp_path_factory.mktemp("trajectory") / "state.pt")
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_accumulation_does_not_change_the_trajectory(
+    tiny_model: str, chat: ChatFormat, one_batch_trajectory: dict[str, torch.Tensor], micro_batch: int, tmp_path: Path
+) -> None:
+    start = module_of(tiny_model)
+    start.configure_model()
+    assert largest_difference(one_batch_trajectory, trained_state(start)) > 1e-3
+    accumulated = fitted(tiny_model, chat, micro_batch, tmp_path / "state.pt")
+    assert largest_difference(accumulated, one_batch_trajectory) < 1e-5
+
+
+def test_processes_do_not_change_the_trajectory(
+    tiny_model: str, chat: ChatFormat, one_batch_trajectory: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    two = fitted(tiny_model, chat, 2, tmp_path / "state.pt", devices=2, strategy="ddp_fork")
+    assert largest_difference(two, one_batch_trajectory) < 1e-5
+
+
+def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: ChatFormat) -> None:
+    rates: list[float] = []
+
+    class Record(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    trainer = quiet_trainer(accumulate_grad_batches=4, max_epochs=2, callbacks=[Record()])
+    trainer.fit(module_of(tiny_model, lr=1.0, warmup_steps=1), datamodule=Planned(chat, 2))
+    expected = [0.5, *(0.5 * (1 + math.cos(math.pi * step / 5)) for step in range(5))]
+    assert rates == pytest.approx(expected)
+
+
+def test_endless_training_is_refused(tiny_model: str, chat: ChatFormat) -> None:
+    with pytest.raises(ValueError, match=r"`trainer.max_epochs` or `trainer.max_steps`"):
+        quiet_trainer(max_epochs=-1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))
+
+
+def _checkpoint(tiny_model: str, chat: ChatFormat, tmp_path: Path, **settings: Any) -> tuple[Path, Any]:
+    module = module_of(tiny_model, **settings)
+    trainer = quiet_trainer(tmp_path)
+    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
+    path = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(path)
+    return path, module
+
+
+def test_checkpoint_holds_only_the_adapter_and_comes_back(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
+    path, module = _checkpoint(tiny_model, chat, tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    assert set(checkpoint["state_dict"]) == set(trained_state(module))
+    assert checkpoint["base_model_identity"]["model"] == tiny_model
+    assert checkpoint["hyper_parameters"]["lora"]["r"] == 4
+    loaded = SelfCalibrationModule.load_from_checkpoint(path)
+    assert largest_difference(trained_state(loaded), trained_state(module)) == 0.0
+    assert loaded.lora == NO_DROPOUT
+
+
+def test_checkpoint_of_another_base_model_is_refused(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    other = changed_copy(tiny_model, tmp_path / "other")
+    with pytest.raises(ValueError, match=f"base model '{tiny_model}'.* but `base_model` is '.*/other'"):
+        SelfCalibrationModule.load_from_checkpoint(path, base_model=other)
+    same = plain_copy(tiny_model, tmp_path / "copy")
+    SelfCalibrationModule.load_from_checkpoint(path, base_model=same)  # the same weights in another folder
+
+
+def test_checkpoint_of_another_adapter_is_refused(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    for lora in (replace(NO_DROPOUT, r=8), replace(NO_DROPOUT, target_modules=("q_proj",)), None):
+        with pytest.raises(ValueError, match="parameters that are trained here"):
+            SelfCalibrationModule.load_from_checkpoint(path, lora=lora)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"].popitem()
+    torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match="absent in the checkpoint"):
+        SelfCalibrationModule.load_from_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora": replace(NO_DROPOUT, alpha=64)}, r"`lora\.alpha` was 8 and is 64\. Restore"),
+        ({"lora": replace(NO_DROPOUT, dropout=0.5)}, r"`lora\.dropout` was 0\.0"),
+        ({"lr": 1e-4, "omega": 0.7}, r"`lr` was 0\.01 and is 0\.0001 and `omega` was 0\.1 and is 0\.7"),
+        ({"seed": 1}, "`seed` was 0 and is 1.*or start a new run without"),
+    ],
+)
+def test_training_does_not_go_on_with_other_settings(
+    tiny_model: str, chat: ChatFormat, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(tmp_path, max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=path)
+    if "alpha" in message:
+        with pytest.raises(ValueError, match=message):
+            quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
+    else:
+        quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
+
+
+def test_training_goes_on_from_another_folder_with_activations_recomputed(
+    tiny_model: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+    moved = plain_copy(tiny_model, tmp_path / "moved")
+    module = module_of(moved, gradient_checkpointing=True, attn_implementation="eager")
+    trainer = quiet_trainer(tmp_path, max_epochs=2)
+    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None), ckpt_path=path)
+    assert trainer.global_step == 2

@@ -37,10 +37,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ranked": ({"ranking": 0.5, "loss": "squared"}, {}),
 }
 
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +180,9 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora": NO_DROPOUT}, "`beside` with an activated adapter alone, but got votes with joint training"),
-        ({"beside": {"best": BesideSettings()}}, "the names in `beside` .*but got 'best'"),
-        ({"beside": {"a.b": BesideSettings()}}, r"the names in `beside` .*but got 'a\.b'"),
+        ({"lora": NO_DROPOUT}, r"`beside` \(votes\) needs an activated adapter"),
+        ({"beside": {"best": BesideSettings()}}, "Names in `beside` .*but got 'best'"),
+        ({"beside": {"a.b": BesideSettings()}}, r"Names in `beside` .*but got 'a\.b'"),
         ({"ranking": -1.0}, r"`ranking` to be a number of at least 0, but got -1\.0"),
     ],
 )
@@ -198,9 +195,9 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
     ("beside", "data", "message"),
     [
         ({"target": "votes"}, {}, r"`beside\.other\.target` to be one of .*but got 'votes'"),
-        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `beside` to be at most as long as `query`"),
-        ({}, {"num_buckets": 4}, "`num_buckets` to be 1 with adapters side by side, but got 4"),
-        ({"teacher_share": 0.5}, {}, r"a `teacher` with `teacher_share` 0\.5, but got none"),
+        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `beside` must be at most as long as `query`"),
+        ({}, {"num_buckets": 4}, "`num_buckets` must be 1 with adapters side by side, but got 4"),
+        ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
     ],
 )
 def test_what_cannot_be_trained_side_by_side(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -15,12 +17,15 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from support.module_batches import module_of, quiet_trainer
-from support.other_models import plain_copy
 from support.trainers import trainer_of
 from support.training_runs import data_module, generation
 from transformers import LlamaConfig
 
+from selfcal_lightning.callbacks.adapter_export import AdapterExport
+from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.training.modules import TrainedModule
 from selfcal_lightning.training.settings import MemorySettings
 from selfcal_lightning.training.support import REASONS, SUPPORT, WAYS, check_support, support_table, way_of
 
@@ -45,7 +50,7 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
     )
     asked = {"lora": feature != "full fine-tuning", "beside": feature == "adapters side by side"}
     if SUPPORT[feature][way] == "no":
-        with pytest.raises(ValueError, match=f"run that {way} supports, but got ") as caught:
+        with pytest.raises(ValueError, match=f"{way} does not support ") as caught:
             check_support(trainer_of(way, precision), memory, **asked)
         assert REASONS[feature, way] in str(caught.value)
     else:
@@ -87,15 +92,6 @@ def test_layers_that_the_model_has_not_are_refused_before_anything_is_sampled(
     assert module.model is None
 
 
-def test_so_is_a_model_whose_download_broke_off(tiny_model: str, tmp_path: Path) -> None:
-    model = plain_copy(tiny_model, tmp_path / "model")
-    weights = tmp_path / "model" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{weights} to be a whole safetensors file"):
-        quiet_trainer(callbacks=[generation()]).fit(module_of(model), datamodule=data_module(model, tmp_path / "store"))
-    assert not (tmp_path / "store").exists()
-
-
 def test_layers_are_looked_up_without_memory(tiny_model: str, tmp_path: Path) -> None:
     """A model of 70 billion parameters has shapes here and no weights at all."""
     from selfcal_lightning.models.sharded_loading import check_architecture
@@ -116,3 +112,19 @@ def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: 
     assert not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="but got '64-true'"):
         quiet_trainer(precision="64-true").validate(module_of(tiny_model), [])
+
+
+@pytest.mark.parametrize("callback", [generation, AdapterExport, ConfidenceWriter])
+def test_callbacks_name_the_module_that_they_need(tiny_model: str, callback: Any) -> None:
+    one = callback()
+    verb = "predict" if callback is ConfidenceWriter else "fit"
+    with pytest.raises(InputError, match=rf"{type(one).__name__} needs a \w+Module, but got LightningModule"):
+        one.plan_run(verb, quiet_trainer(), LightningModule(), data_module(tiny_model, Path("store")))
+
+
+def test_what_a_module_leaves_open_is_told_before_training(tiny_model: str, tmp_path: Path) -> None:
+    class Unexported(TrainedModule):
+        """Nobody said how it is exported."""
+
+    with pytest.raises(InputError, match="Unexported must define `save_export` for AdapterExport"):
+        AdapterExport(str(tmp_path / "adapter")).plan_run("fit", quiet_trainer(), Unexported(tiny_model), None)

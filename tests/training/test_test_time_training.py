@@ -34,11 +34,7 @@ from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, k
 
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0, activated=False)
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 def varied(question: Question, rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -73,7 +69,7 @@ def batch_of(advantage: list[float], rows: list[int], weight: list[float]) -> ad
         target=torch.full((size,), math.nan), correct=torch.full((size,), math.nan),
         calibration_weight=torch.zeros(size), generation_weight=torch.tensor(weight),
         calibration_total=torch.tensor(0.0), generation_total=torch.tensor(sum(weight)), question_index=longs,
-        task=("t",) * size,
+        task=("t",) * size, row=longs,
     )  # fmt: skip
 
 
@@ -231,7 +227,7 @@ def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Pat
 
 
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:
-    with pytest.raises(InputError, match="`target` of the data module to be the module's, None"):
+    with pytest.raises(InputError, match="`target` is None in the module"):
         trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
     for changes, message in (
         ({"lora": None}, "`lora` to be an adapter"),

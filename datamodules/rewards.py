@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from shlex import quote
 from typing import Any, ClassVar, cast
@@ -110,14 +110,13 @@ class RewardRows(RowLayout):
     def __call__(self, rows: TupleRows) -> RewardBatch:
         encoded = [self.encode(row) for row in rows.stored]
         laid = self.lay(encoded, rows.question_index)
-        marks = zip(rows.stored, rows.target.tolist(), rows.correct.tolist(), strict=True)
-        places = [self.places(*mark) for mark in marks]
         # Where each prompt ends, and each branch, whose tokens stand before that.
         prompts, ends = laid["label_position"].tolist(), laid["query_position"].tolist()
         found: list[tuple[int, int, Place]] = []
         last = [-1] * len(encoded)
-        for number, (own, prompt, end) in enumerate(zip(places, prompts, ends, strict=True)):
-            length = len(encoded[number].ids) - encoded[number].response_start
+        columns = rows.stored, rows.target.tolist(), rows.correct.tolist(), prompts, ends
+        for number, (row, target, correct, prompt, end) in enumerate(zip(*columns, strict=True)):
+            own, length = self.places(row, target, correct), len(encoded[number].ids) - encoded[number].response_start
             for place in own:
                 if place.length <= length:
                     position = prompt if place.length == 0 else end - length + place.length
@@ -142,23 +141,16 @@ class RewardRows(RowLayout):
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
         )
 
-    def _at_steps(
-        self,
-        ends: Sequence[int],
-        target: float,
-        correct: float,
-        *,
-        rate_of: Callable[[int], Rate | None],
-        taught_by: Callable[[int], Rate | None],
-    ) -> list[Place]:
-        """Return the places at the ends of steps."""
+    def _at_steps(self, ends: Sequence[int], keys: Sequence[Any], target: float, correct: float) -> list[Place]:
+        """Return the places at the ends of steps; ``keys`` name the prefixes that end with a step."""
         if self.target == OF_PREFIXES:  # what was rolled out is what stands at the end of the last step
             return [Place(ends[-1], POSITIONS.index("middle"), target, Rate(target, 1))] if ends else []
         places = []
         for number, end in enumerate(ends, start=1):
-            drawn = rate_of(number - 1) if number < len(ends) else None
-            learnt = self._learnt(target, taught_by(number - 1)) if number < len(ends) else target
-            rate = Rate(correct, 1) if drawn is None else drawn
+            learnt, rate = target, Rate(correct, 1)
+            if number < len(ends):
+                key = keys[number - 1]
+                learnt, rate = self._learnt(target, self.taught.get(key)), self.rates.get(key, rate)
             places.append(Place(end, step_position(number, len(ends)), learnt, rate))
         return places
 
@@ -201,11 +193,7 @@ class RewardCollator(RewardRows):
         if self.target == OF_PREFIXES:
             start = Place(0, 0, math.nan, Rate(math.nan, 1))
         names = [prefix_id(row.question.id, response[:end]) for end in ends]
-        inner = self._at_steps(
-            ends, target, correct,
-            rate_of=lambda k: self.rates.get(names[k]), taught_by=lambda k: self.taught.get(names[k]),
-        )  # fmt: skip
-        return [start, *inner]
+        return [start, *self._at_steps(ends, names, target, correct)]
 
     def rolled_out(self) -> set[str]:
         return {name.rpartition(MARK)[0] for name in self.taught}
@@ -238,12 +226,7 @@ class WrittenCollator(RewardRows):
         if written is None:
             return []
         ends = [position + 1 - written.start for position in written.positions]
-        of = row.question.id
-        texts = written.prefixes
-        return self._at_steps(
-            ends, target, correct,
-            rate_of=lambda k: self.rates.get((of, texts[k])), taught_by=lambda k: self.taught.get((of, texts[k])),
-        )  # fmt: skip
+        return self._at_steps(ends, [(row.question.id, text) for text in written.prefixes], target, correct)
 
     def rolled_out(self) -> set[str]:
         return {question for question, _ in self.taught}

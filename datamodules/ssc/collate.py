@@ -124,23 +124,14 @@ def _longs(values: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class TupleRows:
-    """The rows of a micro-batch with their numbers, as the data set hands them to the collator.
+    """The rows of a micro-batch with their numbers, as the data set hands them to the collator."""
 
-    Attributes:
-        micro: Weights and totals, B rows.
-        stored: The rows as they lie in the store, B.
-        target: Target in [0, 1], nan where unknown, [B].
-        correct: 1 right, 0 wrong, nan unknown, [B].
-        question_index: Number of each row's question, [B].
-        beside_target: Targets of the K auxiliary adapters, [B, K]; None without any.
-    """
-
-    micro: MicroBatch
-    stored: Sequence[StoredRow]
-    target: np.ndarray
-    correct: np.ndarray
-    question_index: np.ndarray
-    beside_target: np.ndarray | None = None
+    micro: MicroBatch  # weights and totals, B rows
+    stored: Sequence[StoredRow]  # the rows as they lie in the store, B
+    target: np.ndarray  # target in [0, 1], nan where unknown, [B]
+    correct: np.ndarray  # 1 right, 0 wrong, nan unknown, [B]
+    question_index: np.ndarray  # number of each row's question, [B]
+    beside_target: np.ndarray | None = None  # targets of the K auxiliary adapters, [B, K]; None without any
 
 
 @dataclass(eq=False)

@@ -60,19 +60,12 @@ class TaskDraw:
 
 @dataclass(frozen=True)
 class EpochDraw:
-    """The rows of one epoch, in the order of training.
+    """The rows of one epoch, in the order of training."""
 
-    Attributes:
-        rows: Row numbers of the tuple table, [M].
-        calibration_weight: 1 for rows of the calibration pool, 0 for generation samples, [M].
-        generation_weight: 1 for generation samples; for the calibration pool [confident], or 0 when exact, [M].
-        counts: Drawn and missing counts by task.
-    """
-
-    rows: IntArray
-    calibration_weight: FloatArray
-    generation_weight: FloatArray
-    counts: Mapping[str, TaskDraw]
+    rows: IntArray  # row numbers of the tuple table, [M]
+    calibration_weight: FloatArray  # 1 for rows of the calibration pool, 0 for generation samples, [M]
+    generation_weight: FloatArray  # 1 for generation samples; in the calibration pool [confident], or 0 when exact
+    counts: Mapping[str, TaskDraw]  # by task
 
 
 def reference_counts(

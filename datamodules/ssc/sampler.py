@@ -7,18 +7,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
 from selfcal_lightning.training.batches import SSCBatch
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 Packing = Literal["shared_prefix", "auto", "off"]
 STRATA = 4
@@ -34,17 +32,11 @@ class Dealt(NamedTuple):
 
 @dataclass(frozen=True)
 class DealByLength:
-    """Micro-batches of ``batch_size`` rows of like length, longest first; the last is filled up by the shortest row.
+    """Micro-batches of ``batch_size`` rows of like length, longest first; the last is filled up by the shortest row."""
 
-    Attributes:
-        lengths: Tokens of every row of the table, [R].
-        batch_size: Rows of a micro-batch.
-        token_budget: Most tokens of a micro-batch, its rows padded to the longest.
-    """
-
-    lengths: IntArray
-    batch_size: int
-    token_budget: int | None = None
+    lengths: IntArray  # tokens of every row of the table, [R]
+    batch_size: int  # rows of a micro-batch
+    token_budget: int | None = None  # most tokens of a micro-batch, its rows padded to the longest
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
         longest = int(self.lengths[rows].max())
@@ -58,19 +50,12 @@ class DealByLength:
 
 @dataclass(frozen=True)
 class DealByPrompt:
-    """Micro-batches of like numbers of tokens, in which the responses to a question stand together.
+    """Micro-batches of like numbers of tokens, in which the responses to a question stand together."""
 
-    Attributes:
-        question: Number of each row's question, [R].
-        prompt: Tokens of each row's prompt, [R].
-        lengths: Tokens of every row's prompt + response + query, [R].
-        token_budget: Most tokens of a micro-batch.
-    """
-
-    question: IntArray
-    prompt: IntArray
-    lengths: IntArray
-    token_budget: int | None = None
+    question: IntArray  # number of each row's question, [R]
+    prompt: IntArray  # tokens of each row's prompt, [R]
+    lengths: IntArray  # tokens of every row's prompt + response + query, [R]
+    token_budget: int | None = None  # most tokens of a micro-batch
 
     def __call__(self, rows: IntArray, num_bins: int) -> list[Dealt]:
         trees = self._trees(rows)
@@ -216,22 +201,13 @@ def _groups(rows: IntArray, question: IntArray, group_size: int, rng: np.random.
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one process in one micro-step.
+    """The rows of one process in one micro-step."""
 
-    Attributes:
-        rows: Row numbers of the tuple table, [B].
-        real: False for the rows that fill up a short step, [B].
-        calibration_weight: Weight in the calibration loss, 0 for fillers, [B].
-        generation_weight: Weight in the generation loss, 0 for fillers, [B].
-        calibration_total: Sum of the calibration weights over the whole optimiser step, all processes.
-        generation_total: Sum of the generation weights.
-    """
-
-    rows: IntArray
-    real: np.ndarray
-    calibration_weight: FloatArray
-    generation_weight: FloatArray
-    calibration_total: float
+    rows: IntArray  # row numbers of the tuple table, [B]
+    real: np.ndarray  # false for the rows that fill up a short step, [B]
+    calibration_weight: FloatArray  # weight in the calibration loss, 0 for fillers, [B]
+    generation_weight: FloatArray  # weight in the generation loss, 0 for fillers, [B]
+    calibration_total: float  # sum of the weights over the whole optimiser step, all processes
     generation_total: float
 
 

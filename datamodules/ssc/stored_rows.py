@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from selfcal_lightning.core.errors import InputError, RunError
@@ -17,9 +18,6 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.datamodules.ssc.tuples import NO_OTHER, TupleTable, question_slices
 from selfcal_lightning.models.chat_format import ChatFormat, Prompt, same_prompt, stated_prompt
 from selfcal_lightning.records import Question
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 OF_THE_QUERY = frozenset({"query", "suffix_ids", "yes_ids", "no_ids"})
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -39,9 +39,7 @@ from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.metrics.discrimination import auroc
-
-if TYPE_CHECKING:
-    from selfcal_lightning.training.settings import BesideSettings
+from selfcal_lightning.training.settings import BesideSettings
 
 OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # columns of its rows; other confidences are annotations
 
@@ -159,27 +157,16 @@ READ_CHUNK = 1024
 
 @dataclass(frozen=True)
 class TupleTable:
-    """Rows of one split with what training needs to know about them before it reads their tokens.
+    """Rows of one split with what training needs to know about them before it reads their tokens."""
 
-    Attributes:
-        index: Columns of the store, R rows sorted by question and sample.
-        target: Target in [0, 1], nan where unknown, [R].
-        correct: 1 right, 0 wrong, nan unknown, [R].
-        length: Tokens of prompt + response + query, at most ``max_length``, [R].
-        prompt_length: Tokens of the prompt alone, [R].
-        num_cut: Rows whose response is cut to fit ``max_length``.
-        dropped: Number of rows left out, by (task, reason).
-        beside: Targets of the K auxiliary adapters, nan where unknown, [R, K]; None without any.
-    """
-
-    index: SampleIndex
-    target: FloatArray
-    correct: FloatArray
-    length: IntArray
-    prompt_length: IntArray
-    num_cut: int = 0
-    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
-    beside: FloatArray | None = None
+    index: SampleIndex  # columns of the store, R rows sorted by question and sample
+    target: FloatArray  # target in [0, 1], nan where unknown, [R]
+    correct: FloatArray  # 1 right, 0 wrong, nan unknown, [R]
+    length: IntArray  # tokens of prompt + response + query, at most ``max_length``, [R]
+    prompt_length: IntArray  # tokens of the prompt alone, [R]
+    num_cut: int = 0  # rows whose response is cut to fit ``max_length``
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # number of rows left out, by (task, reason)
+    beside: FloatArray | None = None  # targets of the K auxiliary adapters, nan where unknown, [R, K]
 
     def __len__(self) -> int:
         return len(self.target)

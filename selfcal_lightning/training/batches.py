@@ -50,51 +50,26 @@ class FrozenBatch:
 
 
 class SSCBatch(FrozenBatch):
-    """An immutable batch of responses with everything that both losses and the metrics need.
+    """An immutable batch of responses with everything that both losses and the metrics need."""
 
-    Attributes:
-        input_ids: Token ids, int64, [S, T].
-        attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
-        query_position: Position of the last token of each confidence query, int64, [B]; the logits there give P(True).
-        label_position: Position of the logits that predict each token of the responses with a positive generation
-            weight, int64, [N], with the end-of-turn token where the model stopped. A response's first token is
-            predicted from the last prompt token.
-        label_id: Those tokens, int64, [N].
-        label_row: The row of each, int64, [N].
-        target: SSC or another target in [0, 1]; nan where unknown, float32, [B].
-        correct: 1 right, 0 wrong, nan unknown, float32, [B].
-        calibration_weight: Weight of the row in the calibration loss, float32, [B].
-        generation_weight: Weight of the row in the generation loss, float32, [B].
-        calibration_total: Sum of ``calibration_weight`` over the whole optimiser step (all processes and
-            micro-batches), float32 scalar.
-        generation_total: The same for ``generation_weight``.
-        question_index: The same number for all rows of a question, on every process, int64, [B].
-        task: Name of each row's task, B strings.
-        row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
-        trees: Positions of prompts and branches in a packed sequence.
-        position_ids: Position of each token of a packed sequence in its own text, int64, [1, T]; None if sequences are
-            separate.
-        beside_target: Targets of the auxiliary adapters, float32, [B, K]; None without any.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    query_position: Tensor
-    label_position: Tensor
-    label_id: Tensor
-    label_row: Tensor
-    target: Tensor
-    correct: Tensor
-    calibration_weight: Tensor
-    generation_weight: Tensor
-    calibration_total: Tensor
+    input_ids: Tensor  # int64, [S, T]
+    attention_mask: Tensor  # 1 at real tokens, 0 at padding, int64, [S, T]
+    query_position: Tensor  # last token of each confidence query, whose logits give P(True), int64, [B]
+    label_position: Tensor  # the logits that predict each token of the responses with a generation weight, [N]
+    label_id: Tensor  # those tokens, the end of a turn included where the model stopped, int64, [N]
+    label_row: Tensor  # the row of each, int64, [N]
+    target: Tensor  # SSC or another target in [0, 1]; nan where unknown, float32, [B]
+    correct: Tensor  # 1 right, 0 wrong, nan unknown, float32, [B]
+    calibration_weight: Tensor  # weight in the calibration loss, float32, [B]
+    generation_weight: Tensor  # weight in the generation loss, float32, [B]
+    calibration_total: Tensor  # sum of the weights over the whole optimiser step, all processes, float32 scalar
     generation_total: Tensor
-    question_index: Tensor
-    task: tuple[str, ...]
-    row: Tensor
-    trees: tuple[PrefixTree, ...] = ()
-    position_ids: Tensor | None = None
-    beside_target: Tensor | None = None
+    question_index: Tensor  # the same number for all rows of a question, on every process, int64, [B]
+    task: tuple[str, ...]  # name of each row's task, [B]
+    row: Tensor  # its number in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step
+    trees: tuple[PrefixTree, ...] = ()  # prompts and branches of a packed sequence
+    position_ids: Tensor | None = None  # positions of a packed sequence's tokens in their own texts, [1, T]
+    beside_target: Tensor | None = None  # targets of the auxiliary adapters, float32, [B, K]
 
     def _complete(self) -> None:
         length = self.input_ids.shape[1]

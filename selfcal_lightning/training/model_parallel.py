@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
 from selfcal_lightning.training.checkpoints import is_address
 from selfcal_lightning.training.settings import check_positive
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
 TRIED_VERSIONS = ("2.6.6",)
 

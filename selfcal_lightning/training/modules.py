@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import Metric
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.training.checkpoints import (
     check_base_model,
     check_hyper_parameters,
@@ -24,11 +24,6 @@ from selfcal_lightning.training.checkpoints import (
 from selfcal_lightning.training.export import class_path
 from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, trainer_of
 from selfcal_lightning.training.resume import gather_random_states, restore_random_states
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from selfcal_lightning.models.chat_format import Prompt
 
 ExportKind = Literal["adapter", "model", "module"]
 IDENTITY_KEY, CLASS_KEY, RANDOM_KEY = "base_model_identity", "module_class", "random_states"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch.optim import Optimizer
 
 from selfcal_lightning.core.errors import InputError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-    from torch.optim import Optimizer
 
 
 def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:

@@ -8,10 +8,12 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
@@ -39,10 +41,6 @@ from selfcal_lightning.training.settings import (
     OptimizerSettings,
     read_beside,
 )
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-    from torch.optim import Optimizer
 
 SMALLEST = 1e-6  # log-odds stay within +-13.8
 

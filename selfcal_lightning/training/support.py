@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -20,9 +21,6 @@ from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.models.quantization import CLASSES
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 from selfcal_lightning.training.settings import MemorySettings
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 Way = Literal["one process", "DDP", "FSDP2"]
 Support = Literal["yes", "not run", "no"]

@@ -194,29 +194,6 @@ def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
         trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
 
 
-def test_so_is_one_in_the_place_of_the_best(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "adapter-best"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("mine")
-    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/calibration/ECE")
-    with pytest.raises(ValueError, match="adapter-best', which holds other files"):
-        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-    trainer_with(AdapterExport(str(tmp_path / "adapter")), max_steps=1).fit(
-        module_of(tiny_model), datamodule=data_module(tiny_model, store)
-    )
-    assert (mine / "thesis.txt").read_text() == "mine"
-
-
-def test_a_fully_trained_model_is_written_whole(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    module = module_of(tiny_model, lora=None, lr=1e-4)
-    trainer_with(AdapterExport(str(tmp_path / "model")), max_steps=1).fit(
-        module, datamodule=data_module(tiny_model, store)
-    )
-    assert read_manifest(tmp_path / "model")["kind"] == "model"
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    torch.testing.assert_close(loaded(IDS).logits, module.eval().model(IDS).logits, atol=1e-4, rtol=0)
-
-
 def test_the_domain_of_the_training_questions_is_part_of_the_export(
     tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,13 +87,6 @@ def test_other_settings_on_the_same_store_are_refused(tiny_model: str, filled: P
         trainer_with(generation(**changed)).fit(module_of(tiny_model), datamodule=data_module(tiny_model, filled))
 
 
-def test_validate_samples_only_the_validation_questions(tiny_model: str, tmp_path: Path) -> None:
-    data = data_module(tiny_model, tmp_path / "store")
-    (result,) = trainer_with(generation()).validate(module_of(tiny_model), datamodule=data, verbose=False)
-    assert result["val/count/Responses"] == 12
-    assert not SampleStore(tmp_path / "store").question_ids(split="train")
-
-
 def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) -> None:
     data = data_module(
         tiny_model, tmp_path / "store", test=[QuestionSource("word_problems", split="test_id", limit=2)],
@@ -142,7 +135,7 @@ def trained(module: SelfCalibrationModule) -> dict[str, torch.Tensor]:
 
 
 class Keep(Callback):
-    """Writes checkpoints after given steps, and what was trained at the end: from another process too."""
+    """Writes checkpoints after given steps."""
 
     def __init__(self, folder: Path, *steps: int) -> None:
         self.folder, self.steps = folder, steps
@@ -151,10 +144,6 @@ class Keep(Callback):
         path = self.folder / f"{trainer.global_step}.ckpt"
         if trainer.global_step in self.steps and not path.exists():
             trainer.save_checkpoint(path)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            torch.save(trained(pl_module), self.folder / "trained.pt")
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(

@@ -275,21 +275,6 @@ def test_a_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     assert signal.getsignal(signal.SIGTERM) != stop._remember, "from then on nothing is held back"
 
 
-def test_handlers_are_put_back_and_may_be_put_in_place_again() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    stop = StopSignals(["SIGUSR1"])
-    stop.install()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # somebody comes on top, as Lightning does
-    stop.install()
-    signal.raise_signal(signal.SIGUSR1)
-    with pytest.raises(PreemptedError, match="SIGUSR1"):
-        stop.raise_if_received()
-    stop.restore()
-    assert signal.getsignal(signal.SIGUSR1) == before
-    stop.install()
-    assert stop.received is None
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -139,7 +139,8 @@ def test_activations_of_an_8b_model(tmp_path: Path, recomputes: bool, megabytes:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     config = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    kept = activation_bytes(str(tmp_path), None, RowSizes(1000, 1000), width=2, recomputes=recomputes)
+    memory = MemorySettings(gradient_checkpointing=recomputes)
+    kept = activation_bytes(AdapterSettings(str(tmp_path)), RowSizes(1000, 1000), memory, dtype="bfloat16")
     assert kept is not None
     assert kept / 1000 / 1e6 == pytest.approx(megabytes, rel=0.02)  # counted: 5.8 MB a token without recomputation
 
@@ -203,7 +204,7 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
         (["--trainer.max_epochs", "-1"], "Set `trainer.max_epochs`"),
         (["--trainer.callbacks.monitor", "val/gsm8k/calibration/ECE"], "`monitor` to be one of val/calibration/ECE"),
         (["--data.store_dir", "taken"], "which holds notes.txt"),
-        (["--trainer.callbacks.output_dir", "taken"], "`output_dir` to be new or empty"),
+        (["--trainer.callbacks.output_dir", "taken"], "`output_dir` must be new or empty"),
         (["--data.store_dir", "taken/notes.txt/store"], "is a file"),
     ],
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",

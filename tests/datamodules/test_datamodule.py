@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from support.module_batches import NO_DROPOUT, module_of, quiet_trainer
 from support.ssc_pools import TRAIN, MakeSamples, Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.records import Question
 
 SHALLOW = True
@@ -165,17 +168,6 @@ def test_the_worth_of_the_targets_is_printed(
     assert "; no labels to compare them with" in lines[1]
 
 
-def test_dynamic_padding_follows_the_rows(pool: Pool, store_dir: str) -> None:
-    data = pool.data(store_dir, batch_size=4, total_tuples=64, packing="off")
-    batches = list(data.train_dataloader())
-    assert {batch.input_ids.shape[1] % 8 for batch in batches} == {0}
-    assert len({batch.input_ids.shape[1] for batch in batches}) > 1
-    suffix = list(pool.chat.query.suffix_ids)
-    for batch in batches:
-        for position in batch.query_position:
-            assert batch.input_ids.flatten()[position + 1 - len(suffix) : position + 1].tolist() == suffix
-
-
 def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     one = ("7", None, 0.2, 0.2)
     cases: list[tuple[str, dict[str, Any], str]] = [
@@ -188,11 +180,7 @@ def test_errors_say_what_is_missing_and_the_way_out(pool: Pool, store_dir: str, 
         (pool.write("silent", always(*[(None, None, 0.2, 0.2)] * 3)), {}, "unreadable.*max_new_tokens"),
         (pool.write("unasked", always(*[("7", None, None, None)] * 3)), {}, "no confidence.*target='consistency'"),
         (pool.write("sure", always(*[("7", None, 0.0, 0.2)] * 3)), {}, "zero confidence mass"),
-        (
-            store_dir,
-            {"target": "label", "train": TRAIN, "store": pool.write("unlabelled", always(one, one, one))},
-            "no label",
-        ),
+        (pool.write("unlabelled", always(one, one, one)), {"target": "label"}, "no label"),
         (pool.write("single", always(one)), {}, "at least 2 responses"),
         (
             pool.write("alone", always(one, (None, None, 0.2, 0.2), (None, None, 0.2, 0.2))),
@@ -305,7 +293,7 @@ def test_a_source_begins_after_its_offset() -> None:
         f"word_problems/validation/{number:06d}" for number in (498, 499)
     ]
     late = QuestionSource("word_problems", split="validation", offset=500)
-    with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
+    with pytest.raises(ValueError, match=r"`validation` source .*`offset` must be below the 500 questions"):
         load_questions([late], role="validation")
 
 
@@ -349,3 +337,65 @@ def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sam
     module.attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):
         fit(pool.data(str(tmp_path / "no-store-yet")), module=module)
+
+
+ACTIVATED = replace(NO_DROPOUT, activated=True)
+PLAIN = {"total_tuples": None, "generation_ratio": None, "num_buckets": None}
+
+
+def connected(data: SSCDataModule, *, activated: bool) -> SSCDataModule:
+    """Return the data module as a trainer sees it that trains such an adapter."""
+    trainer = quiet_trainer()
+    trainer.strategy.connect(module_of(data.base_model, lora=replace(NO_DROPOUT, activated=activated)))
+    data.trainer = trainer
+    return data
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_every_response_is_drawn_about_once(named: bool, pool: Pool, store_dir: str) -> None:
+    sources = {} if named else {"train": None, "validation": None}
+    data = connected(pool.data(store_dir, **PLAIN, **sources), activated=True)
+    assert data.steps_per_epoch * data.rows_per_step == 12 * 8
+    loader = data.train_dataloader()
+    draw = loader.batch_sampler.draw(0)
+    rows = np.bincount(draw.rows, minlength=len(loader.dataset.table))
+    # An unreadable response has no target: its place goes to another one.
+    assert len(rows) < 12 * 8 == rows.sum()
+    assert (rows.min(), rows.max()) == (1, 2)
+    assert draw.calibration_weight.all()
+    assert not draw.generation_weight.any()
+    batch = next(iter(loader))
+    assert (batch.calibration_total, batch.generation_total) == (2.0, 0.0)
+
+
+def test_joint_training_draws_as_ever(pool: Pool, store_dir: str) -> None:
+    joint = connected(pool.data(store_dir, **PLAIN), activated=False).mixture({"word_problems": 1.0})
+    alone = pool.data(store_dir, **PLAIN).mixture({"word_problems": 1.0})
+    for mixture in (joint, alone):
+        assert (mixture.total_tuples, mixture.generation_ratio, mixture.num_buckets) == (100_000, 0.7, 20)
+        assert not mixture.exact
+
+
+def test_what_is_stated_is_kept(pool: Pool, store_dir: str) -> None:
+    data = connected(pool.data(store_dir, total_tuples=20, generation_ratio=0.0, num_buckets=20), activated=True)
+    mixture = data.mixture({"word_problems": 1.0})
+    assert (mixture.total_tuples, mixture.generation_ratio, mixture.num_buckets) == (20, 0.0, 20)
+    assert data.training_settings()["num_buckets"] == 20
+
+
+def test_the_target_follows_from_what_is_trained(pool: Pool, store_dir: str) -> None:
+    joint, activated = (connected(pool.data(store_dir), activated=awake) for awake in (False, True))
+    assert (joint.row_target, activated.row_target) == ("ssc", "leave_one_out_ssc")
+    assert pool.data(store_dir).row_target == "ssc"
+    assert connected(pool.data(store_dir, target="ssc"), activated=True).row_target == "ssc"
+    assert activated.training_settings()["target"] == "leave_one_out_ssc"
+    (recipe,) = activated.recipes()
+    assert recipe.target == "leave_one_out_ssc"
+
+
+def test_generation_samples_are_refused_before_any_is_drawn(pool: Pool, tmp_path: Path) -> None:
+    data = pool.data(str(tmp_path / "no store"), generation_ratio=0.3)
+    with pytest.raises(ValueError, match=r"`generation_ratio` must be 0 with an activated adapter.*but got 0\.3"):
+        quiet_trainer().fit(module_of(pool.model, lora=ACTIVATED), datamodule=data)
+    connected(data, activated=False).setup("fit")
+    connected(data, activated=True).setup("validate")

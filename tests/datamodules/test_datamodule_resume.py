@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.ssc_pools import FileRecorder, Pool, Recorder, fit, read_ranks
+from support.ssc_pools import FileRecorder, Pool, Recorder, fit, random_samples, read_ranks
 
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.datamodules.ssc.stored_rows import pool_rounds, read_rounds, round_of_epoch, rounds_to_read
+from selfcal_lightning.datamodules.ssc.tuples import TargetRecipe, build_table
+from selfcal_lightning.records import Question
 
 SHALLOW = True
 
@@ -139,3 +146,149 @@ def test_two_processes_go_on_with_the_very_next_rows(pool: Pool, store_dir: str,
     )
     for whole, rest in zip(read_ranks(tmp_path / "whole"), read_ranks(tmp_path / "rest"), strict=True):
         assert rest["seen"] == [entry for entry in whole["seen"] if entry[0] >= 2]
+
+
+RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+
+
+@pytest.fixture(scope="module")
+def rounds_dir(pool: Pool) -> str:
+    """Three rounds, all with other targets, since every later one has fewer readable answers."""
+    for round in range(3):
+
+        def make(question: Question, rng: np.random.Generator, round: int = round) -> list[dict[str, Any]]:
+            rng = np.random.default_rng([round, sum(question.id.encode())])
+            return random_samples(question, rng)
+
+        path = pool.write("rounds", make, round=round)
+    return path
+
+
+class RoundRecorder(Recorder):
+    """Remembers of which rounds the rows of every epoch's loader are."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rounds: list[tuple[int, ...]] = []
+
+    def on_train_epoch_start(self) -> None:
+        files = self.trainer.train_dataloader.dataset.table.index.files
+        self.rounds.append(tuple(sorted({int(re.search(r"round-(\d+)", file)[1]) for file in files})))
+
+
+@pytest.mark.parametrize(
+    ("every", "rule", "expected"),
+    [
+        (1, "replace", [(0,), (1,), (2,)]),
+        (1, "mix", [(0,), (0, 1), (0, 1, 2)]),
+        (2, "replace", [(0,), (0,), (1,), (1,), (2,)]),
+        (None, "mix", [(0,), (0,)]),
+    ],
+)
+def test_every_epoch_reads_its_round(
+    pool: Pool, rounds_dir: str, every: int | None, rule: str, expected: list[tuple[int, ...]]
+) -> None:
+    data = pool.data(rounds_dir, regenerate_every_n_epochs=every, round_rule=rule)
+    recorder = RoundRecorder()
+    fit(data, module=recorder, max_epochs=len(expected), **RELOAD)
+    assert recorder.rounds == expected
+
+
+def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> None:
+    rounds = [
+        [("7", 0.75), ("8", 0.25), (None, 0.5)],
+        [("9", 0.5), ("7", 0.5), ("7", 0.25)],
+    ]
+    for round, answers in enumerate(rounds):
+        samples = [
+            {"text": f"{round}", "answer": answer, "correct": answer != "8", "yes_mass": p, "no_mass": 1 - p}
+            for answer, p in answers
+        ]
+        path = pool.write("mixed", lambda question, rng, samples=samples: samples, round=round)
+    data = pool.data(path, num_samples=3)
+    store, collator, questions = SampleStore(path), data.collator(), data.questions("train")
+    settings = {"recipes": [TargetRecipe("ssc")], "p_true": "normalised", "drop_none": True}
+    targets = {}
+    for rule in ("mix", "replace"):
+        rounds = rounds_to_read(1, rule)
+        index = read_rounds(store, split="train", rounds=rounds, questions=questions, chat=collator.chat)
+        targets[rule] = build_table(store, index, collator, **settings)[0].target
+    # Confidences: 7 has .75 + .5 + .25 = 1.5, 8 has .25, 9 has .5; all together 2.25.
+    nan = float("nan")
+    mixed = [1.5 / 2.25, 0.25 / 2.25, nan, 0.5 / 2.25, 1.5 / 2.25, 1.5 / 2.25]
+    assert targets["mix"] == pytest.approx(mixed * 12, nan_ok=True)
+    assert targets["replace"] == pytest.approx([0.5 / 1.25, 0.75 / 1.25, 0.75 / 1.25] * 12)
+
+
+def test_pooled_rows_stand_question_by_question_and_equal_answers_have_one_name(pool: Pool) -> None:
+    for round, answers in enumerate((["1/2", "8", None], ["9", "0.5", "0.5"])):
+        samples = [
+            {"text": f"{round}{place}", "answer": answer, "correct": None, "yes_mass": 0.5, "no_mass": 0.5}
+            for place, answer in enumerate(answers)
+        ]
+        path = pool.write("named", lambda question, rng, samples=samples: samples, round=round)
+    store = SampleStore(path)
+    indexes = [store.index(split="train", round=round) for round in range(2)]
+    numbers = [replace(index, task=np.full(len(index), "local_number", dtype=object)) for index in indexes]
+    mixed = pool_rounds(numbers)
+    assert len(mixed) == 12 * 6
+    assert mixed.question_id.tolist() == sorted(mixed.question_id)
+    assert mixed.question_index.tolist() == [question for question in range(12) for _ in range(6)]
+    assert mixed.sample_index.tolist() == list(range(6)) * 12
+    assert mixed.answer[-6:].tolist() == ["1/2", "8", None, "9", "1/2", "1/2"]
+    texts = [row.sample.text for row in store.read_rows(mixed.locate(range(6, 12)))]
+    assert texts == ["00", "01", "02", "10", "11", "12"]
+
+
+@pytest.mark.parametrize("ask_for_schedule", [True, False])
+@pytest.mark.parametrize(("every", "rule"), [(1, "replace"), (2, "mix")])
+def test_a_run_resumed_in_a_later_round_goes_on_with_the_very_next_rows(
+    pool: Pool, rounds_dir: str, tmp_path: Path, every: int, rule: str, ask_for_schedule: bool
+) -> None:
+    def run(ckpt_path: str | None = None, **more: Any) -> RoundRecorder:
+        data = pool.data(rounds_dir, regenerate_every_n_epochs=every, round_rule=rule, total_tuples=8)
+        recorder = RoundRecorder(ask_for_schedule=ask_for_schedule)
+        fit(data, module=recorder, ckpt_path=ckpt_path, max_epochs=3 * every, **RELOAD, **more)
+        return recorder
+
+    keep_all = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    unbroken = run(callbacks=[keep_all], enable_checkpointing=True).seen
+    steps = unbroken[-1][0] + 1
+    assert steps == 4 * 3 * every
+    # In the first round, right before and after the second one begins, in the middle of the last one.
+    for stop in (2, 4 * every, 4 * every + 1, steps - 2):
+        rest = run(ckpt_path=str(tmp_path / f"step={stop}.ckpt")).seen
+        assert rest == [entry for entry in unbroken if entry[0] >= stop], f"stopped after step {stop}"
+
+
+def test_a_missing_round_is_named(pool: Pool) -> None:
+    data = pool.data(pool.write("only_round_0"), regenerate_every_n_epochs=1)
+    with pytest.raises(ValueError, match=r"samples of round 1 .*SSCGeneration"):
+        fit(data, **RELOAD)
+
+
+def test_lightning_must_build_the_loader_anew(pool: Pool, rounds_dir: str) -> None:
+    for n in (0, 2):
+        with pytest.raises(ValueError, match=r"reload_dataloaders_every_n_epochs: 1"):
+            fit(pool.data(rounds_dir, regenerate_every_n_epochs=1), reload_dataloaders_every_n_epochs=n)
+
+
+def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) -> None:
+    sampler = pool.data(rounds_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
+    assert len(sampler.draw(0).rows) == len(sampler.draw(1).rows) == 22
+    for epoch in (2, 4):
+        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round_of_epoch(epoch, 2)}"):
+            sampler.draw(epoch)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"regenerate_every_n_epochs": 0},
+        {"regenerate_every_n_epochs": 1, "round": 1},
+        {"round_rule": "append"},
+    ],
+)
+def test_settings_of_rounds_are_checked(pool: Pool, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"`{next(reversed(settings))}`"):
+        pool.data("nowhere", **settings)

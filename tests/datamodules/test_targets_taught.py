@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.module_batches import NO_DROPOUT, Row, batch_of, module_of
+from support.module_batches import Row, batch_of
 from support.ssc_pools import Pool
 
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
@@ -125,23 +125,3 @@ def test_the_term_is_part_of_the_calibration_loss(tiny_model: str) -> None:
     replaced = calibration_part(batch, confidence, LossSettings(), targets=others)
     expected = calibration_loss(confidence, others.nan_to_num()) * batch.calibration_weight
     torch.testing.assert_close(replaced, expected.sum() / 4.0)
-
-
-def test_training_with_it_orders_the_responses(tiny_model: str) -> None:
-    chat = ChatFormat(load_tokenizer(tiny_model))
-    rows = [Row(3, target=target, words=words) for target, words in ((0.50, 2), (0.52, 3), (0.54, 4), (0.56, 5))]
-    batch = batch_of(rows, chat)
-    orders = {}
-    for ranking in (0.0, 1.0):
-        module = module_of(tiny_model, lora=replace(NO_DROPOUT, activated=True), ranking=ranking)
-        module.configure_model()
-        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=2e-3)
-        for _ in range(30):
-            optimizer.zero_grad()
-            module._losses(batch)[0].backward()
-            optimizer.step()
-        with torch.no_grad():
-            orders[ranking] = group_ranking_loss(
-                torch.logit(module.confidence(batch).p_true), batch.target, batch.question_index
-            ).mean()
-    assert orders[1.0] < orders[0.0] - 0.2

@@ -141,7 +141,7 @@ def test_a_missing_package_is_named_before_anything_is_sampled(
     ("settings", "message"),
     [
         ({"quantization": "int8"}, "`quantization` .* 'int8'"),
-        ({"quantization": "nf4", "lora": None}, "`lora` with `quantization` 'nf4'"),
+        ({"quantization": "nf4", "lora": None}, "`quantization` 'nf4' needs `lora`"),
         ({"optimizer": "sgd"}, "`optimizer` .* 'sgd'"),
     ],
 )

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.models.folders import MANIFEST, read_invocation_ids, read_manifest
 from selfcal_lightning.records import Message
-from selfcal_lightning.training.export import activated_usage, write_export
+from selfcal_lightning.training.export import write_export
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 ACTIVATED = replace(NO_DROPOUT, activated=True)
@@ -114,10 +114,3 @@ def test_the_adapter_of_a_checkpoint_is_written(module: SelfCalibrationModule, a
         run_export(str(adapter), str(tmp_path / "again"), merge=False)
     with pytest.raises(ValueError, match="`dtype` to be auto with `merge: false`"):
         run_export(str(tmp_path / "a.ckpt"), str(tmp_path / "again"), merge=False, dtype="float32")
-
-
-def test_the_card_of_an_adapter_on_a_local_folder_names_a_place_to_fill_in() -> None:
-    prompt = {"suffix_ids": [1, 2], "yes_ids": [3], "no_ids": [4]}
-    manifest = {"prompt": prompt, "p_true": "normalised", "base_model": {"model": None, "revision": None}}
-    lines = "\n".join(activated_usage(manifest))
-    assert "from_pretrained('FOLDER_OF_THE_BASE_MODEL'" in lines

@@ -25,7 +25,6 @@ from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.model_parallel import gather_trained
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -253,26 +252,6 @@ def test_predict_writes_the_same_confidences(pool: Pool, store_dir: str, folder:
     origins = [json.loads(p.read_text())["origin"] for p in sorted(Path(store_dir, "annotations").glob("by_*/*.json"))]
     assert len(origins) == 3
     assert origins[0] == origins[1] == origins[2]
-
-
-def identify(tiny_model: str) -> dict[str, Any]:
-    from selfcal_lightning.training import calibrated_model
-    from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
-
-    hashed, real = [], calibrated_model.base_model_identity
-    calibrated_model.base_model_identity = lambda *args, **more: hashed.append(args) or real(*args, **more)
-    module = module_of(tiny_model)
-    module.trainer = quiet_trainer(strategy=AdapterModelParallelStrategy(), devices=2)
-    module.trainer.strategy.connect(module)
-    module.trainer.strategy.setup_environment()
-    module.configure_model()
-    return {"hashed": len(hashed), "identity": module.identity}
-
-
-def test_one_process_hashes_the_model_for_all(tiny_model: str, tmp_path: Path) -> None:
-    first, second = run_processes(identify, tmp_path, tiny_model)
-    assert (first["hashed"], second["hashed"]) == (1, 0)
-    assert first["identity"] == second["identity"] == base_model_identity(tiny_model)
 
 
 def export_all_weights(tiny_model: str, folder: Path) -> dict[str, Any]:

@@ -168,13 +168,8 @@ def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
         trainer_with(ConfidenceWriter("twice"), ConfidenceWriter("twice")).predict(
             module_of(tiny_model), datamodule=data_module(tiny_model, store)
         )
-    with pytest.raises(ValueError, match="`predict_split` to be one of"):
-        data_module(tiny_model, store, predict_split="all")
     with pytest.raises(ValueError, match=r"no samples of round 0 for the split 'test'\. Name `test` sources"):
         trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-    overlapping = data_module(tiny_model, store, test=[QuestionSource("word_problems", split="train", limit=1)])
-    with pytest.raises(ValueError, match="`train` and `test` to share no question, but got 1 in both"):
-        overlapping.questions("test")
 
 
 @pytest.mark.parametrize("options", [["--confidence_writer.name", "mine"], []])

@@ -175,23 +175,3 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(
         assert all(torch.equal(here[name], there[name]) for name in here)
         assert any(not torch.equal(here[name], before[name]) for name in here)
     assert torch.uint8 in {value.dtype for value in _tensors(resumed["optimizer_states"]).values()}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantization": None}, "`quantization` was 'nf4' and is None"),
-        ({"optimizer": "adamw"}, "`optimizer` was 'paged_adamw_8bit' and is 'adamw'"),
-    ],
-)
-def test_other_arithmetic_is_refused_when_resuming_only(
-    checkpoints: tuple[Path, Any], tiny_model: str, chat: ChatFormat, settings: dict[str, Any], message: str
-) -> None:
-    arguments = {"quantization": "nf4", "optimizer": "paged_adamw_8bit", "lora": replace(WIDE, dropout=0.2), **settings}
-    path, batch = checkpoints[0] / "epoch=0.ckpt", batch_of(MIXED[:4], chat)
-    with pytest.raises(ValueError, match=message):
-        quiet_trainer(max_epochs=2).fit(module_of(tiny_model, **arguments), datamodule=Planned(chat, 8), ckpt_path=path)
-    scored = quiet_trainer().validate(
-        module_of(tiny_model, **arguments), DataLoader([batch], batch_size=None), ckpt_path=path, verbose=False
-    )
-    assert scored[0]["val/count/Responses"] == 4

@@ -1,0 +1,106 @@
+"""The picture of the guide: what /metrics tells of a server that gets feedback.
+
+    python benchmarks/serving/metrics_picture.py --output docs/images/serve_metrics.png
+
+240 questions to the bundled model, each labelled by its reference; what is drawn was read from /metrics on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.records import Question
+
+PORT = 8766
+BLUE, ORANGE = "#3465a4", "#c4570e"
+
+
+def call(path: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", data) as answer:
+        return answer.read().decode()
+
+
+def ask(question: Question) -> None:
+    """Ask a question and send the label."""
+    turn = {"role": "user", "content": question.messages[-1].content}
+    options = {"strategy": "early_stopping", "threshold": 0.8, "max_samples": 4}
+    found = json.loads(call("/v1/chat/completions", {"model": "bundled", "messages": [turn], "selfcal": options}))
+    right = found["selfcal"]["answer"] == question.reference
+    call("/v1/feedback", {"request_id": found["id"], "correct": right})
+
+
+def read_metrics() -> dict[str, float]:
+    lines = [line.rpartition(" ") for line in call("/metrics").splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def buckets(metrics: dict[str, float], name: str) -> tuple[list[str], list[float]]:
+    """Return the edges of a histogram's buckets and what is in each."""
+    pattern = re.compile(rf'selfcal_{name}_bucket{{le="([0-9.]+)"}}')
+    found = [(match[1], value) for key, value in metrics.items() if (match := pattern.fullmatch(key))]
+    counts = [value - before for (_, value), before in zip(found, [0.0, *(v for _, v in found)], strict=False)]
+    return [edge.removesuffix(".0") for edge, _ in found], counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--adapter")
+    given = parser.parse_args()
+    questions = get_task("word_problems").load("test_id", limit=240)
+    command = [sys.executable, "-m", "selfcal_lightning", "serve", "--model", "bundled", "--task", "word_problems"]
+    command += ["--port", str(PORT)] + ([] if given.adapter is None else ["--adapter", given.adapter])
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen([*command, "--feedback_dir", folder], stderr=subprocess.DEVNULL)
+        try:
+            while True:
+                try:
+                    call("/ready")
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            history = []
+            with ThreadPoolExecutor(24) as clients:
+                for start in range(0, len(questions), 24):
+                    list(clients.map(ask, questions[start : start + 24]))
+                    history.append(read_metrics())
+        finally:
+            server.terminate()
+            server.wait(60)
+    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    figure, axes = plt.subplots(1, 3, figsize=(9.5, 2.8), layout="constrained")
+    for axis, name, title in ((axes[0], "confidence", "stated confidence"), (axes[1], "samples_per_answer", "samples")):
+        edges, counts = buckets(history[-1], name)
+        edges, counts = edges[: 4 if name != "confidence" else 10], counts[: 4 if name != "confidence" else 10]
+        axis.bar(range(len(edges)), counts, color=BLUE)
+        axis.set_xticks(range(len(edges)), edges)
+        axis.set_xlabel(f"{title} of an answer, up to")
+        axis.set_ylabel("answers")
+    labels = [row["selfcal_feedback_labels"] for row in history]
+    for name, text, colour, up in (("ece", "ECE", BLUE, -9), ("brier", "Brier score", ORANGE, 5)):
+        values = [row[f"selfcal_feedback_{name}"] for row in history]
+        axes[2].plot(labels, values, color=colour)
+        axes[2].annotate(text, (labels[-1], values[-1]), xytext=(4, up), textcoords="offset points", color=colour)
+    axes[2].set_xlabel("labels that came in")
+    axes[2].set_ylim(0, None)
+    axes[2].set_xlim(0, labels[-1] * 1.35)
+    figure.savefig(given.output, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
-"""Equations in a response, checked by exact arithmetic: a reward that is verified rather than compared with a label.
+"""Equations in a response, checked by exact arithmetic: a reward that needs no label.
 
-Nothing is evaluated as code: an expression is read into fractions, token by token, and what is no plain arithmetic of
-numbers (a letter, a power, an open bracket) is no equation that can be checked.
+Nothing is evaluated as code: expressions are parsed into fractions, token by token. Letters, powers and open brackets
+are not plain arithmetic and are skipped.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ _RUN = re.compile(rf"(?:[0-9.,+\-*/×÷·−()%$= \t]|{_TIMES}|\\div)+")
 _TOKEN = re.compile(rf"{_NUMBER}|{_TIMES}|\\div|[-+*/×÷·−()%.,]")
 _SIGN = {"×": "*", "·": "*", "x": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-"}
 _PUNCTUATION = (".", ",")
-# Longer sides are no arithmetic of people or models, and exact numbers of any length cost time.
+# Exact arithmetic on longer sides costs time, and neither people nor models write them.
 _MOST_TOKENS, _LONGEST_NUMBER = 60, 40
 
 
 @dataclass(frozen=True)
 class Equation:
-    """One equation of a response."""
-
     left: str
     right: str
     holds: bool
@@ -42,8 +40,6 @@ class _Token(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """An expression on one side of an equals sign: its place, its value, and whether it is more than a number."""
-
     start: int
     end: int
     value: Fraction
@@ -53,8 +49,8 @@ class _Side(NamedTuple):
 def find_equations(text: str) -> list[Equation]:
     """Return the equations between arithmetic expressions in a text; ``a = b = c`` is two.
 
-    A right side that is written with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side
-    has to compute something: ``half of 20 = 10`` is no equation between 20 and 10.
+    A right side with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side has to compute
+    something: ``half of 20 = 10`` is no equation.
     """
     return [equation for run in _RUN.finditer(text) if "=" in run.group() for equation in _of_run(text, run)]
 
@@ -70,14 +66,12 @@ def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] |
 
 
 def arithmetic_value(expression: str) -> Fraction | None:
-    """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs."""
-    tokens = _TOKEN.findall(expression)
-    # What is neither a token nor white space or a currency sign makes it something else.
-    return None if re.sub(r"[\s$]", "", _TOKEN.sub("", expression)) else _value(tokens)
+    """Return the exact value of an expression of numbers, ``+ - * / ( )`` and per cent signs; else None."""
+    others = re.sub(r"[\s$]", "", _TOKEN.sub("", expression))
+    return None if others else _value(_TOKEN.findall(expression))
 
 
 def _of_run(text: str, run: re.Match[str]) -> Iterator[Equation]:
-    """Yield the equations of a stretch of text that holds nothing but signs, numbers and spaces."""
     sides, position = [], run.start()
     for side in run.group().split("="):
         sides.append([_Token(m.group(), position + m.start(), position + m.end()) for m in _TOKEN.finditer(side)])
@@ -98,7 +92,7 @@ def _of_run(text: str, run: re.Match[str]) -> Iterator[Equation]:
 
 
 def _last_expression(text: str, tokens: list[_Token], *, is_first: bool) -> _Side | None:
-    """Return what stands directly before a sign of equality; None where it is part of what is no arithmetic."""
+    """Return the expression directly before an equals sign; None if it belongs to something else."""
     cut = max((at + 1 for at, token in enumerate(tokens) if token.text in _PUNCTUATION), default=0)
     own = tokens[cut:]
     if len(own) > _MOST_TOKENS:
@@ -116,7 +110,7 @@ def _last_expression(text: str, tokens: list[_Token], *, is_first: bool) -> _Sid
 
 
 def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Side | None:
-    """Return what stands directly behind a sign of equality; None where it is part of what is no arithmetic."""
+    """Return the expression directly after an equals sign; None if it belongs to something else."""
     cut = next((at for at, token in enumerate(tokens) if token.text in _PUNCTUATION), len(tokens))
     own = tokens[:cut]
     if len(own) > _MOST_TOKENS:
@@ -128,7 +122,7 @@ def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Sid
 
 
 def _depth(tokens: list[_Token]) -> int:
-    """Return how many brackets are open at the end, less those that were closed without being open."""
+    """Return opening minus closing brackets."""
     return sum((token.text == "(") - (token.text == ")") for token in tokens)
 
 
@@ -138,7 +132,7 @@ def _side(tokens: list[_Token]) -> _Side | None:
 
 
 def _holds(left: Fraction, right: Fraction, written: str) -> bool:
-    """Return whether two values are equal, or the second is the first rounded to the decimals that it has."""
+    """Return whether the values are equal, or the right one is the left one rounded to its decimals."""
     if written.endswith("%") and left == right * 100:  # ".2 * 100 = 20%"
         return True
     decimals = re.fullmatch(r"[-−]?[ $]*[0-9,]*\.([0-9]+)", written)
@@ -146,7 +140,6 @@ def _holds(left: Fraction, right: Fraction, written: str) -> bool:
 
 
 def _value(tokens: Sequence[str]) -> Fraction | None:
-    """Return the value of an expression; None where it is none, or has none."""
     if not 0 < len(tokens) <= _MOST_TOKENS or max(map(len, tokens)) > _LONGEST_NUMBER:
         return None
     try:
@@ -157,7 +150,7 @@ def _value(tokens: Sequence[str]) -> Fraction | None:
 
 
 def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read a sum; return its value and the tokens behind it."""
+    """Parse a sum; return its value and the remaining tokens."""
     value, rest = _product(tokens)
     while rest and rest[0] in "+-":
         term, after = _product(rest[1:])
@@ -166,7 +159,7 @@ def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 
 def _product(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read a product; a bracket behind a factor multiplies it."""
+    """Parse a product; a bracket after a factor multiplies it."""
     value, rest = _factor(tokens)
     while rest and rest[0] in "*/(":
         factor, after = _factor(rest if rest[0] == "(" else rest[1:])
@@ -175,7 +168,7 @@ def _product(tokens: list[str]) -> tuple[Fraction, list[str]]:
 
 
 def _factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Read a number or a sum in brackets, or the negative of either, with per cent signs behind it."""
+    """Parse a number or a bracketed sum, or the negative of either, with per cent signs after it."""
     first, rest = tokens[0], tokens[1:]
     if first == "-":
         value, rest = _factor(rest)
@@ -198,15 +191,14 @@ _SIGNS = {
     "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "times": "*", "÷": "/", "\\div": "/", "−": "-", "plus": "+",
     "minus": "-", "equals": "=",
 }  # fmt: skip
-_EQUALS, _OPERATORS = {"="}, frozenset("+*-/()")
+_OPERATORS = frozenset("+*-/()")
 _LEFT_OUT = {"$", "\\left", "\\right", "\\", "{", "}"}
 _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
-
 _DIGITS = frozenset("0123456789")
 
 
 def canonical_step(text: str) -> tuple[Token, ...]:
-    r"""Return the tokens of a step in one spelling."""
+    """Return the tokens of a step in one spelling."""
     found: list[Token] = []
     for token in _STEP_TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
         if token in _LEFT_OUT:
@@ -217,12 +209,7 @@ def canonical_step(text: str) -> tuple[Token, ...]:
 
 
 def is_number(token: Token) -> bool:
-    """Return whether a token is a number, in ASCII digits: ``²`` and ``①`` are signs.
-
-    Example:
-        >>> is_number("15"), is_number(".5"), is_number("²"), is_number(".")
-        (True, True, False, False)
-    """
+    """Return whether a token is a number in ASCII digits; ``²`` and ``①`` are signs."""
     return token.lstrip(".")[:1] in _DIGITS
 
 
@@ -232,61 +219,13 @@ def step_numbers(text: str) -> frozenset[str]:
 
 
 def step_key(text: str) -> tuple[Token, ...]:
-    """Return what is equal for steps that say the same: the canonical tokens, operands of one sign in order."""
-    tokens = canonical_step(text)
-    sides: list[list[Token]] = [[]]
-    for token in tokens:
-        if token in _EQUALS:
-            sides.append([])
-        else:
-            sides[-1].append(token)
-    return tuple(" ".join(_sorted_operands(side)) for side in sides)
-
-
-def step_match(text: str, key_steps: Sequence[Sequence[str]], *, in_order: bool = False) -> float | None:
-    """Return the share of key steps of which a response contains a form; a reward for trainers in Python.
-
-    The reward.py of `selfcal export-rl` looks at the answer alone; its rows carry the key steps.
-    """
-    if not key_steps:
-        return None
-    tokens = canonical_step(text)
-    equations: dict[tuple[Token, ...], list[int]] = {}
-    for equation in find_equations(text):
-        where = len(canonical_step(text[: equation.start]))
-        equations.setdefault(step_key(text[equation.start : equation.end]), []).append(where)
-    places = [sorted({place for form in forms for place in _places(form, tokens, equations)}) for forms in key_steps]
-    if not in_order:
-        return sum(bool(found) for found in places) / len(key_steps)
-    return _longest_run(places) / len(key_steps)
-
-
-def _places(form: str, tokens: Sequence[Token], equations: dict[tuple[Token, ...], list[int]]) -> list[int]:
-    wanted = canonical_step(form)
-    if not wanted:
-        return []
-    size = len(wanted)
-    as_written = [at for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == wanted]
-    return [*as_written, *equations.get(step_key(form), [])]
-
-
-def _longest_run(places: Sequence[Sequence[int]]) -> int:
-    ends: list[int] = []  # the earliest place at which a run of each length can end
-    for found in places:
-        for length in range(len(ends), -1, -1):
-            after = ends[length - 1] if length else -1
-            place = next((at for at in found if at > after), None)
-            if place is None:
-                continue
-            if length == len(ends):
-                ends.append(place)
-            else:
-                ends[length] = min(ends[length], place)
-    return len(ends)
+    """Return a key that is equal for steps that say the same: canonical tokens, with operands of one sign sorted."""
+    sides = " ".join(canonical_step(text)).split("=")
+    return tuple(" ".join(_sorted_operands(side.split())) for side in sides)
 
 
 def _sorted_operands(side: Sequence[Token]) -> list[Token]:
-    """Return one side of an equation; the operands of a mere sum, or of a mere product, in one order."""
+    """Sort the operands of a plain sum or a plain product."""
     signs = _OPERATORS.intersection(side)
     if len(signs) != 1 or not signs <= {"+", "*"}:
         return list(side)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from selfcal_lightning.metrics.bootstrap import (
     resample_counts,
 )
 from selfcal_lightning.metrics.group_rewards import majority, majority_answer, reward_quality
-from selfcal_lightning.records import Question, QuestionSamples
+from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
 @dataclass(frozen=True)
@@ -42,42 +43,40 @@ class SampledSet:
         return SampledSet(tuple(replace(entry, samples=entry.samples[:k]) for entry in self.entries))
 
     def accuracy(self) -> Floats:
-        """Return the share of right responses to each question, [Q]: pass@1."""
-        return self._each(lambda entry: _mean([bool(s.correct) for s in entry.samples]))
+        """Return pass@1 of each question [Q], the share of right responses."""
+        return self._each(lambda samples: fmean(bool(one.correct) for one in samples))
 
     def solved(self, k: int) -> Floats:
-        """Return whether one of the first k responses is right, [Q]: pass@k."""
-        return self._each(lambda entry: any(sample.correct for sample in entry.samples[:k]))
+        """Return pass@k of each question [Q]: whether one of the first k responses is right."""
+        return self._each(lambda samples: any(one.correct for one in samples[:k]))
 
     def majority(self, k: int) -> Floats:
-        """Return whether the majority of the first k responses is right, [Q]; an unreadable pool is wrong."""
-        return self._each(lambda entry: _majority_is_right(entry, k))
+        """Return whether the majority of the first k responses is right [Q]; without a readable one it is wrong."""
+        return self._each(lambda samples: _majority_is_right(samples[:k]))
 
     def distinct(self) -> Floats:
-        """Return how many different answers each question got, [Q]."""
-        return self._each(lambda entry: len({sample.answer for sample in entry.samples if sample.answer}))
+        """Return the number of different answers to each question [Q]."""
+        return self._each(lambda samples: len({one.answer for one in samples if one.answer}))
 
     def unreadable(self) -> Floats:
-        """Return the share of responses that cannot be read, [Q]."""
-        return self._each(lambda entry: _mean([not s.answer for s in entry.samples]))
+        """Return the share of unreadable responses [Q]."""
+        return self._each(lambda samples: fmean(not one.answer for one in samples))
 
     def tokens(self) -> Floats:
-        """Return the mean tokens of a response to each question, [Q]."""
-        return self._each(lambda entry: _mean([s.num_tokens or 0 for s in entry.samples]))
+        """Return the mean length of a response in tokens [Q]."""
+        return self._each(lambda samples: fmean(one.num_tokens or 0 for one in samples))
 
     def scored(self) -> ScoredResponses | None:
-        """Return P(True) of all responses with their labels; None where some have none."""
+        """Return P(True) of all responses with their labels; None where some have no P(True)."""
         rows = [(entry.question.id, sample) for entry in self.entries for sample in entry.samples]
         confidences = [sample.p_true for _, sample in rows]
-        if any(confidence is None for confidence in confidences):
+        if None in confidences:
             return None
-        labels = [bool(sample.correct) for _, sample in rows]
-        return ScoredResponses(
-            np.array(confidences, dtype=np.float64), np.array(labels), np.array([name for name, _ in rows])
-        )
+        labels = np.array([bool(sample.correct) for _, sample in rows])
+        return ScoredResponses(np.array(confidences, dtype=np.float64), labels, np.array([name for name, _ in rows]))
 
-    def _each(self, value: Callable[[QuestionSamples], float]) -> Floats:
-        return np.array([value(entry) for entry in self.entries], dtype=np.float64)
+    def _each(self, value: Callable[[Sequence[Sample]], float]) -> Floats:
+        return np.array([value(entry.samples) for entry in self.entries], dtype=np.float64)
 
 
 def read_set(store_dir: str | Path) -> SampledSet:
@@ -91,20 +90,13 @@ def read_set(store_dir: str | Path) -> SampledSet:
         if all(sample.correct is None for sample in entry.samples) and any(sample.answer for sample in entry.samples)
     ]
     if unlabelled:
-        raise InputError(
-            f"{len(unlabelled):,} questions in {store_dir} have no gold answer, such as {unlabelled[0]!r}."
-        )
+        raise InputError(f"{len(unlabelled):,} questions in {store_dir} lack a gold answer, such as {unlabelled[0]!r}.")
     return SampledSet(entries)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _majority_is_right(entry: QuestionSamples, k: int) -> bool:
-    first = entry.samples[:k]
-    label = majority_answer([sample.answer for sample in first])
-    return label is not None and any(sample.correct for sample in first if sample.answer == label)
+def _majority_is_right(samples: Sequence[Sample]) -> bool:
+    label = majority_answer([sample.answer for sample in samples])
+    return label is not None and any(sample.correct for sample in samples if sample.answer == label)
 
 
 CALIBRATION = {"ece": ECE, "brier": BRIER, "auroc": AUROC}
@@ -114,17 +106,15 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Change:
-    """A number of the adapted model less that of the base model, with its interval; None where one has none."""
+    """A number of the base model and of the adapted one, and the difference with its interval."""
 
     before: float | None
     after: float | None
     difference: Estimate
 
     def as_json(self) -> dict[str, Any]:
-        found = self.difference
-        return {
-            "before": self.before, "after": self.after, "change": found.value, "low": found.low, "high": found.high,
-        }  # fmt: skip
+        value, low, high = self.difference.value, self.difference.low, self.difference.high
+        return {"before": self.before, "after": self.after, "change": value, "low": low, "high": high}
 
 
 @dataclass(frozen=True)
@@ -204,7 +194,7 @@ def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: in
 
 
 def verdict(changes: Mapping[str, Change]) -> str:
-    """Return what the change of pass@1 comes to: a gain, one that the base model's own greedy response has, or none."""
+    """Say whether pass@1 rose, and if so, above what the base model's greedy response has already."""
     gained = changes["pass@1"].difference
     if gained.low is None or gained.value is None or gained.low <= 0.0:
         lost = gained.high is not None and gained.high < 0.0
@@ -219,21 +209,17 @@ def _change_of_means(before: Floats, after: Floats, *, seed: int) -> Change:
     difference = after - before
     blocks = resample_counts(len(difference), num_resamples=RESAMPLES, seed=seed)
     resampled = np.concatenate([block @ difference for block in blocks]) / len(difference)
-    return Change(
-        float(before.mean()), float(after.mean()), Estimate.from_resamples(float(difference.mean()), resampled)
-    )
+    change = Estimate.from_resamples(float(difference.mean()), resampled)
+    return Change(float(before.mean()), float(after.mean()), change)
 
 
 def _calibration_changes(base: SampledSet, adapted: SampledSet, *, seed: int) -> dict[str, Change]:
     first, second = base.scored(), adapted.scored()
     if first is None or second is None:
         return {}
-    metrics: Sequence[str] = list(CALIBRATION.values())
-    found = paired_bootstrap(first, second, metrics=metrics, num_resamples=RESAMPLES, seed=seed)
-    return {
-        name: Change(found[key].before.value, found[key].after.value, found[key].change)
-        for name, key in CALIBRATION.items()
-    }
+    found = paired_bootstrap(first, second, metrics=list(CALIBRATION.values()), num_resamples=RESAMPLES, seed=seed)
+    pairs = {name: found[key] for name, key in CALIBRATION.items()}
+    return {name: Change(pair.before.value, pair.after.value, pair.change) for name, pair in pairs.items()}
 
 
 def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
@@ -264,12 +250,10 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
 def cost_in_samples(
     store_dir: str | Path, questions: Sequence[Question], rounds: Mapping[str, Mapping[str, Any]]
 ) -> int:
-    """Return how many responses to each question the base model gives for the tokens of all rounds."""
-    store = SampleStore(store_dir)
-    lengths = rows_of(store, questions, round=0).num_tokens.clip(min=1)
-    return (
-        round(sum(row["tokens"] for row in rounds.values()) / (lengths.mean() * len(questions))) if len(lengths) else 0
-    )
+    """Return how many responses of the base model to each question take as many tokens as all rounds."""
+    lengths = rows_of(SampleStore(store_dir), questions, round=0).num_tokens.clip(min=1)
+    spent = sum(row["tokens"] for row in rounds.values())
+    return round(spent / (lengths.mean() * len(questions))) if len(lengths) else 0
 
 
 def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) -> SampleIndex:
@@ -278,11 +262,10 @@ def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) ->
 
 
 def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
-    """Return the share of right responses to each question in a round, [Q], in the order of their ids."""
+    """Return the share of right responses to each question in a round [Q], in the order of their ids."""
     store = SampleStore(store_dir)
-    entries = sorted(
-        counted_samples(store, store.index(split="train", round=round), round=round), key=lambda one: one.question.id
-    )
+    found = counted_samples(store, store.index(split="train", round=round), round=round)
+    entries = sorted(found, key=lambda one: one.question.id)
     shares = [
         sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
         for entry, verdicts in _judged(entries, questions)
@@ -308,7 +291,7 @@ WHOLE = {"samples"}
 
 
 def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
-    """Return the tables of all sets: what each way of sampling gives, then what changed, with 95 % intervals."""
+    """Return a table of all sets and models, and one of the changes with 95 % intervals."""
     lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for one in sets:
         for name, row in one.rows.items():

@@ -1,4 +1,4 @@
-"""Rewards of the responses to questions, by name: computed from what a store holds when they are read, never stored."""
+"""Rewards of the responses to a question, by name, computed from a store when they are needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from selfcal_lightning.records import QuestionSamples, Sample
 
 Rewards = list[float | None]
 REFERENCE: GroupReward = "reference"
-# Computed by `selfcal score` and stored as annotations, since they need the model's distributions.
+_ABSENT = {
+    "equations": "no response has an equation that can be checked. Take another reward, such as `majority`",
+    REFERENCE: "no response was judged. Sample questions with references, or take a reward that needs none",
+}
+# Need the model's distributions: computed by `selfcal score` and stored as annotations.
 ANNOTATIONS: dict[str, str] = {"self_certainty": "self_certainty", "entropy": "token_entropy"}
-# What every sampled response has, so that a later round needs no scoring.
+# Every sampled response has these, so later rounds need no scoring.
 FUSED_FROM = ("mean_logprob", "logit:p_true")
 
 
@@ -30,13 +34,13 @@ def group_rewards(
     name: GroupReward, entries: Sequence[QuestionSamples], *, fusion: Fusion | None = None
 ) -> list[Rewards]:
     """Return one reward per response, [question][sample]; higher is better."""
-    check_reward(name)
     seen = entries if name == REFERENCE else [without_references(entry) for entry in entries]
     if name in ANNOTATIONS:
         check_confidence(seen, ANNOTATIONS[name])
     rewards = [_of_group(name, entry.samples, fusion) for entry in seen]
     if not any(reward is not None for group in rewards for reward in group):
-        raise InputError(f"None of {len(rewards):,} questions has a reward {name!r}: {_absent(name)}.")
+        reason = _ABSENT.get(name, "no response can be read. Does `max_new_tokens` cut the answers off?")
+        raise InputError(f"None of {len(rewards):,} questions has a reward {name!r}: {reason}.")
     return rewards
 
 
@@ -73,11 +77,3 @@ def _references(samples: Sequence[Sample]) -> Rewards:
     return [
         float(bool(sample.correct)) if sample.correct is not None or not sample.answer else None for sample in samples
     ]
-
-
-def _absent(name: str) -> str:
-    reasons: dict[str, str] = {
-        "equations": "no response has an equation that can be checked. Take another reward, such as `majority`",
-        REFERENCE: "no response was judged. Sample questions with references, or take a reward that needs none",
-    }
-    return reasons.get(name, "no response can be read. Does `max_new_tokens` cut the answers off?")

@@ -1,4 +1,4 @@
-"""Key steps from a model that is asked for them, by any engine; its replies are data and are never run."""
+"""Key steps of a response, by rules or from a model that is asked for them; replies are never executed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from selfcal_lightning.records import Message, Request, SamplingSettings, sample
 if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
-# Why a response has no key steps.
-EMPTY, NO_JSON, NO_SCHEMA, NOTHING_LEFT = "empty", "no_json", "schema", "nothing_left"
-REFUSED, NO_ROOM = "refused", "no_room"
+# Reasons why a response has no key steps.
+EMPTY, NO_JSON, NO_SCHEMA, NOTHING_LEFT, REFUSED, NO_ROOM = (
+    "empty", "no_json", "schema", "nothing_left", "refused", "no_room",
+)  # fmt: skip
 MOST_STEPS, MOST_FORMS, LONGEST_FORM = 32, 8, 200
 
 
@@ -93,7 +94,7 @@ def _step(forms: tuple[str, ...], text: str) -> KeyStep:
 
 
 def _forms_of_answer(answer: str) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return the answer's tokens, from its first number (with its sign) to its last where it has one; its numbers."""
+    """Return the answer's tokens (from its first number to its last, if it has one) and its numbers."""
     tokens = canonical_step(answer)
     places = [at for at, token in enumerate(tokens) if is_number(token)]
     if places:
@@ -103,10 +104,7 @@ def _forms_of_answer(answer: str) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _leaks(tokens: tuple[str, ...], answer: tuple[tuple[str, ...], frozenset[str]]) -> bool:
-    """Return whether a form says the answer and computes nothing: ``x = -12``, ``x = 3/4``, ``the answer is B``.
-
-    The answer's own tokens are taken out; with them go their signs, and what is left computes or has other numbers.
-    """
+    """Return whether a form states the answer and computes nothing: ``x = -12``, ``x = 3/4``, ``the answer is B``."""
     own, numbers = answer
     rest = _without(tokens, own)
     if len(rest) < len(tokens) and not any(map(is_number, rest)):
@@ -116,7 +114,7 @@ def _leaks(tokens: tuple[str, ...], answer: tuple[tuple[str, ...], frozenset[str
 
 
 def _is_article(form: str, answer: str) -> bool:
-    """Return whether a form has the answer A as an article alone, as in "a prime has two divisors"."""
+    """Return whether the answer A occurs as an article only, as in "a prime has two divisors"."""
     return answer.strip() == "A" and "a" in form.split() and not re.search(r"\bA\b", form)
 
 
@@ -135,14 +133,12 @@ _LONGEST_REPLY = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply: the steps that it states, or why it states none."""
-
     steps: tuple[tuple[str, ...], ...] | None
     reason: str | None
 
 
 def read_reply(text: str) -> Reply:
-    r"""Read a reply. One fence is taken off, and of what is left the outermost object is read."""
+    """Parse the outermost JSON object of a reply, inside a code fence if there is one."""
     reply = (final_part(text) or "").strip()
     if not reply:
         return Reply(None, EMPTY)
@@ -163,7 +159,7 @@ def read_reply(text: str) -> Reply:
 
 
 def _steps(content: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return the steps of an object that keeps to the schema, else None."""
+    """Return the steps of an object that follows the schema, else None."""
     found = content.get("key_steps") if isinstance(content, dict) and set(content) == {"key_steps"} else None
     if not isinstance(found, list) or len(found) > MOST_STEPS:
         return None
@@ -176,23 +172,16 @@ def _steps(content: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 class RuleExtractor:
-    """Takes the equations of a response as its key steps, as they are written.
-
-    Every number of a step stands in the response by construction. A response without an equation has none.
-    """
+    """Takes the equations of a response as its key steps, as written."""
 
     def describe(self) -> dict[str, Any]:
         return {"backend": "rules", "version": 1}
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
         for example in chosen:
-            yield checked_steps(example, _equations(example.sample.text))
-
-
-def _equations(text: str) -> list[list[str]]:
-    """Return the equations of a text, the first ``MOST_STEPS``, each in its one form."""
-    written = [text[found.start : found.end] for found in find_equations(text)]
-    return [[form] for form in written if len(form) <= LONGEST_FORM][:MOST_STEPS]
+            text = example.sample.text
+            written = [text[found.start : found.end] for found in find_equations(text)]
+            yield checked_steps(example, [[form] for form in written if len(form) <= LONGEST_FORM][:MOST_STEPS])
 
 
 SYSTEM = "You list the computation steps of a worked solution. You reply with JSON and nothing else."
@@ -219,7 +208,7 @@ class _Job:
 
 
 class EngineExtractor:
-    """Asks a model for the key steps of each response, greedily; a reply that cannot be read is asked for once more."""
+    """Asks a model for the key steps of each response, greedily; asks once more where a reply cannot be read."""
 
     def __init__(
         self, engine: Engine, chat: ChatFormat, *, max_new_tokens: int = 1024, max_failures: int = MAX_FAILURES
@@ -229,7 +218,7 @@ class EngineExtractor:
         self._max_failures = max_failures
 
     def describe(self) -> dict[str, Any]:
-        """Return what the outcome depends on: the model and what it is told."""
+        """Return what the outcome depends on: the model and its prompt."""
         words = "\n".join((SYSTEM, INSTRUCTIONS, REPAIR))
         known = self._engine.describe()
         model = {name: known.get(name) for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
@@ -243,7 +232,7 @@ class EngineExtractor:
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
         jobs = {f"steps/{number}": _Job(example) for number, example in enumerate(chosen)}
-        room = self._room()
+        room = self._engine.max_context - self._sampling.max_new_tokens
         too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
         yield from (_none(jobs.pop(name).example, NO_ROOM) for name in too_long)
         failures: dict[str, Any] = {}
@@ -279,15 +268,12 @@ class EngineExtractor:
             raise RequestsFailedError(failures)
 
     def _can_repair(self, job: _Job, reply: str, room: int) -> bool:
-        """Note a reply that could not be read; return whether there is room to ask once more."""
+        """Keep an unreadable reply; return whether there is room to ask once more."""
         job.bad = reply
         return len(self._prompt(job)) <= room
 
-    def _room(self) -> int:
-        return self._engine.max_context - self._sampling.max_new_tokens
-
     def _prompt(self, job: _Job) -> tuple[int, ...]:
-        """Return the tokens of the request; a repair goes on behind the reply."""
+        """Return the tokens of the request; a repair continues the chat after the reply."""
         messages = [Message("system", SYSTEM), Message("user", question_about(job.example.sample.text))]
         if job.bad is not None:
             messages += [Message("assistant", job.bad), Message("user", REPAIR)]
@@ -300,7 +286,7 @@ class EngineExtractor:
 
 
 def question_about(text: str) -> str:
-    """Return the request about a response, between marks that it cannot hold: they are made of its own hash."""
+    """Return the request about a response, between marks that it cannot contain: they include its hash."""
     mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:10]
     return f"{INSTRUCTIONS}\n\n<solution {mark}>\n{text}\n</solution {mark}>"
 
@@ -332,12 +318,11 @@ class KeySteps:
 
     @property
     def rates(self) -> dict[str, Any]:
-        """How many responses gave steps, how many needed a repair or gave none, and what the checks left out."""
+        """Counts of responses with steps, of repairs, of failures by reason, and of forms that were dropped."""
         reasons = Counter(one.reason for one in self.found if one.reason is not None)
         steps = [step for one in self.found for step in one.steps or ()]
         forms = sum(len(step.forms) for step in steps)
         left_out = sum(one.ungrounded for one in self.found)
-        leaking = sum(one.leaking for one in self.found)
         checked = [step.checked for step in steps if step.checked is not None]
         return {
             "responses": len(self.found),
@@ -349,7 +334,7 @@ class KeySteps:
             "forms": forms,
             "ungrounded_forms": left_out,
             "grounded": forms / (forms + left_out) if forms + left_out else None,
-            "leaking_forms": leaking,
+            "leaking_forms": sum(one.leaking for one in self.found),
             "checked_steps": len(checked),
             "true_steps": sum(checked),
         }
@@ -362,24 +347,18 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
         return None
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
-        raise InputError(
-            f"Expected steps of this selection in {file}, but got steps of an earlier one. Set `overwrite`."
-        )
+        raise InputError(f"{file} holds the steps of an earlier selection. Set `overwrite`.")
     return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
 
 
 def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overwrite: bool) -> list[Extracted]:
-    if overwrite:
-        return []
-    known = read_key_steps(selection)
+    """Return the steps that were extracted before, by the same extractor."""
+    known = None if overwrite else read_key_steps(selection)
     if known is None:
         return []
     if digest_of(dict(known.extractor)) != digest_of(dict(extractor)):
         other = "backend" if known.extractor["backend"] != extractor["backend"] else "model or prompt"
-        raise InputError(
-            f"Expected steps of the same extractor in {selection.path / FILE}, but got another {other}. Set "
-            f"`overwrite`."
-        )
+        raise InputError(f"{selection.path / FILE} holds steps from another {other}. Set `overwrite`.")
     return list(known.found)
 
 

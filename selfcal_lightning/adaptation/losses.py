@@ -1,8 +1,8 @@
-"""Losses of policy gradients. They take tensors, keep gradients, and compute in float32 or wider.
+"""Policy-gradient losses, in float32 or wider.
 
-The tokens of all responses of a micro-batch lie in one vector [n], with the row (the response) of each. Losses come per
-response; ``losses.share_of_step`` divides what they add up to by the total of the whole optimiser step, so that neither
-micro-batches nor processes change the update.
+The tokens of all responses of a micro-batch lie in one vector [n], with the row (the response) of each. Losses are per
+response; ``training.losses.share_of_step`` divides their sum by the total of the optimiser step, so that the split into
+micro-batches and processes does not change the update.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def policy_gradient_loss(
     """Compute the clipped policy gradient loss of responses.
 
     ``-min(r A, clip(r, 1 - low, 1 + high) A)`` for each token, with A the advantage of its response. The value of r is
-    ``ratio`` and its gradient that of ``ratio * log p``, as for PPO's ratio of tokens and for GSPO's of sequences.
+    ``ratio`` and its gradient that of ``ratio * log p``, for both PPO (token ratio) and GSPO (sequence ratio).
 
     Args:
-        logprob: log p of the tokens under the model that is trained [n], with gradient.
+        logprob: log p of the tokens under the trained model [n], with gradient.
         advantage: A of each response [B].
         row: The response of each token [n], in [0, B).
-        ratio: Chance of each token [n] under the model that is trained over that under the one that sampled:
-            ``token_ratio``, or ``sequence_ratio(...)[row]``. None where they are the same model, which is a ratio of 1.
-        clip: Low and high: how far below and above 1 a ratio still counts, each at least 0.
-        normalise: "tokens" gives the sum over the tokens of a response, to be divided by the tokens of the step.
-            "responses" gives their mean, to be divided by the responses of the step.
+        ratio: Chance of each token under the trained model over that under the sampling model [n]: ``token_ratio`` or
+            ``sequence_ratio(...)[row]``. None means 1.
+        clip: How far below and above 1 a ratio still counts.
+        normalise: "tokens" returns the sum over the tokens of a response, to be divided by the tokens of the step;
+            "responses" their mean, to be divided by the responses of the step.
 
     Returns:
         One loss per response [B]; 0 for a response without tokens.
@@ -63,9 +63,8 @@ def policy_gradient_loss(
         raise InputError(f"Expected `clip` to hold two numbers of at least 0, but got {clip}.")
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
     if logprob.dim() != 1 or advantage.dim() != 1:
-        raise InputError(
-            f"Expected `logprob` [n] and `advantage` [B], but got {tuple(logprob.shape)} and {tuple(advantage.shape)}."
-        )
+        shapes = tuple(logprob.shape), tuple(advantage.shape)
+        raise InputError(f"Expected `logprob` [n] and `advantage` [B], but got shapes {shapes[0]} and {shapes[1]}.")
     logprob = at_least_float32(logprob)
     weight = torch.exp(logprob - logprob.detach())
     if ratio is not None:
@@ -78,11 +77,9 @@ def policy_gradient_loss(
 
 
 def token_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """Return how much likelier each token is under the model that is trained than under the one that sampled, [n].
+    """Return the chance of each token under the trained model over that under the sampling model [n].
 
-    Args:
-        new: log p of the tokens under the model that is trained [n].
-        old: The same under the model that sampled, at temperature 1 [n].
+    Takes log p of the tokens under the trained and the sampling model, at temperature 1 [n].
 
     Example:
         >>> token_ratio(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -93,14 +90,9 @@ def token_ratio(new: Tensor, old: Tensor) -> Tensor:
 
 
 def sequence_ratio(new: Tensor, old: Tensor, length: Tensor) -> Tensor:
-    """Return how much likelier each response is under the model that is trained, per token, [B].
+    """Return the chance of each response under the trained model over that under the sampling model, per token [B].
 
-    ``exp((new - old) / length)``: it needs the log-probability of the whole response only.
-
-    Args:
-        new: Sum of log p of the response's tokens under the model that is trained [B].
-        old: The same under the model that sampled, at temperature 1 [B].
-        length: Tokens of the response [B]; 0 gives a ratio of 1 where the sums are 0.
+    ``exp((new - old) / length)`` with sums of log p over the response [B] and its length in tokens [B].
 
     Example:
         >>> sequence_ratio(torch.tensor([-2.0]), torch.tensor([-4.0]), torch.tensor([2]))  # e
@@ -116,14 +108,7 @@ def sequence_ratio(new: Tensor, old: Tensor, length: Tensor) -> Tensor:
 def kl_estimate(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
     """Estimate ``KL(p || reference)`` from single tokens drawn from p, in nats, at least 0.
 
-    ``e^d - d - 1`` with ``d = log reference - log p``: without bias, and of less variance than ``-d``.
-
-    Args:
-        logprob: log p of the tokens under the model that is trained [...].
-        reference_logprob: The same under the reference model [...].
-
-    Returns:
-        One estimate per token [...].
+    ``e^d - d - 1`` with ``d = log reference - log p``: unbiased, with less variance than ``-d``.
 
     Example:
         >>> kl_estimate(torch.tensor([0.0, -1.0]), torch.tensor([0.0, 0.0]))  # e - 2
@@ -138,15 +123,9 @@ def kl_estimate(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
 
 
 def entropy_bonus(logits: Tensor, row: Tensor, *, num_rows: int) -> Tensor:
-    """Compute the mean entropy of the next-token distributions of each response, in nats; subtract it from a loss.
+    """Compute the mean entropy of the next-token distributions of each response [B], in nats; 0 without tokens.
 
-    Args:
-        logits: Logits at the positions that predict the tokens [n, V].
-        row: The response of each token [n], in [0, num_rows).
-        num_rows: B.
-
-    Returns:
-        One mean per response [B]; 0 for a response without tokens.
+    Takes the logits that predict the tokens [n, V] and the response of each token [n].
 
     Example:
         >>> entropy_bonus(torch.zeros(2, 4), torch.tensor([0, 0]), num_rows=1)  # log 4
@@ -158,7 +137,6 @@ def entropy_bonus(logits: Tensor, row: Tensor, *, num_rows: int) -> Tensor:
 
 
 def _check_same(**columns: Tensor) -> None:
-    """Raise ValueError unless all ``columns`` have the same shape; keywords are the names in the message."""
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1:
         names = ", ".join(f"`{name}`" for name in shapes)

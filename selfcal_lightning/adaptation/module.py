@@ -1,4 +1,4 @@
-"""Test-time training: learn from one's own responses to unlabelled questions, and stay calibrated meanwhile."""
+"""Test-time training: learning from own responses to unlabelled questions while staying calibrated."""
 
 from __future__ import annotations
 
@@ -64,46 +64,9 @@ class PolicyBatch(SSCBatch):
 Ratio = Literal["token", "sequence"]
 
 
-class PolicyParts(NamedTuple):
-    """Parts of a step, scalars: clipped policy gradient, KL to round 0, entropy, and the share of clipped tokens."""
-
-    gradient: Tensor
-    divergence: Tensor
-    entropy: Tensor
-    clipped: Tensor
-
-
-def policy_parts(
-    batch: PolicyBatch,
-    logprob: Tensor,
-    *,
-    behaviour: Tensor | None,
-    reference: Tensor | None,
-    logits: Tensor | None,
-    ratio: Ratio = "token",
-    clip: tuple[float, float] = (0.2, 0.28),
-) -> PolicyParts:
-    """Return a micro-batch's parts of the policy gradient and what restrains it.
-
-    Each is the mean over the tokens of a response, weighted over the responses of the step by ``generation_weight``:
-    with numbers of tokens as weights, every token of the step weighs alike.
-    """
-    row, rows = batch.label_row, batch.batch_size
-    ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, ratio)
-    per_row = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses")
-    nothing = torch.zeros_like(per_row)
-    divergence = nothing if reference is None else row_means(kl_estimate(logprob, reference), row, num_rows=rows)
-    entropy = nothing if logits is None else entropy_bonus(logits, row, num_rows=rows)
-    clipped = (
-        nothing if ratios is None else row_means(_is_clipped(ratios, batch.advantage[row], clip), row, num_rows=rows)
-    )
-    weight, total = batch.generation_weight, batch.generation_total
-    return PolicyParts(*(share_of_step(part, weight, total) for part in (per_row, divergence, entropy, clipped)))
-
-
 @dataclass(frozen=True)
 class PolicySettings:
-    """What a policy learns from, and what restrains it; ``TestTimeTrainingModule`` documents the fields."""
+    """Reward and loss of a policy; ``TestTimeTrainingModule`` documents the fields."""
 
     reward: GroupReward = "majority"
     target: PoolTarget | None = None
@@ -122,6 +85,43 @@ class PolicySettings:
             raise InputError(f"Expected `clip_low` to lie in [0, 1] and `clip_high` to be at least 0, but got {got}.")
 
 
+class PolicyParts(NamedTuple):
+    """Parts of a step, scalars."""
+
+    gradient: Tensor
+    divergence: Tensor
+    entropy: Tensor
+    clipped: Tensor
+
+
+def policy_parts(
+    batch: PolicyBatch,
+    logprob: Tensor,
+    *,
+    behaviour: Tensor | None,
+    reference: Tensor | None,
+    logits: Tensor | None,
+    policy: PolicySettings = PolicySettings(),
+) -> PolicyParts:
+    """Return a micro-batch's policy gradient, KL to round 0, entropy, and share of clipped tokens.
+
+    Each is the mean over the tokens of a response, weighted over the responses of the step by ``generation_weight``:
+    with numbers of tokens as weights, every token of the step weighs the same.
+    """
+    row, rows, clip = batch.label_row, batch.batch_size, (policy.clip_low, policy.clip_high)
+    ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, policy.ratio)
+    gradient = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses")
+    divergence = entropy = clipped = torch.zeros_like(gradient)
+    if reference is not None:
+        divergence = row_means(kl_estimate(logprob, reference), row, num_rows=rows)
+    if logits is not None:
+        entropy = entropy_bonus(logits, row, num_rows=rows)
+    if ratios is not None:
+        clipped = row_means(_is_clipped(ratios, batch.advantage[row], clip), row, num_rows=rows)
+    weight, total = batch.generation_weight, batch.generation_total
+    return PolicyParts(*(share_of_step(part, weight, total) for part in (gradient, divergence, entropy, clipped)))
+
+
 def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
     if ratio == "token":
         return token_ratio(logprob, behaviour)
@@ -130,7 +130,7 @@ def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: R
 
 
 def _is_clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
-    """Return 1 where a token's gradient is cut off by the clipping, [N]."""
+    """Return 1 where clipping removes the gradient of a token [N]."""
     above, below = (ratio > 1.0 + clip[1]) & (advantage > 0), (ratio < 1.0 - clip[0]) & (advantage < 0)
     return (above | below).to(ratio.dtype)
 
@@ -144,7 +144,6 @@ class PolicyStepLog:
     def add(
         self, batch: PolicyBatch, parts: PolicyParts, likelihood: Tensor, calibration: Tensor, p_true: Tensor
     ) -> None:
-        """Add a micro-batch: its parts of the losses (scalars), and P(True) [B]."""
         calibrates = batch.calibration_weight > 0
         target = torch.where(calibrates, batch.target, torch.zeros_like(batch.target))
         values = (
@@ -155,7 +154,7 @@ class PolicyStepLog:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, weights: dict[str, float], lr: float) -> dict[str, float]:
-        """Return what the step is logged as, by its key, and begin the next. One small collective."""
+        """Return the logged values of the step and begin the next; one small collective."""
         if self._sums is None:
             return {}
         names = ("PolicyGradient", "KL", "Entropy", "Clipped", "Likelihood", "Calibration")
@@ -183,36 +182,32 @@ REASONS: dict[tuple[str, Way], str] = {
 
 
 class TestTimeTrainingModule(ConfidenceModel):
-    """A causal language model that learns from its own responses, by a policy gradient, a selection, or both losses.
+    """A causal language model that learns from its own responses: by a policy gradient or from a selection.
 
-    Over one optimiser step, for responses with advantages A, weights w of what is learnt of their tokens and v of what
-    is learnt of their confidence:
+    Over one optimiser step, for responses with advantages A, generation weights w and calibration weights v:
     ``L = sum(w * mean_t(-min(r A, clip(r) A) + kl * k3_t - entropy * H_t)) / sum(w)
-    + calibration * sum(v * SmoothL1(P(Yes | x, y, query), c)) / sum(v)``, all from one packed forward pass, with r the
-    chance of a token under the model over that under the model that sampled the round, k3 the estimate of KL to the
-    model of round 0, and H the entropy. Without a reward the first term is the mean negative log-likelihood of the
-    responses of a selection (SFT). The two sums are separate, so calibration favours no response.
+    + calibration * sum(v * SmoothL1(P(Yes | x, y, query), c)) / sum(v)``, from one packed forward pass, with r the
+    chance of a token under the model over that under the sampling model, k3 the estimate of KL to the model of round 0,
+    and H the entropy. Without a reward the first term is the mean negative log-likelihood of a selection (SFT).
 
-    The model of round 0 is the base model, with the adapter disabled. That of a later round is its adapter, stored with
-    the round's samples; log-probabilities are recomputed with it in the precision of the training, since an engine's
-    differ from these by more than a small step does.
+    Round 0 is sampled by the base model (adapter disabled), later rounds by the adapter that is stored with their
+    samples. Log-probabilities are recomputed in training precision: an engine's differ by more than a small step does.
 
     Args:
         base_model: Folder or hub name of the model to adapt; "bundled" is the small one in the package.
         revision: Branch, tag or commit of a hub model.
         lora: The adapter, with ``activated: false``: it changes what is generated.
-        reward: Reward of the policy gradient, passed on to the data module: "majority" (TTRL), "vote_share" (EMPO),
-            "ssc", "self_certainty" (INTUITOR), "entropy" (RENT), "equations" (checked arithmetic), "fused" (confidences
-            fitted to the votes of round 0), or "reference", the only one that reads gold answers. "none" learns from
-            the ``selection`` of the data module.
+        reward: Reward, passed on to the data module: "majority" (TTRL), "vote_share" (EMPO), "ssc", "self_certainty"
+            (INTUITOR), "entropy" (RENT), "equations" (checked arithmetic), "fused" (confidences fitted to the votes of
+            round 0), or "reference", the only one that reads gold answers. "none" learns from the ``selection`` of the
+            data module.
         target: Target of P(True), passed on to the data module: "round", the soft self-consistency of the same round;
-            "anchor", that of round 0 for the same answer, and 0 for an answer that is not in it; "mix", their mean;
-            null trains no confidence. Votes of a round rise as the policy becomes sharper; those of round 0 do not.
+            "anchor", that of the same answer in round 0 (0 if it is not there); "mix", their mean; null trains no
+            confidence. Votes of a round rise as the policy becomes sharper; those of round 0 do not.
         calibration: Weight of the calibration loss, where there is a target.
         kl: Weight of KL to the model of round 0.
         entropy: Weight of the entropy bonus.
-        ratio: "token" clips the ratio of every token, "sequence" that of the whole response (GSPO; then clip at about
-            3e-4).
+        ratio: "token" clips the ratio of every token, "sequence" that of the response (GSPO; clip at about 3e-4).
         clip_low: Clips ratios that are further below 1 than this.
         clip_high: Clips ratios that are further above 1 than this.
         beta: SmoothL1 is quadratic below this difference, and linear above.
@@ -231,7 +226,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         calibration loss Huang et al., Self-Calibration (arXiv 2503.00031), section 4.2.
     """
 
-    __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
+    __test__: ClassVar[bool] = False  # no test class for pytest
 
     def __init__(
         self,
@@ -265,16 +260,14 @@ class TestTimeTrainingModule(ConfidenceModel):
         if adapter.lora is None or adapter.activated:
             got = "None" if adapter.lora is None else "an activated one"
             raise InputError(
-                f"Expected `lora` to be an adapter of the generator, but got {got}: every round is kept as the adapter "
-                "that sampled it. Set `lora.activated: false`."
+                f"Expected `lora` to change the generator, but got {got}. Set `lora.activated: false`: every round is "
+                "stored with its adapter."
             )
-        super().__init__(
-            adapter, OptimizerSettings(lr, weight_decay, warmup_steps), LossSettings(beta=beta, p_true=p_true)
-        )
+        losses = LossSettings(beta=beta, p_true=p_true)
+        super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses)
         self.policy = PolicySettings(reward, target, calibration, kl, entropy, ratio, clip_low, clip_high)
-        self.save_hyperparameters(
-            plain_settings(self.adapter, self.optimization, self.policy) | {"beta": beta, "p_true": p_true}
-        )
+        plain = plain_settings(self.adapter, self.optimization, self.policy)
+        self.save_hyperparameters(plain | {"beta": beta, "p_true": p_true})
         self._round_state: dict[str, Tensor] | None = None
         self._is_sampled_from = False
         self._epoch_taken_up: int | None = None
@@ -287,7 +280,7 @@ class TestTimeTrainingModule(ConfidenceModel):
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
 
     def on_fit_start(self) -> None:
-        """Refuse data that are not what is stated here, and a model that packed rows would train on wrong logits."""
+        """Refuse data with another reward or target, and models that compute packed rows wrongly."""
         data = self._data()
         check_stated({"reward": (self.policy.reward, data.reward), "target": (self.policy.target, data.target)})
         self._check_packing()
@@ -298,20 +291,19 @@ class TestTimeTrainingModule(ConfidenceModel):
     # ---- training
 
     def on_train_start(self) -> None:
-        """Go on where a checkpoint left off, unless the round there teaches nothing: there the training has ended."""
+        """End a resumed training whose round teaches nothing."""
         super().on_train_start()
         if self.current_epoch > 0:
             self._end_without_rewards(self.current_epoch)
 
     def on_train_epoch_end(self) -> None:
-        """End the training where the next round, which was just sampled, teaches nothing; the adapter stays."""
+        """End the training if the next round, which was just sampled, teaches nothing."""
         self._end_without_rewards(self.current_epoch + 1)
 
     def _end_without_rewards(self, epoch: int) -> None:
-        data = self._data()
         if self.trainer.should_stop or self.policy.reward == "none":
             return
-        if self.trainer.strategy.broadcast(data.teaches(epoch)):
+        if self.trainer.strategy.broadcast(self._data().teaches(epoch)):
             return
         self.trainer.should_stop = True
         if self.trainer.is_global_zero:
@@ -321,15 +313,12 @@ class TestTimeTrainingModule(ConfidenceModel):
             )
 
     def _take_up_round(self) -> None:
-        """Take up the adapter that the epoch's round was sampled with; round 0 was sampled with none.
-
-        It is asked for by the first batch: a training that is resumed inside of an epoch does not restart it.
-        """
+        """Load the adapter that sampled the epoch's round (none for round 0), at its first batch even when resumed."""
         if self._epoch_taken_up == self.current_epoch:
             return
         data = self._data()
         self._round_state = data.round_adapter(self.current_epoch)
-        # One step a round, taken without dropout, is taken from the very model that sampled it: every ratio is 1.
+        # With one step a round and no dropout the model is still the one that sampled: every ratio is 1.
         steps = math.ceil(self.trainer.num_training_batches / self.trainer.accumulate_grad_batches)
         self._is_sampled_from = (
             steps == 1 and self.hparams["lora"]["dropout"] == 0.0 and data.is_fresh(self.current_epoch)
@@ -337,10 +326,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         self._epoch_taken_up = self.current_epoch
 
     def training_step(self, batch: PolicyBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's share of the loss of its optimiser step.
-
-        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
-        """
+        """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
         policy = self.policy
         if policy.reward != "none":
             self._take_up_round()
@@ -356,15 +342,7 @@ class TestTimeTrainingModule(ConfidenceModel):
             likelihood = generation_part(batch, losses)
         else:
             logits = outputs.token_logits() if policy.entropy > 0.0 else None
-            parts = policy_parts(
-                batch,
-                -losses,
-                behaviour=behaviour,
-                reference=reference,
-                logits=logits,
-                ratio=policy.ratio,
-                clip=(policy.clip_low, policy.clip_high),
-            )
+            parts = policy_parts(batch, -losses, behaviour=behaviour, reference=reference, logits=logits, policy=policy)
         self._step_log.add(batch, parts, likelihood=likelihood, calibration=calibration, p_true=p_true)
         total = (
             parts.gradient + policy.kl * parts.divergence - policy.entropy * parts.entropy + likelihood
@@ -373,10 +351,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         return total * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def _earlier(self, batch: PolicyBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Return log p of the labels under the model that sampled the round, and under that of round 0, [N] each.
-
-        None where it is not needed: under the model itself, and without KL.
-        """
+        """Return log p of the labels under the sampling model and under that of round 0 [N]; None where not needed."""
         if self.policy.reward == "none":
             return None, None
         wants_behaviour, wants_reference = not self._is_sampled_from, self.policy.kl > 0.0
@@ -393,13 +368,13 @@ class TestTimeTrainingModule(ConfidenceModel):
 
     @torch.no_grad()
     def response_logprobs(self, batch: PolicyBatch) -> Tensor:
-        """Return log p of the labels of a batch under the model as it is now, without dropout and gradient, [N]."""
+        """Return log p of the labels of a batch under the current model, without dropout and gradient [N]."""
         with evaluation_mode(self.model):
             return -self._outputs(batch, batch.label_position).token_losses(batch.label_id)
 
     @contextmanager
     def _adapter_of(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """In the block the adapter has other weights; afterwards its own, to the last bit."""
+        """Swap the adapter weights for the block."""
         own = adapter_state(self.model)
         set_adapter_state(self.model, state)
         try:

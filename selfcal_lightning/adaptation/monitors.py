@@ -1,4 +1,4 @@
-"""What a round says of a policy that learns from itself, without labels: how far it is from round 0, and too far."""
+"""Label-free signs that a policy that learns from itself has moved too far from round 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answers = Sequence[str | None]
 
 @dataclass(frozen=True)
 class RoundMonitors:
-    """A round of responses and round 0: the same questions in the same order."""
+    """A round of responses compared with round 0; None is unknown."""
 
     agreement: float | None
     majority_agreement: float | None
@@ -30,7 +30,7 @@ class RoundMonitors:
 
 
 def pool_agreement(answers: Answers, earlier: Answers) -> float | None:
-    """Return the chance that a response of one pool gives the answer of a response of another; unreadable ones differ.
+    """Return the chance that responses of two pools give the same answer; unreadable ones differ.
 
     Example:
         >>> pool_agreement(["7", "7", "8", None], ["7", "9"])
@@ -65,7 +65,7 @@ def round_monitors(
     is_first: bool,
     logprob_fall: float | None = None,
 ) -> RoundMonitors:
-    """Compare a round with round 0."""
+    """Compare a round with round 0, the same questions in the same order."""
     if not answers:
         raise InputError("Expected `answers` to hold at least one question, but got none.")
     pairs = list(zip(answers, earlier, strict=True))
@@ -90,14 +90,13 @@ def round_monitors(
 def collapse(
     now: RoundMonitors, first: RoundMonitors, *, agreement: float, unreadable: float, logprob_fall: float
 ) -> list[str]:
-    """Return in words what speaks for a collapse; empty where nothing does."""
+    """Return the signs of a collapse, in words."""
     found = []
     if now.agreement is not None and first.agreement is not None and now.agreement < first.agreement - agreement:
         found.append(f"agreement with round 0 is {now.agreement:.3f}, and {first.agreement:.3f} of round 0 with itself")
     if now.unreadable is not None and now.unreadable > (first.unreadable or 0.0) + unreadable:
-        found.append(
-            f"{now.unreadable:.3f} of the responses cannot be read, and {first.unreadable or 0.0:.3f} in round 0"
-        )
+        before = first.unreadable or 0.0
+        found.append(f"{now.unreadable:.3f} of the responses cannot be read, and {before:.3f} in round 0")
     if now.logprob_fall is not None and not now.logprob_fall <= logprob_fall:
         found.append(f"a token of round 0 has lost {now.logprob_fall:.3f} nats")
     return found

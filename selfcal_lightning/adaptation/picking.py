@@ -15,37 +15,19 @@ from selfcal_lightning.confidence.base import P_TRUE, STORED, check_confidence, 
 from selfcal_lightning.confidence.features import feature_value
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.registry import ESTIMATORS
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.records import QuestionSamples, Sample
-
-# Keeps rounding from ordering candidates with equal scores.
-_LEAST_SPREAD = 1e-9
-
-
-@dataclass(frozen=True)
-class Selective:
-    """What is left when the questions with the lowest scores are not asked."""
-
-    coverage: float
-    accuracy: float | None
-    lost: float | None
 
 
 def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | None = None) -> int | None:
     """Return the position of the response with the highest score, the first one on ties; None where there is none."""
-    readable = [True] * len(scores) if answers is None else [bool(answer) for answer in answers]
     known = [
         at
-        for at, (score, is_readable) in enumerate(zip(scores, readable, strict=True))
-        if is_readable and score is not None and not math.isnan(score)
+        for at, score in enumerate(scores)
+        if score is not None and not math.isnan(score) and (answers is None or answers[at])
     ]
     return max(known, key=lambda at: (scores[at], -at), default=None)
-
-
-def kept(scores: Sequence[float | None], threshold: float) -> list[bool]:
-    """Return which scores reach a threshold; unknown ones do not."""
-    return [score is not None and score >= threshold for score in scores]
 
 
 Order = Literal["easiest", "hardest", "informative"]
@@ -60,20 +42,17 @@ class SelectionSettings:
     """Which response to each question is chosen, and which questions are kept.
 
     Attributes:
-        pick: The score that chooses within a question: "fused" fits a fusion to the votes of these questions, without
+        pick: The score that chooses a response: "fused" is a fusion fitted to the votes of these questions, without
             labels; "share" and "ssc" are the votes themselves; else the name of a confidence.
-        keep: The score that chooses among questions, of the chosen response: "share", its answer's share of all
-            responses to the question, "ssc", the share weighted by P(True), "pick", the score that chose it, or the
-            name of a confidence.
-        threshold: Kept is what reaches it: at least it in the order "easiest", at most it in the order "hardest", at
-            least as near to one half in the order "informative".
+        keep: The score of the chosen response that ranks questions: "share" (of its answer among all responses),
+            "ssc" (the same, weighted by P(True)), "pick" (the score that chose it), or the name of a confidence.
+        threshold: Keeps scores of at least this in the order "easiest", of at most this in "hardest", and those at
+            least as near to one half in "informative".
         top: Share of all questions that is kept, in (0, 1].
-        count: How many questions are kept.
-        order: Which questions come first: those with the highest score, with the lowest, or those whose score is
-            nearest to one half, where the responses differ most.
-        label: What a question is labelled with: the answer of the majority or of the most confidence, that of the
-            chosen response, the gold answer, or nothing.
-        features: What the fusion reads; None takes those of ``FUSED_FEATURES`` that the responses have.
+        count: Number of questions that are kept.
+        order: Takes questions by falling score, by rising score, or by nearness of the score to one half.
+        label: The answer of the majority, of the most confidence, of the chosen response, the gold answer, or none.
+        features: Inputs of the fusion; None takes those of ``FUSED_FEATURES`` that the responses have.
         scores: Further confidences that are written with the selection.
         references: Whether gold answers may be read. Without it nothing sees them.
     """
@@ -99,8 +78,8 @@ class SelectionSettings:
             raise InputError(f"Expected one of `threshold`, `keep_top` and `keep_count`, but got {given}.")
         if self.top is not None and not 0.0 < self.top <= 1.0:
             raise InputError(f"Expected `keep_top` to lie in (0, 1], but got {self.top}.")
-        if self.count is not None and self.count < 1:
-            raise InputError(f"Expected `keep_count` to be at least 1, but got {self.count}.")
+        if self.count is not None:
+            check_at_least(1, keep_count=self.count)
         if self.features is not None and self.pick != FUSED:
             raise InputError(f"Expected `features` with `pick` {FUSED!r}, but got it with {self.pick!r}.")
         if self.label == "reference" and not self.references:
@@ -122,19 +101,15 @@ NOT_FIRST = "not among the first"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The label of a question."""
-
     kind: LabelKind
-    text: str | None
-    share: float | None
-    confidence: float | None
-    margin: float | None
+    text: str | None = None
+    share: float | None = None
+    confidence: float | None = None
+    margin: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedRow:
-    """One question of a selection."""
-
     question_id: str
     round: int
     task: str
@@ -162,7 +137,7 @@ def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> 
         "none": None,
     }[kind] or None
     if text is None:
-        return Label(kind, None, None, None, None)
+        return Label(kind)
     votes = Counter(answer for answer in answers if answer)
     # A gold answer may be written in another way than theirs.
     agreeing = sum(bool(sample.correct) for sample in entry.samples) if kind == "reference" else votes[text]
@@ -173,15 +148,7 @@ def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> 
 
 
 def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
-    """Return the share of P(True) over the readable responses that lies on an answer; None without any.
-
-    Example:
-        >>> from selfcal_lightning.records import Sample
-        >>> def sample(answer, yes):
-        ...     return Sample("q", 0, 0, "", None, None, answer, None, yes_mass=yes, no_mass=1 - yes)
-        >>> confidence_share([sample("7", 0.75), sample("8", 0.25), sample(None, 0.9)], "7")
-        0.75
-    """
+    """Return the share of P(True) over the readable responses that lies on an answer; None without any."""
     masses = _masses(samples)
     total = math.fsum(masses.values())
     return masses.get(answer, 0.0) / total if total > 0.0 else None
@@ -203,8 +170,6 @@ def _masses(samples: Sequence[Sample]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a selection came to."""
-
     rows: tuple[SelectedRow, ...]
     threshold: float
     fusion: Fusion | None
@@ -231,7 +196,7 @@ def without_references(entry: QuestionSamples) -> QuestionSamples:
 
 
 def _check_scored(entries: Sequence[QuestionSamples], name: str, settings: SelectionSettings) -> None:
-    """Raise where no readable response has a confidence; one that lacks it is counted later."""
+    """Raise InputError where no response has the confidence; single ones that lack it are counted later."""
     if any(confidence_of(sample, name) is not None for entry in entries for sample in entry.samples):
         return
     known = (*STORED, *ESTIMATORS)
@@ -248,9 +213,8 @@ def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None
     readable = [sample for entry in entries for sample in entry.samples if sample.answer]
     chosen = features or [n for n in FUSED_FEATURES if any(feature_value(sample, n) is not None for sample in readable)]
     if not (readable and chosen):
-        raise InputError(
-            f"No readable response has one of {', '.join(FUSED_FEATURES)}. Run `selfcal score`, or name another `pick`."
-        )
+        names = ", ".join(FUSED_FEATURES)
+        raise InputError(f"No readable response has one of {names}. Run `selfcal score`, or name another `pick`.")
     scored = [
         entry
         for entry in entries
@@ -260,7 +224,7 @@ def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None
 
 
 def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | None) -> SelectedRow:
-    """Return what is chosen of a question, before it is known which questions are kept."""
+    """Choose the response; which questions are kept is decided later."""
     samples = entry.samples
     answers = [sample.answer for sample in samples]
     scores = [score_of(entry, sample, settings.pick, fusion) for sample in samples]
@@ -305,7 +269,7 @@ def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion |
 
 
 def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[list[SelectedRow], float]:
-    """Return the rows with what is kept of them, and the score of the last one that is."""
+    """Return the rows, marked kept or not, and the score of the last one that is kept."""
     places = [at for at, row in enumerate(rows) if row.reason is None]
     urgency = {at: _urgency(float(rows[at].keep_score or 0.0), settings.order) for at in places}
     # Among equal scores the surer pick comes first, then the id: the order of the store is nothing.
@@ -314,12 +278,13 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
     first = order[: wanted if settings.count is None else settings.count]
     if settings.threshold is not None:
         least = _urgency(settings.threshold, settings.order)
-        reached = kept([urgency[at] for at in first], least)
-        first = [at for at, reaches in zip(first, reached, strict=True) if reaches]
+        first = [at for at in first if urgency[at] >= least]
     if not first:
-        raise InputError(
-            f"Expected to keep at least one of {len(rows):,} questions, but got none: {_what_is_there(rows)}."
-        )
+        scores = [row.keep_score for row in rows if row.reason is None and row.keep_score is not None]
+        found = f"the first has no score: {rows[0].reason}"
+        if scores:
+            found = f"scores lie between {min(scores):.3g} and {max(scores):.3g}"
+        raise InputError(f"Expected to keep at least one of {len(rows):,} questions, but got none: {found}.")
     why = NOT_FIRST if settings.threshold is None else BEYOND
     is_kept = set(first)
     marked = [
@@ -333,10 +298,3 @@ def _urgency(score: float, order: str) -> float:
     if order == "informative":
         return -abs(score - 0.5)
     return score if order == "easiest" else -score
-
-
-def _what_is_there(rows: Sequence[SelectedRow]) -> str:
-    scores = [row.keep_score for row in rows if row.reason is None and row.keep_score is not None]
-    if scores:
-        return f"scores lie between {min(scores):.3g} and {max(scores):.3g}"
-    return f"{len(rows):,} without a score, the first since {rows[0].reason}"

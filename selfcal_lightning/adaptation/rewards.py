@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,17 +34,11 @@ _STATED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StatedConfidence:
-    """The last confidence that a response states.
+    """The last confidence that a response states; all None where it states none."""
 
-    Attributes:
-        value: The confidence in [0, 1]; None where none is stated or the number lies outside.
-        number: The number as stated, percent divided by 100; None where none is stated.
-        span: First and end character of the whole statement; None where none is stated.
-    """
-
-    value: float | None
-    number: float | None
-    span: tuple[int, int] | None
+    value: float | None  # in [0, 1]; None if the number lies outside
+    number: float | None  # as stated, percent divided by 100
+    span: tuple[int, int] | None  # first and end character of the statement
 
 
 def stated_confidence(text: str) -> StatedConfidence:
@@ -77,10 +72,7 @@ def log_score(confidence: float | None, target: float) -> float:
 
 
 def confidence_metrics(texts: Sequence[str]) -> dict[str, float | None]:
-    """Return what shows that stated confidences collapse: mean, standard deviation, shares outside [0, 1] and missing.
-
-    Mean and standard deviation (of the population) are over valid confidences, and None where there are none.
-    """
+    """Return mean and standard deviation of the valid stated confidences, and the shares outside [0, 1] or missing."""
     found = [stated_confidence(text) for text in texts]
     values = [one.value for one in found if one.value is not None]
     return {
@@ -141,8 +133,8 @@ def soft_consistency_reward(
 ) -> list[float | None]:
     """Share of the group's stated confidence that lies on the same answer: soft self-consistency, without labels.
 
-    A response without a valid confidence votes with weight 0; an unreadable answer gets 0. None for a group in which
-    nobody states a confidence above 0. Reads `data_source` alone.
+    A response without a valid confidence votes with weight 0; an unreadable answer gets 0; a group without any
+    confidence above 0 gets None. Reads `data_source` alone.
     """
     texts = _texts(completions)
     _log_confidences(texts, columns.get("log_metric"))
@@ -178,10 +170,7 @@ def compute_score(
 
 
 def confidence_token_mask(completion_ids: Sequence[Sequence[int]], tokenizer: Any) -> list[list[bool]]:
-    """Return for each token of each completion whether it belongs to the last stated confidence.
-
-    Found by bisecting the length of decoded prefixes, so no tokenizer's offsets are needed.
-    """
+    """Return for each token of each completion whether it belongs to the last stated confidence."""
     return [_mask(list(ids), tokenizer) for ids in completion_ids]
 
 
@@ -253,19 +242,14 @@ def _log_confidences(texts: Sequence[str], log_metric: LogMetric | None) -> None
 
 
 def _mask(ids: list[int], tokenizer: Any) -> list[bool]:
-    def length(count: int) -> int:
-        return len(tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def text_of(count: int) -> str:
+        return str(tokenizer.decode(ids[:count], skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def prefix(chars: int) -> int:
-        """Return the fewest tokens whose text has at least so many characters."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if length(middle) >= chars else (middle + 1, high)
-        return low
+        """Return the fewest tokens whose text has this many characters, by bisection: no offsets are needed."""
+        return bisect_left(range(len(ids)), chars, key=lambda count: len(text_of(count)))
 
-    text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    span = stated_confidence(text).span
+    span = stated_confidence(text_of(len(ids))).span
     if span is None:
         return [False] * len(ids)
     first, end = prefix(span[0] + 1) - 1, prefix(span[1])

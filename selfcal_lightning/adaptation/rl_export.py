@@ -1,7 +1,7 @@
-"""The columns that verl, TRL and OpenRLHF read, as their released versions have them.
+"""Selections as data sets of verl 0.9.1, TRL 1.16.0 and OpenRLHF 0.11.2.
 
-verl 0.9.1 (`RLHFDataset`, `MultiTurnSFTDataset`), TRL 1.16.0 (`GRPOTrainer`, `SFTTrainer`) and OpenRLHF 0.11.2
-(`PromptDataset`). None of them is imported: two cannot be installed together with this package.
+Written for their `RLHFDataset` and `MultiTurnSFTDataset`, `GRPOTrainer` and `SFTTrainer`, and `PromptDataset`. None of
+them is imported: two cannot be installed together with this package.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _ABILITIES = {"number": "math", "expression": "math", "option letter": "choice",
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A kept question, ready to be written."""
-
     number: int
     example: Example
     label: Label
@@ -59,7 +57,7 @@ class TrainingRow:
 
     @property
     def reward_fields(self) -> dict[str, Any]:
-        """What the reward file reads, and what is known of the label."""
+        """What the reward file reads, and the facts about the label."""
         label = {"answer": self.label.text, "label_kind": self.label.kind, "label_share": self.label.share}
         return {"data_source": f"selfcal/{self.row.task}", **label, "key_steps": self.key_steps}
 
@@ -70,7 +68,7 @@ def training_rows(
     known = {} if steps is None else steps.by_response
     rows: list[TrainingRow] = []
     for number, one in enumerate(chosen):
-        if not one.question.messages:  # a trainer would put it into a template once more
+        if not one.question.messages:  # a trainer would apply its template to a rendered prompt
             raise InputError(f"Expected a chat for question {one.question.id!r}, but got a rendered prompt.")
         found = known.get((one.row.question_id, one.row.round, one.sample.index))
         forms = [list(step.forms) for step in (found.steps if found else None) or ()]
@@ -79,25 +77,19 @@ def training_rows(
 
 
 def check_label(selection: Selection, label: str | None) -> None:
-    """Raise InputError where a label is asked for that the selection does not have.
-
-    The labels of votes are those of all responses, which only ``selfcal select`` sees.
-    """
-    if label in (None, "picked", "none") or label == selection.manifest["settings"]["label"]:
-        return
-    own, also = selection.manifest["settings"]["label"], " --references true" if label == "reference" else ""
-    raise InputError(
-        f"Selection has no `label` {label!r}, but {own!r}. Run `selfcal select --label {label}{also}` for it."
-    )
+    """Raise InputError if the selection lacks the label; only ``selfcal select`` sees all votes."""
+    own = selection.manifest["settings"]["label"]
+    if label not in (None, "picked", "none", own):
+        also = " --references true" if label == "reference" else ""
+        raise InputError(f"Selection has `label` {own!r}. For {label!r} run `selfcal select --label {label}{also}`.")
 
 
 def _label(row: SelectedRow, label: ExportLabel | None) -> Label:
     if label is None:
         return row.label
     if label == "none":
-        return Label("none", None, None, None, None)
-    own = row.label if row.label.text == row.answer else Label("picked", row.answer, None, None, None)
-    return replace(own, kind="picked")
+        return Label("none")
+    return replace(row.label, kind="picked") if row.label.text == row.answer else Label("picked", row.answer)
 
 
 Format = Literal["verl", "trl", "openrlhf", "reference"]
@@ -108,7 +100,7 @@ _LABEL = {"label_kind": _TEXT, "label_share": _REAL}
 
 
 def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Table:
-    """Return the table of ``data.train_files``: a row a question."""
+    """Return the table of ``data.train_files``."""
     names = sorted({name for row in rows for name in row.row.scores})
     info = {
         "index": _INT, "split": _TEXT, "question_id": _TEXT, **_LABEL, "label_confidence": _REAL, "label_margin": _REAL,
@@ -122,12 +114,12 @@ def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Tabl
 
 
 def verl_sft_table(rows: Sequence[TrainingRow]) -> pa.Table:
-    """Return the table of verl's supervised trainer: the chat with the chosen response."""
+    """Return the table of verl's supervised trainer."""
     return pa.Table.from_pylist([{"messages": [*row.chat, row.turn]} for row in rows], pa.schema({"messages": _CHAT}))
 
 
 def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
-    """Return the table of TRL: ``GRPOTrainer`` hands all columns to the reward; ``SFTTrainer`` reads two."""
+    """Return the table of TRL; ``GRPOTrainer`` passes all columns to the reward, ``SFTTrainer`` reads two."""
     columns = {"prompt": _CHAT, "completion": _CHAT, "data_source": _TEXT, "answer": _TEXT, **_LABEL}
     schema = pa.schema({**columns, "key_steps": _STEPS, "question_id": _TEXT})
     content = [
@@ -140,27 +132,20 @@ def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
 def openrlhf_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
     """Return the lines of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
     return [
-        {
-            "input": row.chat,
-            "label": json.dumps(row.reward_fields, ensure_ascii=False),
-            "datasource": row.reward_fields["data_source"],
-        }
+        {"input": row.chat, "label": json.dumps(fields, ensure_ascii=False), "datasource": fields["data_source"]}
         for row in rows
+        for fields in (row.reward_fields,)
     ]
 
 
 def reference_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
-    """Return the rows of the reference system; with key steps these stand for the response, as JSON."""
-    return [
-        {
-            "question": row.example.question.text,
-            "answer": row.label.text,
-            "gpt_response": json.dumps({"key_steps": row.key_steps}, ensure_ascii=False)
-            if row.key_steps
-            else row.example.sample.text,
-        }
-        for row in rows
-    ]
+    """Return the rows of the reference system; key steps, as JSON, replace the response."""
+    found = []
+    for row in rows:
+        steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
+        text = steps or row.example.sample.text
+        found.append({"question": row.example.question.text, "answer": row.label.text, "gpt_response": text})
+    return found
 
 
 def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
@@ -169,7 +154,7 @@ def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> 
         "data_source": fields["data_source"],
         "prompt": row.chat,
         "ability": _ABILITIES[get_task(row.row.task).answer_type],
-        # Without a label it is empty and never null: verl reads the field of every row.
+        # Empty and not null without a label: verl reads the field of every row.
         "reward_model": {"style": "rule", "ground_truth": row.label.text or ""},
         "extra_info": {
             **{name: fields[name] for name in ("label_kind", "label_share", "key_steps")},
@@ -195,11 +180,11 @@ class RLExport:
 
 
 def check_export_target(output: str | Path, selection: Selection) -> None:
-    """Raise InputError unless an export may be written to ``output``: new, empty, or an earlier export."""
+    """Raise InputError unless ``output`` is a new or empty folder, or an earlier export."""
     place = Path(output)
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
-    own = json_object_or_none(place / MANIFEST_FILE) if (place / MANIFEST_FILE).is_file() else None
-    if place.exists() and not (place.is_dir() and (is_empty_folder(place) or (own or {}).get("kind") == KIND)):
+    is_own = _manifest_of(place).get("kind") == KIND
+    if place.exists() and not is_own and not (place.is_dir() and is_empty_folder(place)):
         raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
@@ -220,8 +205,9 @@ def export_rl(
         files[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _earlier_files(folder):
-        (folder / name).unlink(missing_ok=True)
+    if earlier := _manifest_of(folder):  # its manifest goes first; another format has other files
+        for name in (MANIFEST_FILE, *(Path(name).name for name in earlier.get("files", ()))):
+            (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         write_atomically(folder / name, data)
     settings = selection.manifest["settings"]
@@ -244,11 +230,10 @@ def export_rl(
     return RLExport(folder, manifest)
 
 
-def _earlier_files(folder: Path) -> list[str]:
-    """Return the files of an earlier export in a folder, its manifest first: another format has others."""
+def _manifest_of(folder: Path) -> dict[str, Any]:
+    """Return the manifest of an earlier export; empty without one."""
     file = folder / MANIFEST_FILE
-    earlier = (json_object_or_none(file) or {}) if file.is_file() else {}
-    return [MANIFEST_FILE, *(Path(name).name for name in earlier.get("files", ()))] if earlier else []
+    return (json_object_or_none(file) or {}) if file.is_file() else {}
 
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from typing import Any
 from selfcal_lightning.adaptation.evaluation import SampledSet, SetComparison, compare_set, read_set
 from selfcal_lightning.adaptation.group_rewards import ANNOTATIONS, check_reward
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -59,9 +59,9 @@ def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
         if shared := sorted(contents[one].keys() & contents[other].keys()):
+            example = contents[one][shared[0]]
             raise InputError(
-                f"`{one}` and `{other}` share {len(shared)} questions, such as {contents[one][shared[0]]!r}. Take "
-                f"other splits or slices."
+                f"`{one}` and `{other}` share {len(shared)} questions, such as {example!r}. Take other splits."
             )
     return found
 
@@ -72,13 +72,13 @@ GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
 OWN_OF_MODEL, OWN_OF_DATA = ("base_model", "reward", "target"), ("store_dir", "selection", "num_samples")
 LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
 ADAPTER, SAMPLES, GUARD_FILE = "adapter", "samples", "guard.json"
-# What a policy gradient is of: temperature 1, the whole distribution.
+# A policy gradient needs samples at temperature 1 from the whole distribution.
 ON_POLICY = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What is learnt from what, with how many samples; ``run_adapt`` documents the settings."""
+    """What is learned from what, with how many samples; ``run_adapt`` documents the settings."""
 
     base_model: str
     revision: str | None
@@ -96,13 +96,11 @@ class Adaptation:
 
     def __post_init__(self) -> None:
         check_reward(self.reward)
-        if self.rounds < 1:
-            raise InputError(f"Expected `rounds` to be at least 1, but got {self.rounds}.")
-        if self.selection is not None and self.store_dir is None:
-            raise InputError("Expected `store_dir` with a `selection`, but got None.")
-        if self.selection is None and self.store_dir is not None:
+        check_at_least(1, rounds=self.rounds)
+        if (self.selection is None) != (self.store_dir is None):
             raise InputError(
-                f"Expected `store_dir` with a `selection` alone, but got {self.store_dir!r}: rounds go to `output_dir`."
+                f"Expected `store_dir` with a `selection`, and there alone, but got {self.store_dir!r} with "
+                f"{self.selection!r}."
             )
         if self.selection is None and self.reward == "none":
             raise InputError("Expected a `selection` with `reward: none`, which samples nothing, but got None.")
@@ -113,7 +111,7 @@ class Adaptation:
 
     @property
     def is_one_round(self) -> bool:
-        """Whether nothing is sampled after round 0, of which a selection and statistics of tokens are."""
+        """Whether nothing is sampled after round 0: a selection and token statistics are known of round 0 alone."""
         return self.reward in ANNOTATIONS or self.reward == "none"
 
 
@@ -175,7 +173,7 @@ def check_learnt(
 
 
 def _check_among(learnt: Sequence[Question], sets: Mapping[str, Sequence[Question]], *, what: str) -> None:
-    """Raise InputError unless all of ``learnt`` are adapted on; gold answers are no part of what is compared."""
+    """Raise InputError unless all of ``learnt`` are among ``questions``; gold answers are not compared."""
     own = {key for question in sets[TRANSDUCTIVE] for key in _keys(question)}
     held = {key for name, others in sets.items() if name != TRANSDUCTIVE for one in others for key in _keys(one)}
     outside = [question for question in learnt if own.isdisjoint(_keys(question))]
@@ -188,7 +186,7 @@ def _check_among(learnt: Sequence[Question], sets: Mapping[str, Sequence[Questio
 
 
 def _keys(question: Question) -> tuple[str, tuple[str, str, str]]:
-    """Return what tells that two questions are one: their messages, or where a prompt changed these, name and text."""
+    """Return what identifies a question: its messages, or where a prompt changed these, its name and text."""
     return question_digest(replace(question, reference=None)), (question.task, question.id, question.text)
 
 
@@ -215,14 +213,13 @@ class Evaluation:
     adapted_dir: Path
 
     def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise InputError(f"Expected `evaluation_samples` to be at least 1, but got {self.num_samples}.")
+        check_at_least(1, evaluation_samples=self.num_samples)
         for temperature in self.temperatures:
             if not 0.0 < temperature <= 2.0:
                 raise InputError(f"Expected `temperatures` to lie in (0, 2], but got {temperature}.")
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
-        """Sample what is missing, and compare the models; the argument is the adaptation's cost in responses."""
+        """Sample what is missing and compare the models; ``cost_in_samples`` is the adaptation's cost in responses."""
         return [self._compare(name, cost_in_samples) for name in self.slices]
 
     def _compare(self, name: str, cost_in_samples: int) -> SetComparison:

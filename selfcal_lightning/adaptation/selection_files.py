@@ -1,7 +1,6 @@
-"""A selection on disk: ``selection.parquet``, one row a question, and ``manifest.json``, which knows what was read.
+"""A selection on disk: ``selection.parquet``, one row a question, and ``manifest.json`` with digests of all inputs.
 
-Rows point into the store by question, round and sample; texts are joined when they are needed. The manifest holds the
-digests of the store, of the scores, of the settings and of the rows, and says whether any gold answer was read.
+Rows point into the store by question, round and sample. The manifest also says whether any gold answer was read.
 """
 
 from __future__ import annotations
@@ -47,19 +46,12 @@ from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 @dataclass(frozen=True)
 class Source:
-    """Questions of a round of a store, and what says later that it is the same one.
-
-    Attributes:
-        entries: The questions with their responses, without texts.
-        shards: Of each question by id: the hash of the file in which its responses were written first.
-        store: Where the store lies, what its samples are, and digests of the files that were read.
-        scores: Of each annotation that was read: what computed it and the digests of its files.
-    """
+    """Questions of a round of a store (without texts), and what identifies the store and its scores later."""
 
     entries: tuple[QuestionSamples, ...]
-    shards: dict[str, str]
+    shards: dict[str, str]  # by question id: hash of the file in which its responses were written first
     store: dict[str, Any]
-    scores: dict[str, Any]
+    scores: dict[str, Any]  # by annotation that was read
 
 
 def read_source(
@@ -71,10 +63,7 @@ def read_source(
     index = store.index(split=split, round=round, confidences=names)
     index = index if task is None else index.select(index.task == task)
     if not len(index):
-        raise InputError(
-            f"Expected {store_dir} to hold split {split!r}, round {round} and task {task!r}, but got none. Check the "
-            f"names."
-        )
+        raise InputError(f"{store_dir} holds no question of split {split!r}, round {round} and task {task!r}.")
     with Progress(len(index), label=f"Reading {store.path.name}", only_if_slow=True) as progress:
         entries = tuple(counted_samples(store, index, round=round, on_rows=progress.update))
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
@@ -93,7 +82,7 @@ def read_source(
 
 
 def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
-    """Return the annotations that are read: of those that are there, what is named or may enter the fusion."""
+    """Return the stored annotations to read: those that are named or may enter the fusion."""
     features = () if settings.pick != FUSED else FUSED_FEATURES if settings.features is None else settings.features
     required = required_confidences(features)
     there = annotation_names(store_dir)
@@ -101,15 +90,10 @@ def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
     estimators = annotation_estimators(store_dir, wanted)
     across = settings.pick if settings.keep == PICK else settings.keep
     if estimators.get(across) in {weight.name for weight in WEIGHTS}:
-        raise InputError(
-            f"Expected `keep` to compare questions, but got {across!r}, which compares responses to one. Name it as "
-            f"`pick`."
-        )
+        raise InputError(f"`keep` compares questions, {across!r} compares responses to one. Name it as `pick`.")
     known = recorded_confidences(estimators)
     if of_votes := pool_dependent(required, known):
-        raise InputError(
-            f"Expected `features` to belong to one response, but got {', '.join(of_votes)}, which are votes."
-        )
+        raise InputError(f"`features` must belong to one response, but {', '.join(of_votes)} are votes.")
     return wanted
 
 
@@ -121,12 +105,7 @@ def _origin(store_dir: str, name: str) -> dict[str, Any]:
 
 
 def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
-    """Return a sha256 of plain JSON types.
-
-    Example:
-        >>> digest_of({"a": 1}) == digest_of({"a": 1}), digest_of(["a"]) == digest_of(["b"])
-        (True, False)
-    """
+    """Return a sha256 of plain JSON types."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -166,13 +145,13 @@ class Selection:
 
 
 def check_selection_target(output: str | Path, *, store_dir: str) -> None:
-    """Raise InputError unless a selection may be written to ``output``: new, empty, or an earlier selection."""
+    """Raise InputError unless ``output`` is a new or empty folder, or an earlier selection."""
     place = Path(output)
     check_apart(place, {"store": store_dir}, option="output")
-    if place.is_dir() and not is_empty_folder(place) and not is_selection(place):
-        raise InputError(f"`output` {output} is no earlier selection and is left as it is. Choose another name.")
     if place.exists() and not place.is_dir():
         raise InputError(f"Expected `output` to be the name of a folder, but got the file {output}.")
+    if place.exists() and not is_empty_folder(place) and not is_selection(place):
+        raise InputError(f"`output` {output} is no earlier selection and is left as it is. Choose another name.")
 
 
 def is_selection(folder: Path) -> bool:
@@ -181,7 +160,6 @@ def is_selection(folder: Path) -> bool:
 
 
 def write_selection(output: str | Path, selected: Selected, source: Source, settings: SelectionSettings) -> Selection:
-    """Write a selection and return what :func:`read_selection` gives of it."""
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     data = _parquet(selected.rows, source.shards)
@@ -220,7 +198,6 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
 
 
 def read_selection(path: str | Path) -> Selection:
-    """Read a selection."""
     folder = Path(path)
     if not is_selection(folder):
         raise InputError(f"Expected {path} to be the folder of a selection, but got none. `selfcal select` makes one.")
@@ -231,9 +208,7 @@ def read_selection(path: str | Path) -> Selection:
     file = folder / ROWS_FILE
     data = file.read_bytes() if file.is_file() else b""
     if hashlib.sha256(data).hexdigest() != manifest["rows_sha256"]:
-        raise InputError(
-            f"Expected {file} to be the rows that its manifest knows, but got others. Run `selfcal select` again."
-        )
+        raise InputError(f"{file} differs from what its manifest says. Run `selfcal select` again.")
     return Selection(folder, tuple(map(_from_json, read_parquet(data).to_pylist())), manifest)
 
 
@@ -276,10 +251,7 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
     store = SampleStore(place)
     digest = store.round_manifest(facts["round"]).digest
     if digest != facts["fingerprint"]:
-        raise InputError(
-            f"Expected {place} to be the store that {selection.path} was made of, but got another one. Name it by "
-            f"`store_dir`."
-        )
+        raise InputError(f"{place} is not the store that {selection.path} was made of. Name it by `store_dir`.")
     index = store.index(round=facts["round"])
     origins = {entry.file: entry.origin for entry in store.manifest.shards}
     keys = zip(index.question_id.tolist(), index.sample_index.tolist(), strict=True)
@@ -299,16 +271,11 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
 
 def _check_same(row: SelectedRow, at: int | None, index: SampleIndex, origins: Mapping[str, str], place: Path) -> None:
     """Raise InputError unless the store still holds the response that was selected, with the answer that it had."""
+    which = f"response {row.index} to {row.question_id!r}"
     if at is None or origins[index.files[index.shard[at]]] != row.shard:
-        raise InputError(
-            f"{place} lacks response {row.index} to {row.question_id!r}, or it was sampled again. Run `selfcal select` "
-            f"again."
-        )
-    if index.answer[at] != row.answer:
-        raise InputError(
-            f"Response {row.index} to {row.question_id!r} read {row.answer!r}, now {index.answer[at]!r}. Run `selfcal "
-            f"select` again."
-        )
+        raise InputError(f"{place} lacks {which}, or it was sampled again. Run `selfcal select` again.")
+    if (now := index.answer[at]) != row.answer:
+        raise InputError(f"The answer of {which} was {row.answer!r} and is {now!r}. Run `selfcal select` again.")
 
 
 SELECTED_FILE, RESULTS_FILE = "selected.json", "results.json"
@@ -329,6 +296,6 @@ def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
 
 
 def remove_reference_files(folder: Path) -> None:
-    """Remove what an earlier selection in this folder left of these: they would be taken for its own."""
+    """Remove those of an earlier selection in this folder."""
     for name in (SELECTED_FILE, RESULTS_FILE):
         (folder / name).unlink(missing_ok=True)

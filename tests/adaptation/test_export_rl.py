@@ -167,28 +167,11 @@ def test_recorded_responses_get_the_reward_that_they_were_judged_by(shared: Path
     assert judged == 7200
 
 
-@pytest.mark.slow
-def test_recorded_responses_of_a_real_model_get_the_task_s_verdict(shared: Path, reward: ModuleType) -> None:
-    """A sample of them: one in ten."""
-    task = get_task("math500")
-    lines = (shared / "data" / "math500_responses" / "llama-3.2-1b-instruct.jsonl").read_text().splitlines()
-    disagreeing = 0
-    for line in lines[::10]:
-        entry = json.loads(line)
-        label = task.dataset.answers.canonical(entry["answer"])
-        for response in entry["responses"]:
-            expected = task.verify(task.extract(response), label)
-            disagreeing += reward.judge("selfcal/math500", response, label) != float(expected)
-    assert disagreeing == 0
-
-
 def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     torch = pytest.importorskip("torch")
     source, right, wrong = "selfcal/local_number", "The answer is 7.", "The answer is 8."
-    assert reward.compute_score(source, right, "7", {"index": 0}, reward_router=None) == {
-        "score": 1.0,
-        "has_label": 1.0,
-    }
+    scored = reward.compute_score(source, right, "7", {"index": 0}, reward_router=None)
+    assert scored == {"score": 1.0, "has_label": 1.0}
     assert reward.compute_score(source, wrong, "7")["score"] == 0.0
     assert reward.compute_score(source, wrong, "")["has_label"] == 0.0
     chats = [[{"role": "assistant", "content": right}], [{"role": "assistant", "content": wrong}], right]
@@ -204,15 +187,13 @@ def test_the_exported_file_is_loaded_by_its_path(made: Selection, reward: Module
     with pytest.raises(ValueError, match=r"data_source.*'gsm8k'"):
         reward.judge("gsm8k", "Answer: 7", "7")
     export = run_export_rl(str(made.path), str(tmp_path / "out"), "trl")
-    assert len((export.path / "reward.py").read_text().splitlines()) < 15
     assert load(export.path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
 
 
 def test_what_cannot_be_exported_is_refused(made: Selection, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for output, label, message in (
-        (tmp_path / "out", "reference", "Run `selfcal select --label reference --references true` for it"),
-        (tmp_path / "out", "ssc", "Run `selfcal select --label ssc` for it"),
+        (tmp_path / "out", "reference", "run `selfcal select --label reference --references true`"),
         (made.path / "out", None, "to lie apart from the selection"),
         (tmp_path, None, "is left as it is"),
     ):

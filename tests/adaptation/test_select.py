@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.selection_stores import NUM_QUESTIONS, NUM_SAMPLES, select, sums_entry, sums_store
-from support.store_samples import make_store
 from support.strategy_pools import random_pool
 
 from selfcal_lightning.adaptation.picking import SelectionSettings, fit_votes, label_of, select_rows
 from selfcal_lightning.adaptation.selection_files import examples, read_selection
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.selection import run_select
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -68,10 +65,9 @@ def test_questions_are_kept_by_threshold_share_or_count_in_any_order(options: di
 
 
 def test_ties_at_the_edge_go_to_the_surer_pick() -> None:
-    entries = [sums_entry(number, right=right) for number, right in enumerate((4, 4, 4))]
-    surest = replace(entries[1], samples=tuple(replace(s, logprob=-0.001) for s in entries[1].samples))
-    rows = _rows([entries[0], surest, entries[2]], count=1)
-    assert [row.kept for row in rows] == [False, True, False]
+    entries = [sums_entry(number, right=4) for number in range(3)]
+    entries[1] = replace(entries[1], samples=tuple(replace(s, logprob=-0.001) for s in entries[1].samples))
+    assert [row.kept for row in _rows(entries, count=1)] == [False, True, False]
 
 
 @settings(max_examples=20, deadline=None)
@@ -97,9 +93,13 @@ def test_nothing_is_dropped_uncounted(seed: int, keep: str, label: str) -> None:
             assert confidence_of(chosen, "mean_logprob") == best
 
 
+def without_scores(number: int) -> QuestionSamples:
+    entry = sums_entry(number)
+    return replace(entry, samples=tuple(replace(s, logprob=None, yes_mass=None) for s in entry.samples))
+
+
 def test_a_question_without_the_score_is_counted_and_does_not_stop_the_others() -> None:
-    bare = replace(sums_entry(0), samples=tuple(replace(s, logprob=None, yes_mass=None) for s in sums_entry(0).samples))
-    entries = [bare, *(sums_entry(number, right=number) for number in (1, 2, 4))]
+    entries = [without_scores(0), *(sums_entry(number, right=number) for number in (1, 2, 4))]
     for pick in ("mean_logprob", "fused"):
         rows = _rows(entries, pick=pick)
         assert [row.reason for row in rows] == ["no readable response has the score that picks", None, None, None]
@@ -144,15 +144,13 @@ def test_what_is_on_disk_is_what_was_chosen_and_says_what_was_read(store: Path, 
     assert len(read.rows) == NUM_QUESTIONS
     assert [row.question_id for row in read.kept] == ["q003", "q004", "q009"]
     assert read.rows[4].scores == {"mean_logprob": pytest.approx(-0.07), "p_true": 0.8}
-    manifest = json.loads((tmp_path / "chosen" / "manifest.json").read_text())
+    manifest = read.manifest
     assert manifest["reads_reference"] is False
     assert manifest["store"]["fingerprint"] == SampleStore(store).round_manifest().digest
     assert manifest["counts"]["questions"] == sum(manifest["counts"]["dropped"].values()) + manifest["counts"]["kept"]
     assert manifest["counts"]["responses"] == NUM_QUESTIONS * NUM_SAMPLES
     assert manifest["threshold"]["value"] == 0.75
     assert len(manifest["threshold"]["chosen_on"]["questions_sha256"]) == 64
-    columns = pq.read_schema(tmp_path / "chosen" / "selection.parquet").names
-    assert {"label", "label_kind", "label_share", "ssc", "kept", "reason", "score.p_true"} <= set(columns)
     again = select(store, tmp_path / "again", keep_top=0.25, scores=["p_true"])
     assert again.sha256 == made.sha256
 
@@ -176,11 +174,9 @@ def test_a_moved_store_is_found_by_its_name_and_another_one_is_refused(store: Pa
     selection = select(tmp_path / "there", tmp_path / "chosen")
     (tmp_path / "there").rename(tmp_path / "moved")
     assert list(examples(selection, store_dir=tmp_path / "moved"))
-    other = make_store(tmp_path / "other", round=0)
-    other = SampleStore.create_or_open(
-        tmp_path / "third", replace(other.round_manifest().fingerprint, seed=5), num_samples=4, engine={}
-    )
-    with pytest.raises(ValueError, match=r"to be the store that .* was made of, but got another one"):
+    fingerprint = replace(SampleStore(store).round_manifest().fingerprint, seed=5)
+    other = SampleStore.create_or_open(tmp_path / "other", fingerprint, num_samples=4, engine={})
+    with pytest.raises(ValueError, match="is not the store that"):
         next(examples(selection, store_dir=other.path))
     fewer = sums_store(tmp_path / "fewer", num_questions=2)
     with pytest.raises(ValueError, match=r"sampled again\. Run `selfcal select` again"):
@@ -193,7 +189,7 @@ def test_answers_that_were_read_anew_are_noticed(store: Path, tmp_path: Path) ->
     SampleStore(tmp_path / "store").reread(
         lambda entry: replace(entry, samples=tuple(replace(s, answer="0") for s in entry.samples)), readers={}
     )
-    with pytest.raises(ValueError, match=r"read '.*', now '0'"):
+    with pytest.raises(ValueError, match="and is '0'"):
         list(examples(selection))
 
 
@@ -201,7 +197,7 @@ def test_rows_that_were_changed_are_not_believed(store: Path, tmp_path: Path) ->
     select(store, tmp_path / "chosen")
     file = tmp_path / "chosen" / "selection.parquet"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="to be the rows that its manifest knows"):
+    with pytest.raises(ValueError, match="differs from what its manifest says"):
         read_selection(tmp_path / "chosen")
     manifest = tmp_path / "chosen" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"reads_reference": false', '"reads_reference": true'))
@@ -231,13 +227,11 @@ def test_the_files_of_the_reference_system_claim_nothing_that_nobody_judged(stor
         ({"keep_top": 0.5, "keep_count": 3}, "Expected one of `threshold`, `keep_top` and `keep_count`"),
         ({"keep_top": 0.0}, r"`keep_top` to lie in \(0, 1\]"),
         ({"keep_count": 0}, "`keep_count` to be at least 1"),
-        ({"split": "test"}, "but got none. Check the names"),
+        ({"split": "test"}, "no question of split 'test'"),
         ({"features": ["p_true"]}, "Expected `features` with `pick` 'fused'"),
         ({"order": "best"}, "order"),
         ({"keep": "self_certainty"}, "Run `selfcal score --estimator self_certainty"),
         ({"pick": "self_certanty"}, r"`pick` .*got 'self_certanty'\. Did you mean 'self_c"),
-        ({"keep": "self_certanty"}, r"`keep` .*got 'self_certanty'\. Did you mean 'self_c"),
-        ({"scores": ["self_certanty"]}, r"`scores` .*got 'self_certanty'\. Did you mean 'self_c"),
     ],
 )
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -254,7 +248,7 @@ def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path:
     annotation = Annotation(written.path, "steady")
     annotation.write_part("run", "0", index, np.ones(len(index)), shards)
     annotation.publish("run", ["0"], origin={"estimator": "sasc_std"}, details={})
-    with pytest.raises(ValueError, match=r"`keep` to compare questions, but got 'steady'.*Name it as `pick`"):
+    with pytest.raises(ValueError, match="'steady' compares responses to one"):
         select(written.path, tmp_path / "chosen", **options)
     picked = select(written.path, tmp_path / "chosen", pick="steady", threshold=0.5)
     assert {row.pick_score for row in picked.kept} == {1.0}
@@ -263,9 +257,8 @@ def test_a_score_within_questions_picks_and_does_not_keep(store: Path, tmp_path:
 def test_votes_cannot_be_learnt_from_votes_nor_from_nothing() -> None:
     with pytest.raises(ValueError, match="which depend on the other responses"):
         fit_votes([sums_entry(1)], ("response_consistency",))
-    bare = replace(sums_entry(1), samples=tuple(replace(s, logprob=None, yes_mass=None) for s in sums_entry(1).samples))
     with pytest.raises(ValueError, match="or name another `pick`"):
-        fit_votes([bare], None)
+        fit_votes([without_scores(1)], None)
 
 
 def test_other_folders_are_left_as_they_are(store: Path, tmp_path: Path) -> None:
@@ -279,16 +272,11 @@ def test_other_folders_are_left_as_they_are(store: Path, tmp_path: Path) -> None
 
 
 def test_the_verb_says_what_it_kept(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["select", "--store_dir", str(store), "--output", str(tmp_path / "s"), "--keep_count", "3"]
-    assert run(arguments) == 0
+    arguments = ["select", "--store_dir", str(store), "--output", str(tmp_path / "s"), "--keep_count"]
+    assert run([*arguments, "3"]) == 0
     said = capsys.readouterr().out
-    assert "Kept 3 of 12 questions; the last one has the score 0.75." in said
+    assert "Kept 3 of 12 questions" in said
     assert "9 not kept: not among the first" in said
-    assert "Picked by a fusion of mean_logprob, logit:p_true, fitted to the votes.\nNo gold answer was read." in said
-    assert "keep_count" not in said
-    assert run([*arguments[:-1], "99"]) == 0
-    assert (
-        "Kept 12 of 12 questions; the last one has the score 0.25.\n`keep_count` asked for 99"
-        in capsys.readouterr().out
-    )
-    assert run_select.__doc__
+    assert "No gold answer was read." in said
+    assert run([*arguments, "99"]) == 0
+    assert "`keep_count` asked for 99" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from support.trainers import KeepState
 from support.training_runs import trainer_with
 
 import selfcal_lightning.adaptation.module as adaptation
-from selfcal_lightning.adaptation.module import policy_parts
+from selfcal_lightning.adaptation.module import PolicySettings, policy_parts
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
 from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.commands.selection import run_select
@@ -92,7 +92,12 @@ def test_the_parts_by_hand() -> None:
 
     # One ratio a response: sqrt(2) of the first one, 1/2 of the second, both clipped at .1.
     parts = policy_parts(
-        batch, logprob, behaviour=behaviour, reference=None, logits=None, ratio="sequence", clip=(0.1, 0.1)
+        batch,
+        logprob,
+        behaviour=behaviour,
+        reference=None,
+        logits=None,
+        policy=PolicySettings(ratio="sequence", clip_low=0.1, clip_high=0.1),
     )
     assert parts.gradient.item() == pytest.approx((-1.1 * 2 + 0.9) / 3)
     assert parts.divergence.item() == parts.entropy.item() == 0.0
@@ -230,7 +235,7 @@ def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: 
     with pytest.raises(InputError, match="`target` is None in the module"):
         trainer_with(max_epochs=1).fit(module_of(tiny_model), datamodule=data_of(tiny_model, store, target="round"))
     for changes, message in (
-        ({"lora": None}, "`lora` to be an adapter"),
+        ({"lora": None}, "`lora` to change the generator"),
         ({"lora": LoraSettings(r=4)}, "`lora.activated: false`"),
         ({"reward": "best"}, "`reward`"),
         ({"target": "label"}, "`target`"),

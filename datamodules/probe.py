@@ -14,11 +14,16 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset, Sampler
 
-from selfcal_lightning.capability.features import PromptModel
-from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
 from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
 from selfcal_lightning.capability.probe_module import ProbeBatch
-from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
+from selfcal_lightning.capability.question_table import (
+    CapabilityPool,
+    QuestionTable,
+    Target,
+    load_capability_pool,
+    question_table,
+)
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least

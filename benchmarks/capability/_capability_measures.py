@@ -32,11 +32,15 @@ from selfcal_lightning.capability.evaluation import (
     share_error_bounds,
     test_questions,
 )
-from selfcal_lightning.capability.features import PromptModel
+from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
-from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
 from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
-from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.capability.question_table import (
+    CapabilityPool,
+    QuestionTable,
+    load_capability_pool,
+    question_table,
+)
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.data.store.annotations import question_values
 from selfcal_lightning.data.store.shards import question_digest

@@ -1,8 +1,7 @@
-"""How to allocate a number of samples to questions, so that as many as possible get at least one right sample.
+"""Allocating samples to questions, so that as many as possible get at least one right sample.
 
-One sample at a time goes where the chance that it is the *first* right one is largest. These gains fall with every
-sample of a question, so the greedy choice is optimal. It assumes a verifier that recognises a right answer; majority
-votes have other gains: a second vote alone is worth nothing.
+Each sample goes where the chance that it is the *first* right one is largest. These gains fall with every sample of a
+question, so the greedy choice is optimal. It assumes a verifier that recognises a right answer, not a majority vote.
 """
 
 from __future__ import annotations
@@ -33,28 +32,23 @@ _LEAST_P = 1e-6
 
 @dataclass(frozen=True)
 class SequentialOutcome:
-    """The outcome of samples that are drawn one after another and verified at once.
-
-    Attributes:
-        allocation: Samples of each question [Q].
-        solved: Whether one of them was right [Q].
-    """
+    """The samples of each question [Q], drawn and verified one by one, and whether one was right [Q]."""
 
     allocation: Integers
     solved: NDArray[np.bool_]
 
 
 def greedy_allocation(p: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
-    """Allocate samples, each right with a known probability: the gain of sample k + 1 is ``p (1 - p)^k``."""
+    """Allocate samples that are right with probability p: the gain of sample k + 1 is ``p (1 - p)^k``."""
     chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P).tolist()
     return _shared(lambda i, k: chances[i] * (1.0 - chances[i]) ** k, len(chances), total, minimum, maximum)
 
 
 def beta_allocation(right: Array, wrong: Array, total: int, *, minimum: int = 0, maximum: int) -> Integers:
-    """Allocate samples where the probability of each question is only known as Beta(a, b).
+    """Allocate samples where the probability of each question is known as Beta(a, b).
 
-    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. It falls
-    faster than ``p (1 - p)^k`` at first, since a failure also shows that a question is hard, and then more slowly.
+    The gain of sample k + 1 is ``E theta (1 - theta)^k = B(a + 1, b + k) / B(a, b)``. At first it falls faster than
+    ``p (1 - p)^k``, since a failure also shows that a question is hard, and then more slowly.
     """
     a, b = as_scores(right, "right"), as_scores(wrong, "wrong")
     check_same_length(right=a, wrong=b)
@@ -77,7 +71,7 @@ def interpolated_allocation(first: Array, second: Array, weight: float) -> Integ
 
 
 def round_to_total(values: Array, total: int) -> Integers:
-    """Round to whole numbers that add up to a total: down first, then up where the largest fractions were cut off."""
+    """Round to whole numbers with a given sum: down first, then up where the largest fractions were cut off."""
     shares = as_scores(values, "values")
     # A share a billionth below a whole number is one, in spite of floats.
     whole = np.floor(shares + 1e-9)
@@ -89,26 +83,24 @@ def round_to_total(values: Array, total: int) -> Integers:
 
 
 def expected_solved(allocation: Array, num_samples: Array, num_correct: Array) -> Floats:
-    """Compute the chance that each question has a right one among its samples, from samples drawn before.
+    """Compute the chance that each question has a right one among b samples, from n recorded ones with c right ones.
 
-    ``1 - C(n - c, b) / C(n, b)`` for b samples, drawn without replacement from n recorded ones with c right ones.
-    This is exact, unlike a simulation. The mean is the expected share of questions solved.
+    ``1 - C(n - c, b) / C(n, b)``, without replacement; the mean is the expected share of questions solved.
     """
     drawn, recorded = np.broadcast_arrays(as_counts(allocation, "allocation"), as_counts(num_samples, "num_samples"))
     if (drawn > recorded).any():
         at = np.flatnonzero((drawn > recorded).ravel())[0]
-        raise InputError(
-            f"Expected `allocation` of at most the recorded samples, but got {drawn.flat[at]} of {recorded.flat[at]}."
-        )
+        got = f"{drawn.flat[at]} of {recorded.flat[at]}"
+        raise InputError(f"Expected `allocation` of at most the recorded samples, but got {got}.")
     return pass_at_k(recorded, num_correct, drawn)
 
 
 def sequential_allocation(
     outcomes: Sequence[Array], total: int, *, right: Array | float = 1.0, wrong: Array | float = 1.0
 ) -> SequentialOutcome:
-    """Draw recorded samples one at a time, each verified at once: the next goes to the likeliest open question.
+    """Draw recorded samples one at a time, each verified at once, from the likeliest unsolved question.
 
-    An open question has the posterior mean ``a / (a + b + failures)``; the first right sample closes it.
+    A question has the posterior mean ``a / (a + b + failures)`` until its first right sample.
     """
     rows = [as_labels(row, "outcomes") for row in outcomes]
     a, b = (np.broadcast_to(np.asarray(values, dtype=np.float64), len(rows)) for values in (right, wrong))
@@ -157,5 +149,4 @@ def _log_beta_gains(a: Floats, b: Floats, maximum: int) -> Floats:
 
 
 def _checked_total(total: int) -> int:
-    """Return ``total``, which has to be a whole number of at least 0."""
     return int(as_counts(total, "total"))

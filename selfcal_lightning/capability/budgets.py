@@ -1,9 +1,10 @@
-"""What a budget of samples solves when it is allocated by predicted capability, compared with a uniform allocation."""
+"""What a budget of samples solves when predicted capability allocates it, compared with a uniform allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,33 +23,24 @@ from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.capability import pass_at_k
 
-POWER, BETA_AROUND, INFLATED, MAPS = "1 - (1 - p)^k", "a Beta around p", "an inflated Beta around p", "a map for each k"
+MAPS = "a map for each k"
 _WORDS = {
-    fitted_maps.POWER: POWER, fitted_maps.BETA: BETA_AROUND, fitted_maps.INFLATED: INFLATED, fitted_maps.MAPS: MAPS,
+    fitted_maps.POWER: "1 - (1 - p)^k", fitted_maps.BETA: "a Beta around p",
+    fitted_maps.INFLATED: "an inflated Beta around p", fitted_maps.MAPS: MAPS,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PassAtKCurve:
-    """Predicted pass@k of an estimate.
-
-    Attributes:
-        name: The estimate.
-        way: How pass@k follows from it: ``POWER``, ``BETA_AROUND``, ``INFLATED`` or ``MAPS``.
-        k: Numbers of samples [K].
-        predicted: Mean predicted pass@k over the questions [K].
-        actual: Mean pass@k that the responses show [K].
-        curve_error: Mean over k of the distance between the two.
-        instance_mse: Mean squared distance over questions, for each k [K].
-    """
+    """Predicted pass@k of an estimate."""
 
     name: str
-    way: str
+    way: str  # how pass@k follows from the estimate
     k: tuple[int, ...]
-    predicted: tuple[float, ...]
-    actual: tuple[float, ...]
-    curve_error: Estimate
-    instance_mse: tuple[Estimate, ...]
+    predicted: tuple[float, ...]  # mean over the questions
+    actual: tuple[float, ...]  # mean over the questions
+    curve_error: Estimate  # mean over k of the distance between the two
+    instance_mse: tuple[Estimate, ...]  # mean squared distance over questions, for each k
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -66,31 +58,34 @@ def pass_at_k_curves(
 ) -> list[PassAtKCurve]:
     """Return the pass@k curves of every estimate that is a probability: by ``1 - (1 - p)^k``, distributions and maps.
 
-    By Jensen's inequality the first is too high for k > 1 unless p is known; the others need labelled calibration
-    questions, and hold on questions like these.
+    The first is too high for k > 1 unless p is known exactly (Jensen's inequality); the others are fitted to labelled
+    calibration questions and hold for questions like these.
     """
     most = int(test.truth.num_samples.min())
     if calibration is not None:
         most = min(most, int(calibration.truth.num_samples.min()))
     chosen = powers_of_two(most) if ks is None else tuple(sorted(set(ks)))
-    if not chosen or chosen[0] < 1 or chosen[-1] > most:
-        raise InputError(
-            f"Expected `ks` to lie between 1 and {most}, the fewest responses that a question is judged by, but got "
-            f"{list(chosen)}."
-        )
+    _check_within("ks", chosen, most)
     actual = np.stack([pass_at_k(test.truth.num_samples, test.truth.num_correct, k) for k in chosen])
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     curves = []
-    for name, values in test.estimates.items():
-        if ((values < 0.0) | (values > 1.0)).any():
-            continue
+    for name, values in test.probabilities.items():
         ways = fitted_maps.power_alone(values, chosen)
         if calibration is not None:
-            counts = calibration.truth.num_correct, calibration.truth.num_samples
-            maps = fitted_maps.fit_capability_maps(calibration.estimates[name], *counts, ks=chosen)
+            maps = fitted_maps.fit_capability_maps(calibration.estimates[name], *_counts(calibration), ks=chosen)
             ways = maps.pass_at_k(values, chosen)
         curves += [_curve(name, _WORDS[way], chosen, predicted, actual, weights) for way, predicted in ways.items()]
     return curves
+
+
+def _check_within(name: str, values: Sequence[int], most: int) -> None:
+    if not values or min(values) < 1 or max(values) > most:
+        fewest = "the fewest responses that a question is judged by"
+        raise InputError(f"Expected `{name}` to lie between 1 and {most}, {fewest}, but got {list(values)}.")
+
+
+def _counts(questions: TestQuestions) -> tuple[Floats, Integers]:
+    return questions.truth.num_correct, questions.truth.num_samples
 
 
 def _curve(
@@ -112,25 +107,18 @@ def _curve(
 UNIFORM, ORACLE = "evenly", "by the responses' own verdicts (oracle)"
 GEOMETRIC, BETA = "geometric gain", "Beta gain"
 SEQUENTIAL = "one at a time"
-ORDERS = 20  # of the recorded samples, which are exchangeable; the numbers are means over them
+ORDERS = 20  # random orders of the recorded samples to average over
 _LEAST_P = 1e-3
 
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What one allocation of samples solves, at each budget.
-
-    Attributes:
-        way: How samples are allocated.
-        budgets: Mean samples a question [B].
-        solved: Expected share of questions with a right sample [B].
-        gain: That minus the uniform allocation, on the same resamples [B]; None for the uniform allocation.
-    """
+    """What one allocation of samples solves, at each budget."""
 
     way: str
-    budgets: tuple[int, ...]
-    solved: tuple[Estimate, ...]
-    gain: tuple[Estimate, ...] | None
+    budgets: tuple[int, ...]  # mean samples a question
+    solved: tuple[Estimate, ...]  # expected share of questions with a right sample
+    gain: tuple[Estimate, ...] | None  # beyond the uniform allocation; None for that itself
 
 
 def compare_budgets(
@@ -141,19 +129,14 @@ def compare_budgets(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[BudgetRow]:
-    """Return what each estimate solves when samples are allocated by it: all beforehand, and one at a time."""
+    """Return what each estimate solves when it allocates samples: all beforehand, and one at a time."""
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
     chosen, columns = solved_columns(test, calibration, weights, budgets=budgets, seed=seed)
-    even = columns[UNIFORM]
-    return [
-        BudgetRow(
-            way,
-            chosen,
-            tuple(estimate_of(column) for column in solved),
-            None if way == UNIFORM else tuple(estimate_of(column) for column in solved - even),
-        )
-        for way, solved in columns.items()
-    ]
+    rows = []
+    for way, solved in columns.items():
+        gain = None if way == UNIFORM else tuple(map(estimate_of, solved - columns[UNIFORM]))
+        rows.append(BudgetRow(way, chosen, tuple(map(estimate_of, solved)), gain))
+    return rows
 
 
 def solved_columns(
@@ -167,16 +150,12 @@ def solved_columns(
     """Return the budgets, and what each allocation solves on the resamples of ``weights`` [B, 1 + R]."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
-    if not chosen or min(chosen) < 1 or max(chosen) > most:
-        raise InputError(
-            f"Expected `budgets` to lie between 1 and {most}, the fewest responses that a question is judged by, but "
-            f"got {list(chosen)}."
-        )
-    ways = {UNIFORM: _evenly(test), **sharing_ways(test, calibration, most)}
+    _check_within("budgets", chosen, most)
     questions = len(test.truth)
+    ways = {UNIFORM: partial(_evenly, questions)} | sharing_ways(test, calibration, most)
     columns = {
-        way: np.stack([solved_by(test, share(budget * questions)) @ weights for budget in chosen])
-        for way, share in ways.items()
+        way: np.stack([solved_by(test, allocate(budget * questions)) @ weights for budget in chosen])
+        for way, allocate in ways.items()
     }
     return chosen, columns | _sequential_columns(test, calibration, chosen, weights, seed=seed)
 
@@ -189,18 +168,14 @@ def _sequential_columns(
     *,
     seed: int,
 ) -> dict[str, Floats]:
-    """Return what is solved when each sample is verified at once, uniformly and by each estimate [B, 1 + R]."""
+    """Return what is solved when each sample is verified at once, without and with each estimate [B, 1 + R]."""
     flat = np.ones(len(test.truth))
     priors: dict[str, tuple[Floats, Floats]] = {SEQUENTIAL: (flat, flat)}
-    for name, values in test.estimates.items():
-        if ((values < 0.0) | (values > 1.0)).any():
-            continue
+    for name, values in test.probabilities.items():
         concentration = 1.0
         if calibration is not None:
-            counts = calibration.truth.num_correct, calibration.truth.num_samples
-            concentration = fit_concentration(calibration.estimates[name], *counts)
-        mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
-        priors[f"{name}, {SEQUENTIAL}"] = concentration * mean, concentration * (1.0 - mean)
+            concentration = fit_concentration(calibration.estimates[name], *_counts(calibration))
+        priors[f"{name}, {SEQUENTIAL}"] = _beta(values, concentration)
     orders = [_drawn(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
     columns = {}
     for way, (right, wrong) in priors.items():
@@ -221,31 +196,26 @@ def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
 
 def sharing_ways(
     test: TestQuestions, calibration: TestQuestions | None, most: int
-) -> Mapping[str, Callable[[int], Integers]]:
+) -> dict[str, Callable[[int], Integers]]:
     """Return the allocations of a total of samples, by name."""
     ways: dict[str, Callable[[int], Integers]] = {}
-    for name, values in test.estimates.items():
-        if ((values < 0.0) | (values > 1.0)).any():
-            continue
-        ways[f"{name}, {GEOMETRIC}"] = _greedy(values, most)
+    for name, values in test.probabilities.items():
+        ways[f"{name}, {GEOMETRIC}"] = partial(greedy_allocation, values, maximum=most)
         if calibration is not None:
-            counts = calibration.truth.num_correct, calibration.truth.num_samples
-            ways[f"{name}, {BETA}"] = _by_beta(values, fit_concentration(calibration.estimates[name], *counts), most)
-    ways[ORACLE] = _greedy(test.truth.expected_accuracy, most)
+            concentration = fit_concentration(calibration.estimates[name], *_counts(calibration))
+            ways[f"{name}, {BETA}"] = partial(beta_allocation, *_beta(values, concentration), maximum=most)
+    ways[ORACLE] = partial(greedy_allocation, test.truth.expected_accuracy, maximum=most)
     return ways
 
 
-def _evenly(test: TestQuestions) -> Callable[[int], Integers]:
-    return lambda total: np.full(len(test.truth), total // len(test.truth), dtype=np.int64)
+def _evenly(questions: int, total: int) -> Integers:
+    return np.full(questions, total // questions, dtype=np.int64)
 
 
-def _greedy(values: Floats, most: int) -> Callable[[int], Integers]:
-    return lambda total: greedy_allocation(values, total, maximum=most)
-
-
-def _by_beta(values: Floats, concentration: float, most: int) -> Callable[[int], Integers]:
+def _beta(values: Floats, concentration: float) -> tuple[Floats, Floats]:
+    """Return both parameters of the Beta distributions around predicted capabilities."""
     mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
-    return lambda total: beta_allocation(concentration * mean, concentration * (1.0 - mean), total, maximum=most)
+    return concentration * mean, concentration * (1.0 - mean)
 
 
 def solved_by(test: TestQuestions, given: Integers) -> Floats:
@@ -258,19 +228,12 @@ EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class MixingRow:
-    """What an allocation solves when a uniform one is mixed into it.
-
-    Attributes:
-        way: How samples are allocated.
-        budget: Mean samples a question.
-        even_shares: Weights of the uniform allocation [A]; 1 is uniform alone.
-        gain: Expected share of questions solved, minus that of the uniform allocation, on the same resamples [A].
-    """
+    """What an allocation solves when a uniform one is mixed into it."""
 
     way: str
-    budget: int
-    even_shares: tuple[float, ...]
-    gain: tuple[Estimate, ...]
+    budget: int  # mean samples a question
+    even_shares: tuple[float, ...]  # weights of the uniform allocation
+    gain: tuple[Estimate, ...]  # expected share of questions solved, beyond the uniform allocation
 
 
 def compare_mixing(
@@ -282,16 +245,12 @@ def compare_mixing(
     num_resamples: int = 1000,
     seed: int = 0,
 ) -> list[MixingRow]:
-    """Return what plans solve with more and more of a uniform allocation mixed in, ``a * even + (1 - a) * plan``."""
+    """Return what plans solve when a uniform allocation is mixed in, ``a * even + (1 - a) * plan``."""
     most = int(test.truth.num_samples.min())
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
-    if not 1 <= chosen <= most:
-        raise InputError(
-            f"Expected `budget` to lie between 1 and {most}, the fewest responses that a question is judged by, but "
-            f"got {chosen}."
-        )
+    _check_within("budget", [chosen], most)
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
-    even = np.full(len(test.truth), chosen, dtype=np.int64)
+    even = _evenly(len(test.truth), chosen * len(test.truth))
     alone = solved_by(test, even) @ weights
     rows = []
     for way, share in sharing_ways(test, calibration, most).items():

@@ -26,8 +26,7 @@ _LEAST_P = 1e-6
 class InflatedBeta:
     """A Beta distribution with atoms at 0 and 1 that keep its mean.
 
-    ``theta`` is 1 with chance ``w p``, 0 with chance ``w (1 - p)``, and else drawn from ``Beta(s p, s (1 - p))``. With
-    ``w = 0`` it is the Beta distribution.
+    ``theta`` is 1 with chance ``w p``, 0 with chance ``w (1 - p)``, and else drawn from ``Beta(s p, s (1 - p))``.
     """
 
     inflation: float
@@ -40,11 +39,10 @@ class InflatedBeta:
             raise InputError(f"Expected `concentration` to be above 0, but got {self.concentration}.")
 
     def pass_at_k(self, p: Array, k: Array | int) -> Floats:
-        """Compute the expected chance that one of k samples is right, of the shape that p and k broadcast to."""
+        """Compute the expected chance that one of k samples is right; p and k broadcast."""
         atoms = np.where(as_counts(k, "k") > 0, as_rates(p, "p"), 0.0)
-        return np.asarray(
-            self.inflation * atoms + (1.0 - self.inflation) * beta_pass_at_k(p, k, concentration=self.concentration)
-        )
+        body = beta_pass_at_k(p, k, concentration=self.concentration)
+        return np.asarray(self.inflation * atoms + (1.0 - self.inflation) * body)
 
 
 def beta_pass_at_k(p: Array, k: Array | int, *, concentration: Array | float) -> Floats:
@@ -87,7 +85,7 @@ def _least(loss: Callable[[float], float]) -> float:
     """Return the concentration of least loss: the best of a grid, refined between its neighbours."""
     from scipy.optimize import minimize_scalar
 
-    # The loss of an inflated Beta may have two valleys, and a bounded search alone never evaluates its ends.
+    # The loss of an inflated Beta may have two minima, and a bounded search never evaluates its ends.
     grid = np.geomspace(LEAST_CONCENTRATION, LARGEST_CONCENTRATION, 29)
     losses = [loss(float(s)) for s in grid]
     top = int(np.argmin(losses))
@@ -104,9 +102,7 @@ def _counts(predicted: Array, num_correct: Array, num_samples: Array) -> tuple[F
     p, correct, samples = np.broadcast_arrays(as_rates(predicted, "predicted"), correct, samples)
     if p.ndim != 1 or not (samples > 1).any():
         most = int(samples.max(initial=0))
-        raise InputError(
-            f"Expected `predicted` [Q] and at least 2 samples of a question, but got {p.shape} and {most}."
-        )
+        raise InputError(f"Expected `predicted` [Q] and at least 2 samples a question, but got {p.shape} and {most}.")
     return p.clip(_LEAST_P, 1.0 - _LEAST_P), correct.astype(np.float64), samples.astype(np.float64)
 
 
@@ -136,20 +132,14 @@ def _mixture(atoms: Floats, body: Floats) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PassAtKMaps:
-    """A rising piecewise-linear function of a score for each k, constant outside its knots.
-
-    Attributes:
-        k: The numbers of samples [K], rising.
-        x: Knots in rising order, one tuple for each k.
-        y: pass@k at the knots.
-    """
+    """For each k a rising piecewise-linear function of a score: knots x with pass@k y, constant outside."""
 
     k: tuple[int, ...]
     x: tuple[tuple[float, ...], ...]
     y: tuple[tuple[float, ...], ...]
 
     def transform(self, scores: Array) -> Floats:
-        """Return the predicted pass@k [K, Q] of scores [Q]; it never falls from one k to the next."""
+        """Return the predicted pass@k [K, Q] of scores [Q]."""
         values = as_scores(scores, "scores")
         return np.array([np.interp(values, x, y) for x, y in zip(self.x, self.y, strict=True)]).reshape(len(self.k), -1)
 

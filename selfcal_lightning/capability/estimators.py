@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.records import Question, QuestionSamples, Sample, normalised_p_true, question_hash, sample_seed
 
 PROBE, P_TRUE_BEFORE = "probe", "p_true_before"
-# What the model is asked to state in words before it answers, by the scale.
+# Confidence stated in words before answering, by scale.
 VERBAL_ESTIMATORS: Mapping[str, VerbalScale] = {
     "verbalized_before": NUMBERS,
     "verbalized_words_before": TEN_WORDS,
@@ -35,40 +36,31 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class ResponseEstimator:
-    """An estimate from responses to the question.
+    """An estimate from responses to the question."""
 
-    Attributes:
-        estimate: Returns one value a question [Q]; nan where it is unknown.
-        is_probability: Whether it lies in [0, 1].
-        needs_labels: Whether it reads verdicts, which makes it an oracle.
-        least_samples: Responses that it needs; 0 if it reads none.
-    """
-
-    estimate: Callable[[QuestionTable], Floats]
-    is_probability: bool = True
+    estimate: Callable[[QuestionTable], Floats]  # one value a question [Q]; nan where unknown
     needs_labels: bool = False
-    least_samples: int = 1
+    least_samples: int = 1  # 0 if it reads no response
 
 
 RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
     "agreeing_pairs": ResponseEstimator(lambda table: table.agreeing_pairs, least_samples=2),
     "top_share": ResponseEstimator(lambda table: table.top_share),
-    "mean_logprob": ResponseEstimator(lambda table: table.mean_logprob, is_probability=False),
+    "mean_logprob": ResponseEstimator(lambda table: table.mean_logprob),
     "oracle": ResponseEstimator(lambda table: table.expected_accuracy, needs_labels=True),
     "random": ResponseEstimator(lambda table: random_values(table.question_id.tolist()), least_samples=0),
 }
 
 
 def random_values(question_ids: Sequence[str]) -> Floats:
-    """Return a fixed uniform number in [0, 1) for each question [Q], the baseline of knowing nothing."""
+    """Return a fixed uniform number in [0, 1) for each question [Q], as a baseline."""
     return np.array([question_hash(name) / 2**63 for name in question_ids], dtype=np.float64)
 
 
 def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question]) -> list[float | None]:
-    """Ask the model whether it can answer, and return its P(True), Yes / (Yes + No), of each question.
+    """Ask the model whether it can answer each question, and return Yes / (Yes + No).
 
-    The query follows an empty response, so that it stands where the confidence query stands after a response: every
-    engine answers it, and a training on empty responses teaches it.
+    The query follows an empty response, like the confidence query, so that training on empty responses teaches it.
     """
     query = chat.query
     yes = len(query.yes_ids)
@@ -86,10 +78,9 @@ def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question
 def verbalized_before(
     engine: Engine, chat: ChatFormat, questions: Sequence[Question], scale: VerbalScale
 ) -> list[float | None]:
-    """Ask the model to state how likely it is to answer each question correctly, and read its reply.
+    """Ask the model to state how likely it is to answer each question correctly, after an empty response.
 
-    The query follows an empty response, as that of :func:`p_true_before` does. A reply that cannot be read is asked for
-    again, drawn at temperature 1, and never replaced by .5.
+    Asks again at temperature 1 where a reply cannot be read; never fills in .5.
     """
     asked = [chat.prompt_ids(question.messages) + chat.query.suffix_ids for question in questions]
     seeds = {
@@ -109,38 +100,25 @@ def verbalized_before(
     return [stated.get(prompt) for prompt in asked]
 
 
-def as_column(values: Sequence[float | None]) -> Floats:
-    """Return values as an array [Q]; nan for None."""
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-
 def averaged_names(pool: Path, names: Sequence[str]) -> list[str]:
     """Return those of ``names`` that are stored confidences, to be averaged over responses."""
     if not pool.is_dir():
         return []
     taken = {*RESPONSE_ESTIMATORS, *question_annotation_names(pool)}
-    beside = annotation_names(pool)
-    return [name for name in names if name in beside and name not in taken]
+    stored = annotation_names(pool)
+    return [name for name in names if name in stored and name not in taken]
 
 
 def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int) -> Floats:
-    """Return the mean of a confidence over the first ``stop`` responses of each question [Q]; nan where none has it.
-
-    Responses without that confidence are left out of the mean.
-    """
-    means = np.array([_mean([_value(sample, name) for sample in entry.samples[:stop]]) for entry in entries])
-    if np.isnan(means).all():
+    """Return the mean of the known confidences over the first ``stop`` responses of each question [Q]; nan of none."""
+    known = [[v for one in entry.samples[:stop] if (v := _value(one, name)) is not None] for entry in entries]
+    if not any(known):
         raise InputError(
             f"No response to {len(entries):,} questions has the confidence {name!r}: `selfcal score` adds it."
         )
-    return means
+    return np.array([fmean(values) if values else math.nan for values in known])
 
 
 def _value(sample: Sample, name: str) -> float | None:
     found = sample.confidences.get(name)
     return sample.p_true if found is None and name == P_TRUE else found
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else math.nan

@@ -1,4 +1,4 @@
-"""Errors of capability estimates against verified responses, with paired intervals over questions."""
+"""Errors of capability estimates against verified responses, with paired bootstrap intervals over questions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from selfcal_lightning.capability.distributions import isotonic_knots
-from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, as_column, averaged_names, mean_confidence
-from selfcal_lightning.capability.inputs import CapabilityPool
-from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, averaged_names, mean_confidence
+from selfcal_lightning.capability.question_table import CapabilityPool, QuestionTable, as_column, question_table
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import annotation_names, question_annotation_names, question_values
@@ -30,30 +29,30 @@ LEAST_JUDGES = 2
 
 @dataclass(frozen=True)
 class TestQuestions:
-    """Q questions on which estimates are evaluated.
+    """Q questions on which estimates are evaluated."""
 
-    Attributes:
-        truth: What the responses say that no estimate has seen.
-        estimates: Values by the name of the estimate [Q].
-        costs: Responses that each estimate has taken of a question; 0 for one that reads the question alone.
-        needs_labels: Names of those that read verdicts.
-        num_dropped: Questions left out because an estimate has no value for them.
-    """
+    __test__ = False  # no test class for pytest
 
-    __test__ = False  # no class of tests, whatever its name
+    truth: QuestionTable  # of the responses that no estimate has read
+    estimates: dict[str, Floats]  # [Q] each
+    costs: dict[str, int]  # responses that each estimate reads of a question
+    needs_labels: frozenset[str]  # estimates that read verdicts
+    num_dropped: int = 0  # questions without a value of some estimate
 
-    truth: QuestionTable
-    estimates: dict[str, Floats]
-    costs: dict[str, int]
-    needs_labels: frozenset[str]
-    num_dropped: int = 0
+    @property
+    def probabilities(self) -> dict[str, Floats]:
+        """The estimates that lie in [0, 1]."""
+        return {name: values for name, values in self.estimates.items() if is_probability(values)}
+
+
+def is_probability(values: Floats) -> bool:
+    return bool(((values >= 0.0) & (values <= 1.0)).all())
 
 
 def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> TestQuestions:
-    """Put the estimates on the questions of a pool.
+    """Estimate the capability of the questions of a pool.
 
-    Where an estimate reads responses, it gets the first ``estimate_samples`` of each question, and all estimates are
-    evaluated on the others.
+    Estimates that read responses get the first ``estimate_samples`` of each question; all are evaluated on the others.
     """
     check_names(read, names, estimate_samples=estimate_samples)
     means = _means(read, names)
@@ -64,8 +63,7 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     if few := int((truth.num_samples < LEAST_JUDGES).sum()):
         raise InputError(
             f"Expected at least {LEAST_JUDGES} responses beyond those that estimates read, but got 1 for {few:,} of "
-            f"{len(truth):,} questions with `estimate_samples` {estimate_samples}. Sample more, or let estimates read "
-            "fewer."
+            f"{len(truth):,} questions with `estimate_samples` {estimate_samples}. Sample more, or lower it."
         )
     estimates: dict[str, Floats] = {}
     for name in names:
@@ -78,11 +76,9 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
             estimates[name] = as_column(question_values(read.path, name, keys))
     known = np.asarray(~np.isnan(np.stack(list(estimates.values()))).any(axis=0))
     if not known.any():
-        absent = [name for name, values in estimates.items() if np.isnan(values).all()] or list(estimates)
-        raise InputError(
-            f"None of {len(truth):,} questions of {read.path} has a value of {', '.join(absent)}. Score this split "
-            f"first: `selfcal score-questions --store_dir {read.path}`."
-        )
+        absent = ", ".join([name for name, values in estimates.items() if np.isnan(values).all()] or estimates)
+        way_out = f"Score this split first: `selfcal score-questions --store_dir {read.path}`."
+        raise InputError(f"None of {len(truth):,} questions of {read.path} has a value of {absent}. {way_out}")
     return TestQuestions(
         truth.select(known),
         {name: values[known] for name, values in estimates.items()},
@@ -93,26 +89,24 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
 
 
 def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples: int) -> None:
-    """Raise InputError unless every name is an estimate that the pool can give, stated once."""
+    """Raise InputError unless the names are different estimates that the pool can give."""
     if not names or len(set(names)) < len(names):
         raise InputError(f"Expected `estimator` to name different estimates, at least one, but got {list(names)}.")
     kept = question_annotation_names(read.path) if read.path.is_dir() else []
     means = _means(read, names)
     for name in names:
-        if name in means and estimate_samples < 1:
-            raise InputError(f"{name} needs `estimate_samples` of at least 1, but got {estimate_samples}.")
-        if name in RESPONSE_ESTIMATORS:
-            least = RESPONSE_ESTIMATORS[name].least_samples
-            if estimate_samples < least:
-                raise InputError(f"{name} needs `estimate_samples` of at least {least}, but got {estimate_samples}.")
-            if RESPONSE_ESTIMATORS[name].needs_labels:
-                question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
-        elif name not in kept and name not in means:
+        own = RESPONSE_ESTIMATORS.get(name)
+        if own is None and name not in kept and name not in means:
             known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
             raise InputError(
                 f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. `selfcal "
-                "score-questions` puts values of questions on a store, `selfcal score` those of responses."
+                "score-questions` and `selfcal score` add others."
             )
+        least = int(name in means) if own is None else own.least_samples
+        if estimate_samples < least:
+            raise InputError(f"{name} needs `estimate_samples` of at least {least}, but got {estimate_samples}.")
+        if own is not None and own.needs_labels:
+            question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
 
 
 def _reads_responses(name: str) -> bool:
@@ -120,7 +114,7 @@ def _reads_responses(name: str) -> bool:
 
 
 def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
-    """Return which estimates are means of a confidence over responses."""
+    """Return the estimates that are means of a confidence over responses."""
     kept = question_annotation_names(read.path) if read.path.is_dir() else []
     brought = {name for entry in read.pool.entries for sample in entry.samples for name in sample.confidences}
     recorded = ({P_TRUE} | brought) - {*kept, *RESPONSE_ESTIMATORS}
@@ -132,8 +126,6 @@ MAPPED = "isotonic"
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """An estimate of capability and how good it is."""
-
     name: str
     samples: int
     needs_labels: bool
@@ -146,8 +138,6 @@ class EstimatorRow:
 
 @dataclass(frozen=True)
 class CapabilityComparison:
-    """Estimates on the same questions."""
-
     rows: tuple[EstimatorRow, ...]
     num_questions: int
     num_samples: int
@@ -168,10 +158,13 @@ def compare_estimators(
     rows: list[EstimatorRow] = []
     errors: list[Floats] = []
     for name, values, needs_labels in candidates(test, calibration):
-        is_chance = bool(((values >= 0.0) & (values <= 1.0)).all())
+        is_chance = is_probability(values)
         mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights if is_chance else None
         if mse is not None:
             errors.append(mse)
+        ece = None
+        if is_chance:
+            ece = Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
         rows.append(
             EstimatorRow(
                 name=name,
@@ -181,9 +174,7 @@ def compare_estimators(
                 difference=None if mse is None or len(errors) < 2 else estimate_of(mse - errors[0]),
                 skill=None if mse is None else estimate_of(1.0 - mse / spread),
                 spearman=estimate_of(resampled_column(spearman, values, shares, weights)),
-                ece=Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
-                if is_chance
-                else None,
+                ece=ece,
             )
         )
     parts = error_parts(np.zeros(len(truth)), truth.num_correct, truth.num_samples)
@@ -199,7 +190,7 @@ def compare_estimators(
 
 
 def mapped(scores: Floats, calibration: TestQuestions, name: str) -> Floats:
-    """Return scores mapped by isotonic regression to the share of right responses on calibration questions [Q]."""
+    """Map scores by isotonic regression to the share of right responses on calibration questions [Q]."""
     x, y = isotonic_knots(calibration.estimates[name], calibration.truth.expected_accuracy)
     return np.interp(scores, x, y)
 
@@ -208,14 +199,12 @@ def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[t
     """Return every estimate and, with calibration questions, each mapped: (name, values [Q], whether it saw labels)."""
     found = [(name, values, name in test.needs_labels) for name, values in test.estimates.items()]
     if calibration is not None:
-        found += [
-            (f"{name} + {MAPPED}", mapped(values, calibration, name), True) for name, values in test.estimates.items()
-        ]
+        found += [(f"{name} + {MAPPED}", mapped(values, calibration, name), True) for name, values, _ in found]
     return found
 
 
 def capability_spread(correct: Floats, samples: np.ndarray, weights: Floats) -> Floats:
-    """Return the variance of capability in the sample and in each resample [1 + R], without the responses' noise."""
+    """Return the variance of capability in the sample and in each resample [1 + R], less the noise of the responses."""
     shares = correct / samples
     noise = shares * (1.0 - shares) / np.maximum(samples - 1, 1)
     variance = (shares**2) @ weights - (shares @ weights) ** 2 - noise @ weights
@@ -226,23 +215,19 @@ def resampled_column(
     measure: Callable[[Floats, Floats], float | None], values: Floats, shares: Floats, weights: Floats
 ) -> Floats:
     """Return a measure on the questions, then on their resamples [1 + R]; NaN where it is not defined."""
-    found = [measure(values, shares)]
-    for counts in np.rint(weights.T[1:] * len(values)).astype(np.int64):
-        found.append(measure(np.repeat(values, counts), np.repeat(shares, counts)))
-    return np.array([np.nan if value is None else value for value in found], dtype=np.float64)
+    resamples = np.rint(weights.T[1:] * len(values)).astype(np.int64)
+    resampled = [measure(np.repeat(values, counts), np.repeat(shares, counts)) for counts in resamples]
+    return as_column([measure(values, shares), *resampled])
 
 
 def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_bins: int = 10) -> ErrorBounds:
-    """Return the calibration error of estimates against shares of right responses, with bounds of what chance adds."""
+    """Return the calibration error of estimates against shares of right responses, with bounds on its bias."""
     bins = np.eye(num_bins)[bin_index(values, uniform_edges(num_bins))]
     return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
 
 
 def cost_figure(comparison: CapabilityComparison) -> Figure:
-    """Draw the squared error of each estimate over the responses that it reads of a question, with intervals.
-
-    Lines show the free baseline (the best constant) and what one verified response gives.
-    """
+    """Draw the squared error of each estimate over the responses that it reads, with intervals and two baselines."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
     seen: Counter[int] = Counter()
@@ -271,8 +256,6 @@ _JITTER = 0.08
 
 @dataclass(frozen=True)
 class DecompositionRow:
-    """The squared error of an estimate against single responses, and its two parts."""
-
     name: str
     response: Estimate
     capability: Estimate
@@ -281,7 +264,7 @@ class DecompositionRow:
 
 @dataclass(frozen=True)
 class DefinitionGap:
-    """The difference of the two targets: verdicts on one response per question, and capabilities."""
+    """Distance between verdicts on one response per question, and capabilities."""
 
     mae: float
     spearman: float | None
@@ -292,18 +275,14 @@ class DefinitionGap:
 def decompose_errors(
     test: TestQuestions, calibration: TestQuestions | None = None, *, num_resamples: int = 1000, seed: int = 0
 ) -> tuple[DecompositionRow, ...]:
-    """Decompose the error of each estimate that is a probability.
-
-    ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part estimated without bias; the equation holds
-    exactly for the estimates.
-    """
+    """Decompose the error of each probability: ``E (p - y)^2 = E (p - c*)^2 + E c* (1 - c*)``, each part unbiased."""
     truth = test.truth
     weights = resample_weights(len(truth), num_resamples=num_resamples, seed=seed)
     share, samples = truth.expected_accuracy, truth.num_samples.astype(np.float64)
     spread = share * (1.0 - share) * samples / np.maximum(samples - 1.0, 1.0)
     rows = []
     for name, p, _ in candidates(test, calibration):
-        if ((p >= 0.0) & (p <= 1.0)).all():
+        if is_probability(p):
             capability = squared_errors(p, truth.num_correct, truth.num_samples)
             columns = (capability + spread, capability, spread)
             rows.append(DecompositionRow(name, *(estimate_of(column @ weights) for column in columns)))
@@ -314,21 +293,16 @@ def definition_gap(test: TestQuestions, *, seed: int = 0) -> DefinitionGap:
     """Compare verdicts on one response a question with capabilities, over ``DRAWS`` draws of that response."""
     truth = test.truth.expected_accuracy
     gaps = [target_gap(drawn_verdicts(truth, seed=seed + draw), truth) for draw in range(DRAWS)]
-    found = [gap for gap in gaps if gap is not None]
 
-    def mean(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
+    def mean(name: str) -> float | None:
+        known = [value for gap in gaps if gap is not None and (value := getattr(gap, name)) is not None]
         return sum(known) / len(known) if known else None
 
-    return DefinitionGap(
-        mean([gap.mae for gap in found]) or 0.0,
-        mean([gap.spearman for gap in found]),
-        mean([gap.kendall for gap in found]),
-    )
+    return DefinitionGap(mean("mae") or 0.0, mean("spearman"), mean("kendall"))
 
 
 def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, *, seed: int = 0) -> Figure:
-    """Draw the parts of each estimate's error, and the verdict on one response over the capability of its question."""
+    """Draw the parts of each estimate's error, and verdicts on single responses over capability."""
     figure = Figure(figsize=(9.6, 1.6 + 0.5 * max(len(rows), 4)), layout="constrained")
     bars, dots = figure.subplots(1, 2)
     names = [row.name for row in rows][::-1]
@@ -362,19 +336,12 @@ LEFT_OUT = (0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class AskingRow:
-    """The result of abstaining from questions by one estimate.
-
-    Attributes:
-        name: The estimate.
-        left_out: Shares of the questions abstained from, those of least capability [S].
-        lost: Share of all right responses lost with them [S].
-        pass_at_1: Share of right responses to the questions that are asked [S].
-    """
+    """The result of abstaining by one estimate."""
 
     name: str
-    left_out: tuple[float, ...]
-    lost: tuple[Estimate, ...]
-    pass_at_1: tuple[Estimate, ...]
+    left_out: tuple[float, ...]  # shares of the questions abstained from, those of least value
+    lost: tuple[Estimate, ...]  # share of all right responses lost with them
+    pass_at_1: tuple[Estimate, ...]  # of the questions that are asked
 
 
 def compare_asking(
@@ -382,8 +349,7 @@ def compare_asking(
 ) -> list[AskingRow]:
     """Return what each estimate, and the oracle, loses by abstaining from the questions of least value.
 
-    Any score will do, since only the order matters. The intervals resample questions and keep which ones
-    were left out.
+    Only the order of the values matters. The resamples keep the choice of questions fixed.
     """
     if not left_out or min(left_out) < 0.0 or max(left_out) >= 1.0:
         raise InputError(f"Expected `left_out` to lie in [0, 1), but got {list(left_out)}.")
@@ -392,19 +358,14 @@ def compare_asking(
     rows = []
     for name, values in {**test.estimates, ORACLE: shares}.items():
         kept = [asked_questions(values, share) for share in left_out]
-        rows.append(
-            AskingRow(
-                name,
-                tuple(left_out),
-                tuple(estimate_of(lost_column(shares, mask, weights)) for mask in kept),
-                tuple(estimate_of(_divided((shares * mask) @ weights, mask @ weights)) for mask in kept),
-            )
-        )
+        lost = tuple(estimate_of(lost_column(shares, mask, weights)) for mask in kept)
+        passed = tuple(estimate_of(_divided((shares * mask) @ weights, mask @ weights)) for mask in kept)
+        rows.append(AskingRow(name, tuple(left_out), lost, passed))
     return rows
 
 
 def asked_questions(values: Floats, left_out: float) -> np.ndarray:
-    """Return which questions are asked where a share of them, those of least value (first ones first), is not [Q]."""
+    """Return a mask of the questions left when a share of them, those of least value, is not asked [Q]."""
     asked = np.ones(len(values), dtype=bool)
     asked[np.argsort(values, kind="stable")[: int(left_out * len(values) + 1e-9)]] = False
     return asked

@@ -1,12 +1,11 @@
-"""Vectors of prompts on disk: safetensors files with a record of what made them, outside of a store's rows.
+"""Vectors of prompts on disk, and the model that they are read from.
 
 Layout of a folder::
 
     features.json            what the vectors are: model, template, levels; written once
     <digest>.safetensors     ``last_token`` and ``token_mean`` of some questions, with ids and digests of prompts
 
-A file appears whole or not at all, and is named after its content. So a killed run can continue, several processes
-may write at once, and reading a question twice does no harm.
+Files are written whole and named after their content, so a killed run can continue and several processes may write.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ Key = tuple[str, str]  # id of a question, digest of its prompt
 
 
 class FeatureFolder:
-    """The vectors of prompts in a folder. Opening it reads and writes nothing."""
+    """The vectors of prompts in a folder; nothing is read or written on construction."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """What made the vectors; None where nothing is recorded yet."""
+        """What the vectors depend on; None if nothing is recorded yet."""
         if not self.path.exists():
             return None
         file = self.path / RECORD
@@ -65,17 +64,15 @@ class FeatureFolder:
         return dict(record["origin"])
 
     def open(self, origin: Mapping[str, Any]) -> None:
-        """Make the folder ready for vectors of ``origin``."""
+        """Prepare the folder for vectors of ``origin``."""
         found = self.origin
         if found is None:
             self.path.mkdir(parents=True, exist_ok=True)
             record = {"format": FORMAT, "version": VERSION, "origin": dict(origin)}
             write_atomically(self.path / RECORD, to_json(record), exclusive=True)
         elif differences := origin_differences(found, origin):
-            raise InputError(
-                f"The features in {self.path} were read in another way: {'; '.join(differences)}. Name another folder, "
-                "or delete that one."
-            )
+            found_in = f"The features in {self.path} were read in another way: {'; '.join(differences)}."
+            raise InputError(f"{found_in} Name another folder, or delete that one.")
         remove_abandoned(self.path)
 
     def write(self, keys: Sequence[Key], states: PromptStates) -> None:
@@ -87,7 +84,7 @@ class FeatureFolder:
         write_atomically(self.path / f"{digest[:16]}{_ENDING}", data)
 
     def keys(self) -> set[Key]:
-        """Return which prompts of which questions are there."""
+        """Return the prompts that are there."""
         return {key for _, keys in self._files() for key in keys}
 
     def read(self, keys: Sequence[Key]) -> PromptStates:
@@ -153,7 +150,7 @@ _HASHES = ("weights_sha256", "adapter_sha256")
 
 
 class PromptModel:
-    """A model that only reads questions. Nothing is loaded before it is needed.
+    """A model that reads prompts, opened when it is needed.
 
     An activated adapter is inactive on a prompt: the capability is the base model's.
     """
@@ -174,18 +171,18 @@ class PromptModel:
         wanted = {name: sampled.as_json()[name] for name in self._compared}
         found = [f"{name} {self.identity[name]}" for name in wanted if self.identity[name] != wanted[name]]
         if wanted["weights_sha256"] is not None and found:
+            hashes = ", ".join(f"{name} {value}" for name, value in wanted.items())
             raise InputError(
-                f"Expected the model and adapter that gave the responses, {sampled.model!r} with "
-                f"{', '.join(f'{name} {value}' for name, value in wanted.items())}, but got {', '.join(found)}. A "
-                "capability belongs to one model: name that one, or sample responses of this one."
+                f"Expected the model and adapter that gave the responses, {sampled.model!r} with {hashes}, but got "
+                f"{', '.join(found)}. Name that one, or sample responses of this one."
             )
 
     def _check_puts_questions_as(self, sampled: PromptIdentity) -> None:
         found = self.prompt_identity["template_sha256"]
         if sampled.template_sha256 not in (None, found):
             raise InputError(
-                f"The responses were sampled with another chat template, sha256 {sampled.template_sha256}, than "
-                f"{self.source} has, {found}. Put the template back, or sample again."
+                f"The responses were sampled with another chat template, {sampled.template_sha256}, than that of "
+                f"{self.source}, {found}. Restore it, or sample again."
             )
 
     @cached_property
@@ -195,29 +192,26 @@ class PromptModel:
 
     @property
     def source(self) -> str:
-        """Folder or hub name of the model."""
         return self._named.source
 
     @property
     def chat(self) -> ChatFormat:
-        """How questions are put."""
         return self._named.chat
 
     @cached_property
     def prompt_identity(self) -> dict[str, Any]:
-        """What questions are put with: the template, and the user's own prompt where there is one."""
+        """Digests of the chat template and of the user's own prompt, if any."""
         described = self.chat.describe()
         return {name: described[name] for name in ("template_sha256", USER_PROMPT) if name in described}
 
     def open(self) -> Engine:
-        """Return the engine, opened by the first call."""
+        """Return the engine; the first call opens it."""
         if self._engine is None:
             options = replace(self._settings.engine, revision=self._named.revision)
             self._engine = open_engine(options, self.source, chat=self.chat)
         return self._engine
 
     def close(self) -> None:
-        """Give the engine back."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -233,7 +227,7 @@ CHUNK_QUESTIONS = 512
 
 
 def feature_origin(model: PromptModel, settings: LevelSettings) -> dict[str, Any]:
-    """Return what the features of a model depend on, JSON-able: weights, adapter, template and levels."""
+    """Return what features depend on, JSON-able: weights, adapter, template and levels."""
     levels = {**asdict(settings), "levels": None if settings.levels is None else list(settings.levels)}
     return {"model": model.identity, "prompt": model.prompt_identity, "states": levels}
 
@@ -241,15 +235,12 @@ def feature_origin(model: PromptModel, settings: LevelSettings) -> dict[str, Any
 def read_features(
     model: PromptModel, questions: Sequence[Question], folder: FeatureFolder, settings: LevelSettings
 ) -> PromptStates:
-    """Return the hidden states of questions in their order; those that are not in ``folder`` are read into it.
-
-    A killed run continues: the states of every ``CHUNK_QUESTIONS`` questions are written at once.
-    """
+    """Return the hidden states of questions in their order; missing ones are read into ``folder``, chunk by chunk."""
     folder.open(feature_origin(model, settings))
     prompts = [model.chat.prompt_ids(question.messages) for question in questions]
     keys = [(question.id, prompt_digest(ids)) for question, ids in zip(questions, prompts, strict=True)]
     known = folder.keys()
-    # Of about one length together, since shorter ones are padded.
+    # Prompts of similar length together, since shorter ones are padded.
     rows = sorted((row for row, key in enumerate(keys) if key not in known), key=lambda row: len(prompts[row]))
     if rows:
         reader = cast("TransformersEngine", model.open())
@@ -261,3 +252,23 @@ def read_features(
                 )
                 progress.update(len(chunk))
     return folder.read(keys)
+
+
+def feature_folder(
+    model: PromptModel, settings: LevelSettings, *, store: Path | None, given: str | None, beside: Path | None = None
+) -> FeatureFolder:
+    """Return the folder of a model's states: the named one, else one in the store or ``beside``."""
+    if given is not None:
+        return FeatureFolder(given)
+    place = store / "features" if store is not None else beside
+    if place is None:
+        raise InputError("Questions of a file need a `features_dir` for their hidden states, but got null.")
+    origin = json.dumps(feature_origin(model, settings), sort_keys=True)
+    return FeatureFolder(place / hashlib.sha256(origin.encode()).hexdigest()[:12])
+
+
+def states_of(
+    model: PromptModel, questions: Sequence[Question], settings: LevelSettings, folder: FeatureFolder
+) -> tuple[PromptStates, dict[str, Any]]:
+    """Return the hidden states of questions, and what they depend on."""
+    return read_features(model, questions, folder, settings), feature_origin(model, settings)

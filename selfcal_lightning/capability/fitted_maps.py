@@ -1,12 +1,13 @@
-"""Maps and distributions of predicted capabilities, fitted on labelled calibration questions and saved.
+"""Maps and distributions of predicted capabilities, fitted to labelled questions and saved.
 
-They hold for questions like those of the calibration and for values computed in the same way, not for others.
+They hold for similar questions and for values that are computed in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,8 +23,7 @@ from selfcal_lightning.capability.distributions import (
     isotonic_knots,
     quantile_mapping,
 )
-from selfcal_lightning.capability.inputs import load_capability_pool
-from selfcal_lightning.capability.question_table import QuestionTable, question_table
+from selfcal_lightning.capability.question_table import QuestionTable, as_column, load_capability_pool, question_table
 from selfcal_lightning.capability.scoring import QuestionScore, check_origins, origin_digest
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -37,19 +37,12 @@ from selfcal_lightning.records import Question
 
 @dataclass(frozen=True)
 class CalibrationQuestions:
-    """Q labelled questions with predicted capabilities.
-
-    Attributes:
-        predicted: Their predicted capabilities [Q].
-        table: What their responses show.
-        questions: The questions.
-        scored_by: Digest of what predicted the capabilities (``score_files.origin_digest``).
-    """
+    """Q labelled questions with predicted capabilities."""
 
     predicted: Floats
     table: QuestionTable
     questions: tuple[Question, ...]
-    scored_by: str
+    scored_by: str  # digest of what predicted the capabilities
 
 
 def calibration_questions(
@@ -60,13 +53,14 @@ def calibration_questions(
     keys = [(question.id, question_digest(question)) for question in read.questions]
     values = question_values(store_dir, name, keys)
     check_origins(read, [name])
-    scored_by = _check_scored_alike(store_dir, name, asked)
-    known = np.array([value is not None for value in values])
+    record = QuestionAnnotation(store_dir, name).record
+    digest = origin_digest({} if record is None else record.origin)
+    if {one.scored_by for one in asked} - {None, digest}:
+        raise InputError(f"`scores` are of another probe, model or query than the values {name!r} in {store_dir}.")
+    known = ~np.isnan(column := as_column(values))
     if not known.any():
-        raise InputError(
-            f"No question of split {split!r} in {store_dir} has a value of {name!r}. Score them first: `selfcal "
-            f"score-questions --store_dir {store_dir} --split {split}`."
-        )
+        way_out = f"Score them first: `selfcal score-questions --store_dir {store_dir} --split {split}`."
+        raise InputError(f"No question of split {split!r} in {store_dir} has a value of {name!r}. {way_out}")
     table = question_table(read.pool.entries).select(known)
     table.check_judged("calibration_split", str(split))
     if shared := {one.id for one in asked}.intersection(table.question_id.tolist()):
@@ -74,24 +68,7 @@ def calibration_questions(
             f"{len(shared):,} calibration questions, such as {min(shared)!r}, are among those that are predicted. Name "
             "another `calibration_split`."
         )
-    return CalibrationQuestions(
-        np.array([value for value in values if value is not None]),
-        table,
-        tuple(question for question, value in zip(read.questions, values, strict=True) if value is not None),
-        scored_by,
-    )
-
-
-def _check_scored_alike(store_dir: str, name: str, asked: Sequence[QuestionScore]) -> str:
-    """Return the digest of what computed the values of a store; refuse questions that were scored differently."""
-    record = QuestionAnnotation(store_dir, name).record
-    digest = origin_digest({} if record is None else record.origin)
-    if {one.scored_by for one in asked} - {None, digest}:
-        raise InputError(
-            f"`scores` are of another probe, model or query than the values {name!r} in {store_dir}. Score both with "
-            "the same one."
-        )
-    return digest
+    return CalibrationQuestions(column[known], table, tuple(compress(read.questions, known)), digest)
 
 
 MapName = Literal["isotonic", "quantile"]
@@ -119,11 +96,8 @@ class CapabilityMaps:
         raise unknown_name("map", name, get_args(MapName))
 
     def pass_at_k(self, p: Floats, ks: Sequence[int]) -> dict[str, Floats]:
-        """Return predicted pass@k [K, Q] of capabilities by way; nan where a map for a k was not fitted.
-
-        "power" is 1 - (1 - p)^k, "beta" and "inflated_beta" take p for the mean of a distribution, "maps" are isotonic.
-        """
-        known = {k: row for k, row in zip(self.per_k.k, self.per_k.transform(p), strict=True)}
+        """Return pass@k [K, Q] predicted in each way; nan where no map for a k was fitted."""
+        known = dict(zip(self.per_k.k, self.per_k.transform(p), strict=True))
         return {
             **power_alone(p, ks),
             BETA: np.stack([beta_pass_at_k(p, k, concentration=self.concentration) for k in ks]),
@@ -144,7 +118,7 @@ class CapabilityMaps:
 
 @dataclass(frozen=True)
 class KeptMaps:
-    """Maps with the identity of their values, as saved in a file."""
+    """Maps as saved, with what identifies their values."""
 
     maps: CapabilityMaps
     estimator: str
@@ -153,15 +127,15 @@ class KeptMaps:
 
     @property
     def name(self) -> str:
-        """What they are called in messages."""
+        """Name for messages."""
         return f"maps of {self.estimator}"
 
     def check(self, scored_by: Iterable[str | None], question_ids: Iterable[str]) -> None:
-        """Raise InputError where values were computed otherwise, or questions are those of the fit."""
+        """Raise InputError if values were computed differently, or questions are those of the fit."""
         if self.scored_by is not None and set(scored_by) - {None, self.scored_by}:
             raise InputError(
                 f"Capabilities are of another probe, model or query than the values {self.estimator!r} that the maps "
-                "were fitted to. `selfcal fit-capability-maps` fits maps to values of the same one."
+                "were fitted to. Fit others with `selfcal fit-capability-maps`."
             )
         check_not_fitted_on(question_ids, self)
 
@@ -193,7 +167,7 @@ def load_maps(path: str | Path) -> KeptMaps:
 
 
 def check_maps_target(path: str | Path) -> None:
-    """Raise InputError unless maps may be written to ``path``: it is new, or holds earlier ones."""
+    """Raise InputError unless ``path`` is new or holds earlier maps."""
     check_replaceable(
         path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
         kind="earlier maps of capabilities",
@@ -224,13 +198,13 @@ def fit_capability_maps(
 
 
 def maps_of(found: CalibrationQuestions, estimator: str, *, ks: Sequence[int] | None = None) -> KeptMaps:
-    """Fit all maps to the labelled questions of a store, and record what computed the values."""
-    table: QuestionTable = found.table
+    """Fit all maps to the labelled questions of a store."""
+    table = found.table
     fitted_on = FittedOn.from_questions(found.questions, num_responses=int(table.num_samples.sum()))
     maps = fit_capability_maps(found.predicted, table.num_correct, table.num_samples, ks=ks)
     return KeptMaps(maps, estimator, found.scored_by, fitted_on)
 
 
 def power_alone(p: Floats, ks: Sequence[int]) -> dict[str, Floats]:
-    """Return ``1 - (1 - p)^k`` [K, Q], which needs no calibration question and is too high for a predicted p."""
+    """Return ``1 - (1 - p)^k`` [K, Q], which needs no calibration questions and is too high for a predicted p."""
     return {POWER: np.stack([simulated_pass_at_k(p, k) for k in ks])}

@@ -32,11 +32,7 @@ KEYS = (
 
 
 class QuestionRows(ExactMetric):
-    """Base of metrics over predicted capabilities and counted samples: keeps these of every question.
-
-    Args:
-        kwargs: Of ``torchmetrics.Metric``.
-    """
+    """Base of metrics over predicted capabilities and counted samples; keeps every question."""
 
     questions: list[Tensor]
 
@@ -54,7 +50,7 @@ class QuestionRows(ExactMetric):
     def columns(self) -> Floats:
         """Return predicted capability, right samples and samples of all questions of all processes [3, Q]."""
         rows = self.rows("questions").cpu().numpy()
-        # In one order, however the questions were dealt to processes and batches: sums then agree to the last bit.
+        # Sorted, so that sums do not depend on how questions are split into processes and batches.
         return rows[np.lexsort(rows.T)].T
 
 
@@ -81,7 +77,7 @@ class CapabilityMetrics(QuestionRows):
     Args:
         num_bins: Bins of equal width of the calibration error.
         debiased: Whether the noise of the samples is taken out of MSE, RMSE and skill.
-        kwargs: Of ``torchmetrics.Metric``.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = CapabilityMetrics(debiased=False)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
-from selfcal_lightning.confidence.splits import FittedOn, check_disjoint
+from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically
 from selfcal_lightning.data.store.manifest import origin_differences
@@ -31,12 +31,11 @@ FORMAT, VERSION = "selfcal_lightning.probe", 3
 
 @dataclass(frozen=True, eq=False)
 class ProbeHead:
-    """What follows the standardised features: linear layers with activations between them, and a link function."""
+    """Linear layers over the standardised features, with ReLU between them, and a link function."""
 
     weights: tuple[Floats, ...]
     biases: tuple[Floats, ...]
     link: Link = "clip"
-    activation: str = "relu"
 
     @property
     def num_features(self) -> int:
@@ -44,16 +43,9 @@ class ProbeHead:
         return int(self.weights[0].shape[1])
 
     def describe(self) -> str:
-        """Return what it is, for people."""
         sizes = [self.num_features, *(len(bias) for bias in self.biases)]
-        between = f"{self.activation}, " if len(self.weights) > 1 else ""
+        between = "relu, " if len(self.weights) > 1 else ""
         return f"layers {' -> '.join(map(str, sizes))}, {between}{self.link}"
-
-    def digest(self, pooling: Pooling) -> str:
-        """Return a text that tells heads apart."""
-        if len(self.weights) == 1 and self.link == "clip":
-            return f"{pooling} {float(self.biases[0][0])!r}"
-        return f"{pooling} {self.describe()}"
 
     def predict(self, features: Floats) -> Floats:
         """Return the shares [N] of standardised features [N, D], computed in float64."""
@@ -64,44 +56,31 @@ class ProbeHead:
         weights, biases = (
             [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in side] for side in (self.weights, self.biases)
         )
-        outputs = head_outputs(torch.as_tensor(features), weights, biases, activation=self.activation)
+        outputs = head_outputs(torch.as_tensor(features), weights, biases)
         return np.asarray(linked(outputs, self.link).numpy(), dtype=np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class ProbeBasis:
-    """All of a probe but its head: what its features are, and what it is fitted to.
-
-    Attributes:
-        pooling: Which vectors of a prompt the features are.
-        target: What is predicted.
-        centre: Mean of each feature over the questions of the fit [D].
-        scale: Standard deviation [D]; 1 where it is 0.
-        origin: What the features depend on: model, adapter, template, levels.
-        sampling: How the responses of the targets were drawn; None where nobody knows.
-        fitted_on: The questions of the fit.
-        draws: Verdicts or pairs that a target was redrawn from; None where it is what all responses show.
-    """
+    """Everything of a probe but its head: what its features are, and what it is fitted to."""
 
     pooling: Pooling
     target: Target
-    centre: Floats
-    scale: Floats
-    origin: Mapping[str, Any]
-    sampling: Mapping[str, Any] | None
+    centre: Floats  # mean of each feature over the questions of the fit [D]
+    scale: Floats  # standard deviation [D]; 1 where it is 0
+    origin: Mapping[str, Any]  # of the features: model, adapter, template, levels
+    sampling: Mapping[str, Any] | None  # of the responses; None where unknown
     fitted_on: FittedOn
-    draws: int | None = None
+    draws: int | None = None  # verdicts that a target was redrawn from; None takes all responses
 
-    def with_head(
-        self, head: ProbeHead, *, penalty: float | None = None, error: float | None = None
-    ) -> CapabilityProbe:
-        """Return the probe with a head; see ``CapabilityProbe``."""
-        return CapabilityProbe(**vars(self), head=head, penalty=penalty, error=error)
+    def with_head(self, head: ProbeHead, **fit: Any) -> CapabilityProbe:
+        """Return the probe with a head, and for a closed form its ``penalty`` and ``error``."""
+        return CapabilityProbe(**vars(self), head=head, **fit)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapabilityProbe(ProbeBasis):
-    """``link(head((x - centre) / scale))`` of the features x of a prompt; a head of one layer makes it linear."""
+    """``link(head((x - centre) / scale))`` of the features x of a prompt."""
 
     head: ProbeHead
     penalty: float | None = None
@@ -114,16 +93,19 @@ class CapabilityProbe(ProbeBasis):
 
     @property
     def basis(self) -> ProbeBasis:
-        """All of it but the head."""
+        """Everything but the head."""
         return ProbeBasis(**{each.name: getattr(self, each.name) for each in fields(ProbeBasis)})
 
     @property
     def digest(self) -> str:
-        """A digest of all that its predictions depend on."""
-        found = hashlib.sha256(self.head.digest(self.pooling).encode())
-        further = [*self.head.weights[1:], *self.head.biases] if len(self.head.weights) > 1 else []
-        further += list(self.head.biases) if self.head.link != "clip" else []
-        for values in (self.head.weights[0], self.centre, self.scale, *further):
+        """A digest of everything that its predictions depend on."""
+        head = self.head
+        is_plain = len(head.weights) == 1 and head.link == "clip"
+        text = repr(float(head.biases[0][0])) if is_plain else head.describe()
+        found = hashlib.sha256(f"{self.pooling} {text}".encode())
+        further = [*head.weights[1:], *head.biases] if len(head.weights) > 1 else []
+        further += [] if head.link == "clip" else list(head.biases)
+        for values in (head.weights[0], self.centre, self.scale, *further):
             found.update(np.asarray(values, dtype=np.float64).tobytes())
         return found.hexdigest()[:16]
 
@@ -135,27 +117,21 @@ class CapabilityProbe(ProbeBasis):
         return self.head.predict((x - self.centre) / self.scale)
 
     def check_reads(self, origin: Mapping[str, Any]) -> None:
-        """Raise InputError unless features of ``origin`` are of the kind on which the probe was fitted."""
+        """Raise InputError unless features of ``origin`` are those that the probe was fitted on."""
         if differences := origin_differences(self.origin, origin):
             found = "; ".join(differences).replace("in the store", "in the probe")
-            raise InputError(
-                f"The probe was fitted on another model, adapter or template: {found}. `selfcal fit-probe` fits one on "
-                "this model's own responses."
-            )
+            raise InputError(f"The probe was fitted on another model, adapter or template: {found}. Fit another one.")
 
     def check_sampling(self, sampling: Mapping[str, Any] | None) -> None:
-        """Raise InputError where responses were drawn otherwise than those of the fit; unknown ones pass."""
+        """Raise InputError if responses were sampled differently from those of the fit; unknown ones pass."""
         if self.sampling is None or sampling is None:
             return
         if differences := origin_differences(self.sampling, sampling):
             found = "; ".join(differences).replace("in the store", "in the fit")
-            raise InputError(
-                f"The responses were sampled otherwise than those of the probe's fit: {found}. Fit a probe on "
-                "responses that were sampled in this way."
-            )
+            raise InputError(f"The probe was fitted on responses that were sampled differently: {found}. Fit another.")
 
     def save(self, folder: str | Path) -> None:
-        """Write the probe; a folder that is there must hold an earlier probe or nothing."""
+        """Write the probe into a new or empty folder, or over an earlier probe."""
         path = Path(folder)
         check_probe_target(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -164,7 +140,7 @@ class CapabilityProbe(ProbeBasis):
             arrays |= {f"{kind}_{place}": values for place, values in enumerate(side)}
         weights = save({name: np.ascontiguousarray(value) for name, value in arrays.items()})
         write_atomically(path / WEIGHTS, weights)
-        head = {"link": self.head.link, "activation": self.head.activation, "num_layers": len(self.head.weights)}
+        head = {"link": self.head.link, "activation": "relu", "num_layers": len(self.head.weights)}
         record = {
             "format": FORMAT, "version": VERSION, "pooling": self.pooling, "target": self.target, "head": head,
             "penalty": self.penalty, "error": self.error, "origin": dict(self.origin), "draws": self.draws,
@@ -191,19 +167,15 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
         arrays = load(weights)
         fitted_on = FittedOn.from_json(record["fitted_on"])
         plain = {name: record[name] for name in ("pooling", "target", "penalty", "error", "origin")}
+        places = range(record["head"]["num_layers"])
+        sides = [tuple(arrays[f"{kind}_{place}"] for place in places) for kind in ("weight", "bias")]
+        head = ProbeHead(sides[0], sides[1], record["head"]["link"])
         return CapabilityProbe(
-            **plain, sampling=record["sampling"], fitted_on=fitted_on, head=_read_head(record, arrays),
-            centre=arrays["centre"], scale=arrays["scale"], draws=record.get("draws"),
+            **plain, sampling=record["sampling"], fitted_on=fitted_on, head=head,
+            centre=arrays["centre"], scale=arrays["scale"], draws=record["draws"],
         )  # fmt: skip
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
-
-
-def _read_head(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> ProbeHead:
-    described = record["head"]
-    places = range(described["num_layers"])
-    weights, biases = (tuple(arrays[f"{kind}_{place}"] for place in places) for kind in ("weight", "bias"))
-    return ProbeHead(weights, biases, described["link"], described["activation"])
 
 
 def linear_head(weights: Floats, intercept: float) -> ProbeHead:
@@ -212,7 +184,7 @@ def linear_head(weights: Floats, intercept: float) -> ProbeHead:
 
 
 def check_probe_target(folder: str | Path, *, option: str = "output") -> None:
-    """Raise InputError unless a probe may be written to ``folder``: it is new, empty, or holds an earlier one."""
+    """Raise InputError unless ``folder`` is new, empty, or an earlier probe."""
     path = Path(folder)
     if not path.exists():
         return
@@ -225,12 +197,12 @@ def check_probe_target(folder: str | Path, *, option: str = "output") -> None:
 
 
 def design(states: PromptStates, pooling: Pooling) -> Floats:
-    """Return the features of prompts [N, D] in float64, the levels side by side."""
+    """Return the features of prompts [N, D] in float64, the levels concatenated."""
     if pooling not in get_args(Pooling):
         raise unknown_name("features", pooling, get_args(Pooling))
-    parts = {"last_token": [states.last_token], "token_mean": [states.token_mean]}
-    chosen = parts.get(pooling, [states.last_token, states.token_mean])
-    return np.concatenate([part.reshape(len(part), -1) for part in chosen], axis=1).astype(np.float64)
+    names = ("last_token", "token_mean") if pooling == "both" else (pooling,)
+    parts = [getattr(states, name) for name in names]
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1).astype(np.float64)
 
 
 LEAST_QUESTIONS = 10
@@ -238,19 +210,14 @@ PENALTIES = tuple(float(value) for value in np.geomspace(1e-4, 1e4, 33))
 
 
 class RidgeFit(NamedTuple):
-    """A linear function, with the penalty per question of least leave-one-out error.
-
-    ``error`` is the mean squared error of predicting each question from all others.
-    """
-
     weights: Floats
     intercept: float
-    penalty: float
-    error: float
+    penalty: float  # per question
+    error: float  # mean squared error of predicting each question from all others
 
 
 def fit_ridge_leaving_one_out(features: Floats, targets: Floats, *, penalties: Sequence[float] = PENALTIES) -> RidgeFit:
-    """Fit a ridge regression of [N] targets on [N, D] features under the penalty of least leave-one-out error."""
+    """Fit a ridge regression of [N] targets on [N, D] features, with the penalty of least leave-one-out error."""
     from sklearn.linear_model import RidgeCV
 
     # Of equally good penalties scikit-learn takes the first one: the largest.
@@ -290,7 +257,7 @@ def probe_basis(
     sampling: Mapping[str, Any] | None,
     draws: int | None = None,
 ) -> ProbeBasis:
-    """Return all of a probe but its head."""
+    """Return everything of a probe but its head."""
     centre, scale = standardisation(features)
     questions = (entry.question for entry in entries)
     fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
@@ -304,8 +271,8 @@ def checked_targets(table: QuestionTable, target: Target, *, draws: int | None =
     wanted = table.targets(target, draws=draws, seed=seed)
     if float(np.ptp(wanted)) < 1e-12:
         raise InputError(
-            f"`target` {target} is {wanted[0]:g} for all {len(table):,} questions: nothing can be learnt. Take easier "
-            "or harder questions, or more responses."
+            f"`target` {target} is {wanted[0]:g} for all {len(table):,} questions. Take other questions, or more "
+            "responses."
         )
     return wanted
 
@@ -316,40 +283,12 @@ def standardisation(features: Floats) -> tuple[Floats, Floats]:
     return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
-LABEL_FREE_PROBE = "probe"
-
-
-def label_free_confidences(
-    train_states: PromptStates,
-    train: Sequence[QuestionSamples],
-    test_states: PromptStates,
-    test: Sequence[QuestionSamples],
-    *,
-    target: Target = "agreeing_pairs",
-    pooling: Pooling = "both",
-    name: str = LABEL_FREE_PROBE,
-) -> tuple[QuestionSamples, ...]:
-    """Fit a probe on training questions and put its confidence on every response to other questions."""
-    check_disjoint(
-        (entry.question for entry in train), (entry.question for entry in test), names=("`train`", "`test`"),
-        way_out="Split the questions.",
-    )  # fmt: skip
-    probe = fit_probe(train_states, train, target=target, pooling=pooling, origin={}, sampling=None)
-    return with_question_confidence(test, probe.predict(test_states), name=name)
-
-
 def with_question_confidence(
     entries: Sequence[QuestionSamples], values: Floats | Sequence[float], *, name: str
 ) -> tuple[QuestionSamples, ...]:
     """Put the value of each question on all of its responses, as the confidence ``name``."""
-    if len(values) != len(entries):
-        raise InputError(f"Expected a value for each of {len(entries):,} questions, but got {len(values):,}.")
-    return tuple(
-        replace(
-            entry,
-            samples=tuple(
-                replace(sample, confidences={**sample.confidences, name: float(value)}) for sample in entry.samples
-            ),
-        )
-        for entry, value in zip(entries, values, strict=True)
-    )
+    found = []
+    for entry, value in zip(entries, values, strict=True):
+        scored = (replace(one, confidences={**one.confidences, name: float(value)}) for one in entry.samples)
+        found.append(replace(entry, samples=tuple(scored)))
+    return tuple(found)

@@ -1,8 +1,8 @@
-"""Heads of probes: from the standardised features of a question to a share in [0, 1], trained and used by one code."""
+"""Heads of probes: from the standardised features of a question to a share in [0, 1]."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,10 +16,8 @@ from selfcal_lightning.training.losses import (
     squared_calibration_loss,
 )
 
-
-def class_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Compute the cross-entropy of K classes that stand for the shares 0, 1/(K - 1), ..., 1, in nats."""
-    return F.cross_entropy(at_least_float32(logits), nearest_class(target, logits.shape[1]), reduction="none")
+Link = Literal["clip", "sigmoid", "classes"]
+LossName = Literal["bce", "mse", "ranknet", "cross_entropy"]
 
 
 def nearest_class(target: Tensor, num_classes: int) -> Tensor:
@@ -28,37 +26,16 @@ def nearest_class(target: Tensor, num_classes: int) -> Tensor:
 
 
 def class_confidence(logits: Tensor) -> Tensor:
-    """Return the expected share under K classes that stand for the shares 0, 1/(K - 1), ..., 1, in [0, 1].
-
-    ``sum_i softmax_i i / (K - 1)``
-    """
+    """Return the expected share under K classes for the shares 0, 1/(K - 1), ..., 1."""
     probabilities = at_least_float32(logits).softmax(-1)
     return probabilities @ torch.linspace(0.0, 1.0, logits.shape[-1]).to(probabilities)
 
 
-Activation = Literal["relu", "gelu", "silu", "tanh"]
-Link = Literal["clip", "sigmoid", "classes"]
-LossName = Literal["bce", "mse", "ranknet", "cross_entropy"]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh,
-}  # fmt: skip
-
-
-def head_outputs(
-    features: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    *,
-    activation: str = "relu",
-    dropout: float = 0.0,
-    training: bool = False,
-) -> Tensor:
-    """Compute the outputs of linear layers with an activation between each two."""
+def head_outputs(features: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Compute the outputs of linear layers with ReLU between them."""
     values = features
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        if place:
-            values = F.dropout(ACTIVATIONS[activation](values), dropout, training=training)
-        values = F.linear(values, weight, bias)
+        values = F.linear(F.relu(values) if place else values, weight, bias)
     return values
 
 
@@ -70,15 +47,12 @@ def linked(outputs: Tensor, link: Link) -> Tensor:
     return column.sigmoid() if link == "sigmoid" else column.clamp(0.0, 1.0)
 
 
-def probe_loss(
-    outputs: Tensor, target: Tensor, name: LossName, *, link: Link, temperature: float = 1.0, tie_weight: float = 0.0
-) -> Tensor:
-    """Compute the loss of a batch of questions, the mean over these, or for "ranknet" over their pairs."""
+def probe_loss(outputs: Tensor, target: Tensor, name: LossName) -> Tensor:
+    """Compute the mean loss of a batch of questions, or for "ranknet" of their pairs."""
     if name == "cross_entropy":
-        return class_loss(outputs, target).mean()
-    column = outputs[:, 0]
+        return F.cross_entropy(at_least_float32(outputs), nearest_class(target, outputs.shape[1]))
     if name == "bce":
-        return soft_cross_entropy(column, target).mean()
+        return soft_cross_entropy(outputs[:, 0], target).mean()
     if name == "mse":
-        return squared_calibration_loss(column if link == "clip" else linked(outputs, link), target).mean()
-    return ranknet_loss(column, target, temperature=temperature, tie_weight=tie_weight)
+        return squared_calibration_loss(linked(outputs, "sigmoid"), target).mean()
+    return ranknet_loss(outputs[:, 0], target)

@@ -1,4 +1,4 @@
-"""Probes of prompt states trained by gradient steps; ``fit-probe`` fits them in closed form."""
+"""Probes of prompt states trained by gradient descent; ``fit-probe`` fits linear ones in closed form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from selfcal_lightning.capability.metrics import CapabilityMetrics
 from selfcal_lightning.capability.probe import CapabilityProbe, ProbeBasis, ProbeHead, load_probe
-from selfcal_lightning.capability.probe_heads import Activation, Link, LossName, head_outputs, linked, probe_loss
+from selfcal_lightning.capability.probe_heads import Link, LossName, head_outputs, linked, probe_loss
 from selfcal_lightning.confidence.splits import FittedOn
-from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import TrainedModule, needed_data
-from selfcal_lightning.training.schedule import cosine_with_warmup, linear_with_warmup
+from selfcal_lightning.training.schedule import with_cosine
 from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
 
 if TYPE_CHECKING:
@@ -30,26 +30,19 @@ if TYPE_CHECKING:
 
 
 class ProbeBatch(NamedTuple):
-    """B questions with their features and what their responses show.
+    """B questions with their features and counted responses."""
 
-    Attributes:
-        features: Standardised features, float32 [B, D].
-        target: The training target, float32 [B], in [0, 1].
-        num_correct: Right ones among the responses, float32 [B]; nan where one is not verified.
-        num_samples: Responses, int64 [B].
-    """
-
-    features: Tensor
-    target: Tensor
-    num_correct: Tensor
-    num_samples: Tensor
+    features: Tensor  # standardised, float32 [B, D]
+    target: Tensor  # in [0, 1], float32 [B]
+    num_correct: Tensor  # float32 [B]; nan where a response is not verified
+    num_samples: Tensor  # int64 [B]
 
 
 _ARRAYS = ("centre", "scale")
 
 
 def plain_basis(basis: ProbeBasis) -> dict[str, Any]:
-    """Return the description of a probe's input as tensors and plain types, for a checkpoint."""
+    """Return a basis as tensors and plain types, for a checkpoint."""
     plain = {**vars(basis), "fitted_on": basis.fitted_on.as_json()}
     return {**plain, **{name: torch.as_tensor(np.array(plain[name])) for name in _ARRAYS}}
 
@@ -61,7 +54,7 @@ def basis_of(content: Mapping[str, Any]) -> ProbeBasis:
 
 
 def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
-    """Raise InputError where a checkpoint was trained on other features, questions or targets."""
+    """Raise InputError if a checkpoint was trained on other features, questions or targets."""
     differing = [
         f"`{name}` was {before!r} and is {now!r}"
         for name in ("pooling", "target", "draws", "origin", "sampling")
@@ -72,51 +65,25 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
     elif any(not np.array_equal(vars(stored)[name], vars(current)[name]) for name in _ARRAYS):
         differing.append("hidden states were others")
     if differing:
-        raise InputError(
-            f"The checkpoint was trained on others: {'; '.join(differing)}. Restore `data.init_args`, or start a new "
-            "run without `ckpt_path`."
-        )
+        found = "; ".join(differing)
+        raise InputError(f"The checkpoint was trained on other data: {found}. Restore them, or drop `ckpt_path`.")
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise InputError for Trainer settings that the training of a probe does not support."""
-    found = {
-        "one process": trainer.world_size == 1 or f"{trainer.world_size} processes",
-        "`trainer.precision` 32-true or 64-true": trainer.precision in ("32-true", "64-true") or trainer.precision,
-        "`trainer.accumulate_grad_batches` 1": trainer.accumulate_grad_batches == 1 or trainer.accumulate_grad_batches,
-    }
-    for wanted, value in found.items():
-        if value is not True:
-            raise InputError(f"Expected {wanted} where a probe is trained, in seconds, but got {value}.")
+    """Raise InputError for Trainer settings that this short training does not support."""
+    batches = trainer.accumulate_grad_batches
+    for is_met, wanted, value in (
+        (trainer.world_size == 1, "one process", f"{trainer.world_size} processes"),
+        (trainer.precision in ("32-true", "64-true"), "`trainer.precision` 32-true or 64-true", trainer.precision),
+        (batches == 1, "`trainer.accumulate_grad_batches` 1", batches),
+    ):
+        if not is_met:
+            raise InputError(f"Expected {wanted} to train a probe, but got {value}.")
 
 
 HeadName = Literal["linear", "mlp", "classifier"]
 ProbeOptimizer = Literal["adamw", "sgd", "lbfgs"]
-Schedule = Literal["cosine", "linear", "constant"]
-
-
-def chosen_loss(head: HeadName, loss: LossName | None) -> LossName:
-    """Return the loss; None takes the usual one of the head."""
-    if loss is None:
-        return "cross_entropy" if head == "classifier" else "bce"
-    if (head == "classifier") != (loss == "cross_entropy"):
-        raise InputError(
-            f"The head classifier takes the loss cross_entropy, others do not: got {loss!r} with {head!r}."
-        )
-    return loss
-
-
-def chosen_link(loss: LossName, link: Literal["sigmoid", "clip"] | None) -> Link:
-    """Return how outputs become shares."""
-    if loss == "cross_entropy":
-        if link is not None:
-            raise InputError(f"Expected no `link` with the head classifier, but got {link!r}.")
-        return "classes"
-    if link not in (None, "sigmoid", "clip"):
-        raise unknown_name("link", link, ("sigmoid", "clip"))
-    if link == "clip" and loss != "mse":
-        raise InputError(f"Expected the link 'clip' with the loss 'mse' only, but got {loss!r}, which takes log-odds.")
-    return link or "sigmoid"
+Schedule = Literal["cosine", "constant"]
 
 
 @dataclass(frozen=True)
@@ -125,14 +92,8 @@ class ProbeSettings:
 
     head: HeadName = "linear"
     hidden_size: int = 32
-    num_layers: int = 1
-    dropout: float = 0.0
-    activation: Activation = "relu"
     num_classes: int = 11
-    loss: LossName = "bce"
-    link: Link = "sigmoid"
-    temperature: float = 1.0
-    tie_weight: float = 0.0
+    loss: LossName | None = None
     optimizer: ProbeOptimizer = "adamw"
     lr: float = 3e-3
     momentum: float = 0.9
@@ -143,23 +104,29 @@ class ProbeSettings:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        check_at_least(1, hidden_size=self.hidden_size, num_layers=self.num_layers)
+        check_at_least(1, hidden_size=self.hidden_size)
         check_at_least(2, num_classes=self.num_classes)
         check_at_least(0, warmup_steps=self.warmup_steps, seed=self.seed)
-        check_positive(lr=self.lr, temperature=self.temperature)
-        check_not_negative(weight_decay=self.weight_decay, tie_weight=self.tie_weight)
-        for name, value in {"dropout": self.dropout, "momentum": self.momentum}.items():
-            if not 0.0 <= value < 1.0:
-                raise InputError(f"Expected `{name}` to lie in [0, 1), but got {value}.")
-        if self.optimizer == "lbfgs" and (self.schedule != "constant" or self.dropout):
-            raise InputError(
-                "The optimizer lbfgs needs `schedule` constant and no `dropout`, since its line search is over one "
-                f"function, but got {self.schedule!r} and {self.dropout}."
-            )
+        check_positive(lr=self.lr)
+        check_not_negative(weight_decay=self.weight_decay)
+        is_classifier = self.head == "classifier"
+        if self.loss is None:
+            object.__setattr__(self, "loss", "cross_entropy" if is_classifier else "bce")
+        if is_classifier != (self.loss == "cross_entropy"):
+            raise InputError(f"`loss` cross_entropy goes with `head` classifier, but got {self.loss} and {self.head}.")
+        if not 0.0 <= self.momentum < 1.0:
+            raise InputError(f"Expected `momentum` to lie in [0, 1), but got {self.momentum}.")
+        if self.optimizer == "lbfgs" and self.schedule != "constant":
+            raise InputError(f"`optimizer` lbfgs needs `schedule` constant, but got {self.schedule}.")
+
+    @property
+    def link(self) -> Link:
+        """How outputs become shares."""
+        return "classes" if self.head == "classifier" else "sigmoid"
 
 
 def build_layers(sizes: Sequence[int], *, seed: int) -> nn.ModuleList:
-    """Return linear layers between sizes, Xavier's weights drawn with the seed alone, no bias at first."""
+    """Return linear layers between sizes, with Xavier weights that depend on the seed alone and zero biases."""
     layers = [nn.Linear(width, out) for width, out in pairwise(sizes)]
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
@@ -169,7 +136,7 @@ def build_layers(sizes: Sequence[int], *, seed: int) -> nn.ModuleList:
 
 
 def build_probe_optimizer(settings: ProbeSettings, layers: Sequence[nn.Linear]) -> Optimizer:
-    """Return the optimiser; weights decay and biases do not. With "lbfgs" the decay is part of the loss."""
+    """Return the optimiser; biases do not decay, and with "lbfgs" the decay is part of the loss."""
     weights, biases = [one.weight for one in layers], [one.bias for one in layers]
     if settings.optimizer == "lbfgs":
         return torch.optim.LBFGS([*weights, *biases], lr=settings.lr, max_iter=20, line_search_fn="strong_wolfe")
@@ -183,32 +150,24 @@ BASIS_KEY = "probe_basis"
 
 
 class LinearProbeModule(TrainedModule):
-    """A linear layer, a small network or classes over hidden states of prompts, trained to predict capability.
+    """A linear layer, a small network or a classifier over hidden states of prompts, trained to predict capability.
 
-    ``ProbeDataModule`` reads the states; the model itself is not here. What is exported is a probe folder as
-    ``selfcal fit-probe`` writes it, and is used in the same way. A trained linear probe does what the closed form does
-    in seconds; the other heads and losses are what that cannot do.
+    ``ProbeDataModule`` reads the states. The export is a probe folder like that of ``selfcal fit-probe``, whose closed
+    form is the better choice for a linear probe.
 
     Args:
         base_model: Folder or hub name of the model whose states are read; "bundled" is the small one in the package.
         revision: Branch, tag or commit of a hub model.
-        head: "linear", "mlp" with hidden layers, or "classifier", whose classes stand for shares.
-        hidden_size: Width of the hidden layers of "mlp".
-        num_layers: Hidden layers of "mlp".
-        dropout: Probability of dropping a hidden value of "mlp" in training.
-        activation: Activation of the hidden layers of "mlp": "relu", "gelu", "silu" or "tanh".
+        head: "linear", "mlp" with one hidden layer (ReLU), or "classifier", whose classes stand for shares.
+        hidden_size: Width of the hidden layer of "mlp".
         num_classes: Classes of "classifier", for the shares 0, 1/(K - 1), ..., 1.
-        loss: "bce" against soft targets, "mse", "ranknet" (the order of pairs of a batch, which leaves values that are
-            no chances until they are mapped), or of "classifier" "cross_entropy". None is "bce", and "cross_entropy" of
-            "classifier".
-        link: "sigmoid", or for "mse" also "clip": the output itself, cut to [0, 1]. None is "sigmoid".
-        temperature: Difference in the values that "ranknet" counts as one.
-        tie_weight: Weight of pairs with equal targets in "ranknet", which pulls them together.
+        loss: "bce" against soft targets, "mse" of a sigmoid, "ranknet" (the order of pairs, whose values are no chances
+            until they are mapped), or "cross_entropy". None is "cross_entropy" for "classifier", else "bce".
         optimizer: "adamw", "sgd" with momentum, or "lbfgs" with a line search, for batches of all questions.
-        lr: Peak learning rate; that of "lbfgs" is 1.
+        lr: Peak learning rate; 1 for "lbfgs".
         momentum: Momentum of "sgd".
-        weight_decay: Weight decay. "lbfgs" adds half of it times the squared weights to the loss.
-        schedule: "cosine" or "linear" to zero over the optimiser steps, or "constant".
+        weight_decay: Weight decay; "lbfgs" adds half of it times the squared weights to the loss.
+        schedule: "cosine" to zero over the optimiser steps, or "constant".
         warmup_steps: Optimiser steps of linear warm-up.
         seed: Seeds the initial weights.
     """
@@ -223,14 +182,8 @@ class LinearProbeModule(TrainedModule):
         revision: str | None = None,
         head: HeadName = "linear",
         hidden_size: int = 32,
-        num_layers: int = 1,
-        dropout: float = 0.0,
-        activation: Activation = "relu",
         num_classes: int = 11,
         loss: LossName | None = None,
-        link: Literal["sigmoid", "clip"] | None = None,
-        temperature: float = 1.0,
-        tie_weight: float = 0.0,
         optimizer: ProbeOptimizer = "adamw",
         lr: float = 3e-3,
         momentum: float = 0.9,
@@ -240,23 +193,21 @@ class LinearProbeModule(TrainedModule):
         seed: int = 0,
     ) -> None:
         super().__init__(base_model, revision=revision)
-        chosen = chosen_loss(head, loss)
         self.settings = ProbeSettings(
-            head, hidden_size, num_layers, dropout, activation, num_classes, chosen, chosen_link(chosen, link),
-            temperature, tie_weight, optimizer, lr, momentum, weight_decay, schedule, warmup_steps, seed,
-        )  # fmt: skip
+            head, hidden_size, num_classes, loss, optimizer, lr, momentum, weight_decay, schedule, warmup_steps, seed
+        )
         self.save_hyperparameters()
         self.basis: ProbeBasis | None = None
         self.layers: nn.ModuleList | None = None
         self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse several processes, accumulated batches and half precision, which this short training does not need."""
+        """Refuse several processes, accumulated batches and half precision."""
         if (trainer := trainer or trainer_of(self)) is not None:
             check_trainer(trainer)
 
     def configure_model(self) -> None:
-        """Build the layers once their width is known: from an export, the data, or a checkpoint."""
+        """Build the layers once their width is known, from an export or the data."""
         if not self.identity:
             self.check_support()
             self.identity = base_model_identity(self.base_model, revision=self.revision)
@@ -273,23 +224,19 @@ class LinearProbeModule(TrainedModule):
 
     def _build(self, basis: ProbeBasis) -> None:
         own = self.settings
-        hidden = [own.hidden_size] * own.num_layers if own.head == "mlp" else []
+        hidden = [own.hidden_size] if own.head == "mlp" else []
         outputs = own.num_classes if own.head == "classifier" else 1
         self.basis = basis
         self.layers = build_layers([len(basis.centre), *hidden, outputs], seed=own.seed)
 
     def _take(self, probe: CapabilityProbe) -> None:
-        """Take over a probe, whose layers must be of these settings."""
+        """Load a probe, whose layers must match these settings."""
         self._build(probe.basis)
         shapes = [tuple(layer.weight.shape) for layer in self._layers]
-        found = [weight.shape for weight in probe.head.weights]
-        if shapes != found or (self.settings.link, self.settings.activation) != (
-            probe.head.link,
-            probe.head.activation,
-        ):
+        if shapes != [weight.shape for weight in probe.head.weights] or self.settings.link != probe.head.link:
             raise InputError(
-                f"Expected a probe of these settings, layers {shapes} with {self.settings.link}, but got "
-                f"{probe.head.describe()} in {self.exported_from}. Set `head`, `loss` and `link` as trained."
+                f"Expected layers {shapes} with {self.settings.link}, but got {probe.head.describe()} in "
+                f"{self.exported_from}. Set `head` and `loss` as trained."
             )
         with torch.no_grad():
             for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
@@ -309,17 +256,10 @@ class LinearProbeModule(TrainedModule):
         return linked(self._outputs(features), self.settings.link)
 
     def _outputs(self, features: Tensor) -> Tensor:
-        layers = self._layers
-        return head_outputs(
-            features, [layer.weight for layer in layers], [layer.bias for layer in layers],
-            activation=self.settings.activation, dropout=self.settings.dropout, training=self.training,
-        )  # fmt: skip
+        return head_outputs(features, [one.weight for one in self._layers], [one.bias for one in self._layers])
 
     def _loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        own = self.settings
-        return probe_loss(
-            outputs, target, own.loss, link=own.link, temperature=own.temperature, tie_weight=own.tie_weight
-        )
+        return probe_loss(outputs, target, cast("LossName", self.settings.loss))
 
     def training_step(self, batch: ProbeBatch, batch_idx: int) -> Tensor:
         """Return the loss of a batch, which is an optimiser step."""
@@ -333,21 +273,16 @@ class LinearProbeModule(TrainedModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimiser, with a schedule over its steps."""
         optimizer = build_probe_optimizer(self.settings, self._layers)
-        if self.settings.schedule == "constant" and not self.settings.warmup_steps:
-            return optimizer
-        total, warmup = int(self.trainer.estimated_stepping_batches), self.settings.warmup_steps
-        factors = {
-            "cosine": lambda step: cosine_with_warmup(step, total=total, warmup=warmup),
-            "linear": lambda step: linear_with_warmup(step, total=total, warmup=warmup),
-            "constant": lambda step: min((step + 1) / (warmup + 1), 1.0),
-        }
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factors[self.settings.schedule])
+        warmup = self.settings.warmup_steps
+        if self.settings.schedule == "cosine":
+            return with_cosine(optimizer, self.trainer, warmup_steps=warmup)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (warmup + 1), 1.0))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # ---- validation
 
     def validation_step(self, batch: ProbeBatch, batch_idx: int) -> None:
-        """Evaluate the questions of the validation split on their targets, and on verdicts where these are known."""
+        """Evaluate against the targets, and against verdicts where these are known."""
         outputs = self._outputs(batch.features)
         predicted = linked(outputs, self.settings.link)
         size = len(batch.target)
@@ -366,7 +301,7 @@ class LinearProbeModule(TrainedModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the layers and what their input is."""
+        """Add the description of the input."""
         super().on_save_checkpoint(checkpoint)
         if self.basis is not None:
             checkpoint[BASIS_KEY] = plain_basis(self.basis)
@@ -388,9 +323,7 @@ class LinearProbeModule(TrainedModule):
         """The probe as it is now."""
         layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
         weights, biases = zip(*layers, strict=True)
-        return cast("ProbeBasis", self.basis).with_head(
-            ProbeHead(weights, biases, self.settings.link, self.settings.activation)
-        )
+        return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.settings.link))
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the files of a probe."""
@@ -398,7 +331,7 @@ class LinearProbeModule(TrainedModule):
 
 
 def update(metrics: CapabilityMetrics, predicted: Tensor, batch: ProbeBatch) -> None:
-    """Add the questions with two or more responses, all verified, so that their noise is known."""
+    """Add the questions with two or more responses, all verified, whose noise is known."""
     known = ~torch.isnan(batch.num_correct) & (batch.num_samples > 1)
     if bool(known.any()):
         metrics.update(predicted[known], batch.num_correct[known], batch.num_samples[known])

@@ -15,7 +15,6 @@ from selfcal_lightning.capability.evaluation import (
     CapabilityComparison,
     DecompositionRow,
     DefinitionGap,
-    EstimatorRow,
     TestQuestions,
 )
 from selfcal_lightning.evaluation.tables import format_estimate
@@ -30,13 +29,12 @@ _COLOURS = (AFTER, BEFORE, RIGHT, WRONG, GREY)
 
 def capability_reliability(test: TestQuestions) -> Figure:
     """Draw the share of right responses over the predicted capability, one panel an estimate that is a probability."""
-    drawn = {name: v for name, v in test.estimates.items() if ((v >= 0.0) & (v <= 1.0)).all()}
+    drawn = test.probabilities
     figure = Figure(figsize=(0.6 + 3.6 * max(len(drawn), 1), 4.2), layout="constrained")
     panels = figure.subplots(1, max(len(drawn), 1), squeeze=False)[0]
     for axes, (name, values) in zip(panels, drawn.items(), strict=False):
-        draw_reliability_of(
-            axes, reliability_bins(values, test.truth.expected_accuracy), outcome="share of right responses"
-        )
+        bins = reliability_bins(values, test.truth.expected_accuracy)
+        draw_reliability_of(axes, bins, outcome="share of right responses")
         axes.set_xlabel("predicted capability")
         axes.set_title(f"{name}: {axes.get_title()}", fontsize=10)
     return figure
@@ -121,13 +119,12 @@ ASKING_NOTE = (
 
 @dataclass(frozen=True)
 class ReportTable:
-    """The rows of an analysis, written for the terminal and in Markdown."""
+    """The rows of an analysis."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def for_terminal(self, title: str) -> Table:
-        """Return the table for a terminal."""
         table = Table(title=title or None)
         for position, heading in enumerate(self.headings):
             table.add_column(heading, justify="left" if position == 0 else "right")
@@ -142,13 +139,11 @@ class ReportTable:
 
 
 def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
-    """Return the decomposed errors of estimates."""
     headings = ("estimate", "error against responses", "= error of capability", "+ spread of responses")
     return ReportTable(headings, [[one.name, *map(_shown, (one.response, one.capability, one.spread))] for one in rows])
 
 
 def gap_note(gap: DefinitionGap) -> str:
-    """Return how far the two targets are apart."""
     correlations = ["undefined" if value is None else _plain(value) for value in (gap.spearman, gap.kendall)]
     return (
         f"The verdict on one response a question differs from capability by {_plain(gap.mae)} on average (Spearman "
@@ -157,24 +152,20 @@ def gap_note(gap: DefinitionGap) -> str:
 
 
 def comparison_table(comparison: CapabilityComparison) -> ReportTable:
-    """Return what each estimate costs and how good it is."""
     headings = ("estimate", "samples", "labels", "MSE", "against the first", "skill", "Spearman", "ECE")
-    return ReportTable(headings, [_comparison_cells(row) for row in comparison.rows])
-
-
-def _comparison_cells(row: EstimatorRow) -> list[str]:
-    plain = [row.name, str(row.samples), "yes" if row.needs_labels else "no", _shown(row.mse)]
-    return [*plain, _shown(row.difference, signed=True), *map(_shown, (row.skill, row.spearman, row.ece))]
+    rows = []
+    for row in comparison.rows:
+        plain = [row.name, str(row.samples), "yes" if row.needs_labels else "no", _shown(row.mse)]
+        rows.append([*plain, _shown(row.difference, signed=True), *map(_shown, (row.skill, row.spearman, row.ece))])
+    return ReportTable(headings, rows)
 
 
 def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
-    """Return the error of each predicted curve, and the squared error of a question for each k."""
     headings = ["estimate", "pass@k by", "curve error", *(f"MSE at {k}" for k in (curves[0].k if curves else ()))]
     return ReportTable(headings, [[c.name, c.way, _shown(c.curve_error), *map(_shown, c.instance_mse)] for c in curves])
 
 
 def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
-    """Return what each allocation solves, or solves beyond the uniform one."""
     headings = ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
     cells = [
         [row.way, *(_shown(one, signed=row.gain is not None) for one in (row.solved if row.gain is None else row.gain))]
@@ -184,14 +175,12 @@ def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
-    """Return what each allocation solves beyond the uniform one, by how much of that is mixed in."""
     first = f"beyond an even share, B = {rows[0].budget}" if rows else ""
     headings = [first, *(f"{share:.0%} even" for share in (rows[0].even_shares if rows else ()))]
     return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 
 def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
-    """Return what abstaining by each estimate loses, and the accuracy on the remaining questions."""
     shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
     return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
@@ -224,7 +213,6 @@ def comparison_markdown(
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:
-    """Return the reference values of the numbers."""
     return (
         f"{comparison.num_questions:,} questions, judged by at least {comparison.num_samples} responses each, whose "
         f"noise is taken out of MSE and skill; mean capability {comparison.mean:.3f}. The best constant has an MSE of "

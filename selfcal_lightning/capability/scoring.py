@@ -1,11 +1,11 @@
-"""Estimates of capability for the questions of a store, which keeps them, or of a file."""
+"""Scoring the capability of questions, of a store or of a file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,10 +21,9 @@ from selfcal_lightning.capability.estimators import (
     p_true_before,
     verbalized_before,
 )
-from selfcal_lightning.capability.features import PromptModel, feature_origin
-from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
-from selfcal_lightning.capability.question_table import TaughtTarget
+from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_replaceable, line_error, read_json_lines, write_json_lines
@@ -37,15 +36,13 @@ from selfcal_lightning.models.folders import adapter_identity, read_manifest
 from selfcal_lightning.records import Question
 
 CAPABILITY = "capability"
-FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions that it must not be evaluated on
-TAUGHT = "taught"  # in the origin of P(True) of an adapter: what it was taught about questions
+FITTED_ON = "fitted_on"  # in the origin of a probe's values: digests of the questions of its fit
+TAUGHT = "taught"  # in the origin of an adapter's P(True): what it was taught about questions
 FIELDS = ("id", "task", "question", CAPABILITY, "scored_by")
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionScore:
-    """The capability of a question."""
-
     id: str
     task: str
     text: str
@@ -56,10 +53,7 @@ class QuestionScore:
 def write_scores(path: str | Path, scores: Sequence[QuestionScore]) -> None:
     """Write capabilities, one line a question."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        dict(zip(FIELDS, (one.id, one.task, one.text, one.capability, one.scored_by), strict=True)) for one in scores
-    ]
-    write_json_lines(Path(path), rows)
+    write_json_lines(Path(path), [dict(zip(FIELDS, astuple(one), strict=True)) for one in scores])
 
 
 def read_scores(path: str | Path) -> list[QuestionScore]:
@@ -83,7 +77,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
 
 
 def check_scores_target(path: str | Path, *, option: str = "output", inputs: Iterable[str | Path] = ()) -> None:
-    """Raise InputError unless capabilities may be written to ``path``: it is new, or holds earlier ones."""
+    """Raise InputError unless ``path`` is new or holds earlier scores."""
 
     def is_own(file: Path) -> bool:
         try:
@@ -96,7 +90,7 @@ def check_scores_target(path: str | Path, *, option: str = "output", inputs: Ite
 
 
 def origin_digest(origin: Mapping[str, Any]) -> str:
-    """Return a digest of what computed values of questions, whichever questions it was fitted on."""
+    """Return a digest of what computed the values, apart from the questions that it was fitted on."""
     plain = {name: value for name, value in origin.items() if name != FITTED_ON}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -116,20 +110,15 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
         if record is None:
             continue
         model = record.origin.get("model") or record.origin.get("states", {}).get("model", {})
-        # An adapter that was taught about questions says how often the model without it is right.
+        # An adapter that was taught about questions predicts the model without it.
         compared = ("weights_sha256",) if TAUGHT in record.origin else ("weights_sha256", "adapter_sha256")
         if None not in (sampled["weights_sha256"], model.get("weights_sha256")) and any(
             sampled[key] != model.get(key) for key in compared
         ):
-            raise InputError(
-                f"The values {name!r} are of another model than the responses in {read.path}. Score its questions with "
-                "that model."
-            )
+            raise InputError(f"The values {name!r} are of another model than the responses in {read.path}.")
         if shared := digests.intersection(record.origin.get(FITTED_ON, [])):
-            raise InputError(
-                f"{name!r} was fitted on {len(shared):,} of {len(digests):,} of these questions, and would look better "
-                "than it is. Name another `split`, or other questions."
-            )
+            counts = f"{len(shared):,} of {len(digests):,} of these questions"
+            raise InputError(f"{name!r} was fitted on {counts}. Name another `split`, or other questions.")
 
 
 @dataclass(frozen=True)
@@ -144,16 +133,16 @@ class QuestionScoring:
     features_dir: str | None = None
 
     def check(self) -> None:
-        """Raise InputError where settings contradict one another; nothing is loaded for it."""
+        """Raise InputError if settings contradict one another; nothing is loaded."""
         if self.estimator not in PROMPT_ESTIMATORS:
             raise unknown_name("estimator", self.estimator, PROMPT_ESTIMATORS)
-        if (self.estimator == PROBE) != (self.probe is not None):
-            raise InputError(
-                f"`probe` goes with the estimator {PROBE!r}, but got {self.probe!r} with {self.estimator!r}."
-            )
-        if self.estimator == PROBE and self.query is not None:
-            raise InputError(f"Expected `query` with what asks the model, but got {self.query!r} with {PROBE!r}.")
-        if self.estimator == PROBE:
+        is_probe = self.estimator == PROBE
+        if is_probe != (self.probe is not None):
+            got = f"{self.probe!r} with {self.estimator!r}"
+            raise InputError(f"`probe` goes with the estimator {PROBE!r}, but got {got}.")
+        if is_probe and self.query is not None:
+            raise InputError(f"A {PROBE} asks nothing: expected no `query`, but got {self.query!r}.")
+        if is_probe:
             check_gives_hidden_states(self.engine)
 
 
@@ -166,7 +155,7 @@ def score_questions(
     asked_for = trained.get("query") or BEFORE_QUERY if scale is None else scale.before
     query = None if run.estimator == PROBE else run.query or asked_for
     settings = ModelSettings(run.model, query, run.engine)
-    # An adapter may have been taught to say how often the model without it is right.
+    # A taught adapter predicts the model without it.
     with PromptModel(settings, fingerprint, own_adapter=TAUGHT not in trained) as model:
         if run.estimator == PROBE:
             return _by_probe(run, model, questions, fingerprint, store)
@@ -203,7 +192,7 @@ def _by_probe(
 
 
 def trained_with(adapter: str | None) -> dict[str, str]:
-    """Return the ``query`` that an exported adapter was trained with, and what it was taught about questions, if so."""
+    """Return the ``query`` of an exported adapter's training, and what it was taught about questions, if known."""
     manifest = None if adapter is None else read_manifest(Path(adapter))
     if manifest is None:
         return {}

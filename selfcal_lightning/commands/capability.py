@@ -20,10 +20,9 @@ from selfcal_lightning.capability import allocation, evaluation, fitted_maps, re
 from selfcal_lightning.capability import budgets as sampling_budgets
 from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.estimators import averaged_names
-from selfcal_lightning.capability.features import PromptModel
-from selfcal_lightning.capability.inputs import CapabilityPool, feature_folder, load_capability_pool, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
-from selfcal_lightning.capability.question_table import question_table
+from selfcal_lightning.capability.question_table import CapabilityPool, load_capability_pool, question_table
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.confidence.splits import check_disjoint
 from selfcal_lightning.core import files

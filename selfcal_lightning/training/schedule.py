@@ -26,13 +26,6 @@ def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def linear_with_warmup(step: int, *, total: int, warmup: int) -> float:
-    """Return the learning-rate factor: linear up to 1 at step ``warmup``, then linear to 0 at ``total``."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 1.0 - min((step - warmup) / max(total - warmup, 1), 1.0)
-
-
 def with_cosine(optimizer: Optimizer, trainer: Trainer, *, warmup_steps: int) -> OptimizerLRSchedulerConfig:
     """Return the optimiser with a warm-up and a cosine to zero over all optimiser steps."""
     total = trainer.estimated_stepping_batches

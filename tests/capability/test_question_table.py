@@ -34,6 +34,7 @@ def test_counts_by_hand() -> None:
     assert table.top_share.tolist() == [0.75, 0.5]
     assert table.num_unreadable.tolist() == [0, 1]
     assert table.mean_logprob.tolist() == [-0.5, -0.5]
+    assert np.isnan(question_table([entry("a", ["7"], logprob=None)]).mean_logprob[0])
 
 
 def test_an_estimate_and_its_truth_come_from_different_responses() -> None:
@@ -53,7 +54,7 @@ def test_targets_and_what_they_need() -> None:
     assert table.targets("label").tolist() == [0.5, 0.0]
     with pytest.raises(InputError, match="Expected `target` to be one of agreeing_pairs, top_share, label"):
         table.targets("pairs")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"at least 2 responses to a question, but got 1 for 2 of 2 questions"):
+    with pytest.raises(InputError, match=r"at least 2 responses to a question, got 1 for 2 of 2 questions"):
         question_table(entries, stop=1).targets("agreeing_pairs")
 
 
@@ -63,15 +64,6 @@ def test_unjudged_responses_give_no_label() -> None:
     assert table.targets("agreeing_pairs").tolist() == [0.0, 1.0], "which needs none"
     with pytest.raises(InputError, match="`target` 'label' needs reference answers, but got 1 of 2"):
         table.targets("label")
-
-
-def test_unknown_log_probabilities_stay_unknown() -> None:
-    assert np.isnan(question_table([entry("a", ["7"], logprob=None)]).mean_logprob[0])
-
-
-def test_no_questions() -> None:
-    with pytest.raises(InputError, match="at least one question with responses"):
-        question_table([])
 
 
 def test_a_store_gives_the_view(tmp_path: Path) -> None:

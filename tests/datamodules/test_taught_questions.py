@@ -15,7 +15,7 @@ from support.training_runs import data_module, module_of, trainer_with
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
-from selfcal_lightning.capability.inputs import load_capability_pool
+from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.capability.scoring import check_origins
 from selfcal_lightning.commands.capability import run_score_questions
 from selfcal_lightning.core.errors import InputError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.capability.features import PromptModel, feature_origin, prompt_digest
-from selfcal_lightning.capability.inputs import feature_folder, load_capability_pool
+from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, prompt_digest
+from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore

@@ -25,7 +25,7 @@ from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TargetRecipe, T
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.rewards.formats import reward_format
-from selfcal_lightning.rewards.layouts import RewardEncoder
+from selfcal_lightning.rewards.layouts import RewardEncoder, RewardWriter, WrittenResponse
 from selfcal_lightning.rewards.module import RewardBatch
 from selfcal_lightning.rewards.rates import (
     CONSENSUS,
@@ -39,7 +39,6 @@ from selfcal_lightning.rewards.rates import (
     read_rates,
     response_targets,
 )
-from selfcal_lightning.rewards.writing import RewardWriter, WrittenResponse
 
 
 def index_targets(index: SampleIndex, target: RewardTarget) -> tuple[FloatArray, np.ndarray]:

@@ -7,13 +7,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "formats": ["REWARD_FORMATS", "RewardFormat", "register_reward_format", "reward_format"],
         "module": ["QuantileRewardModule", "RewardBatch"],
-        "quantiles": [
-            "QuantileHead",
-            "StepScores",
-            "folded_outputs",
-            "monotone_quantiles",
-            "quantile_head_from",
-        ],
+        "heads": ["StepScores", "folded_outputs", "monotone_quantiles"],
         "reading": ["RewardReader", "open_rewards"],
         "search": [
             "Continuation",
@@ -26,7 +20,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "samples_per_path",
             "select_topk",
             "unscored",
-            "update_done",
         ],
     },
 )

@@ -1,4 +1,4 @@
-"""Scores of a reward model for responses as they arrive, for strategies that read them as confidence."""
+"""Reward models in answering: searches, and confidences of responses as they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import SEARCHES
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.estimator import REWARD_SCORES, RewardScore, check_judge
+from selfcal_lightning.rewards.estimator import KINDS, RewardScore, check_judge
 from selfcal_lightning.rewards.reading import RewardReader, check_rewards, completed
 from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
 
@@ -23,27 +23,24 @@ if TYPE_CHECKING:
 
 
 def check_search(name: str | None, fields: Mapping[str, Any], reward: RewardSettings) -> bool:
-    """Return whether ``name`` is a search, after checking its settings; nothing is loaded."""
+    """Check the settings of a search without loading anything; return whether ``name`` is one."""
     if name not in SEARCHES:
         return False
     format = check_rewards(reward)
     if format.layout != "continued":
-        raise InputError(
-            f"Expected a `reward.model` that reads its policy's tokens, but {reward.model} is {format.name!r}."
-        )
+        raise InputError(f"`reward.model` {reward.model} does not read its policy's tokens: it is {format.name!r}.")
     known = [field.name for field in fields_of(SEARCHES[name]) if field.name != "scorer"]
     for field in fields:
         if field not in known:
-            raise InputError(
-                f"Unknown setting {field!r} of {name}; known: {', '.join(known)}.{did_you_mean(field, known)}"
-            )
+            hint = did_you_mean(field, known)
+            raise InputError(f"Unknown setting {field!r} of {name}; known: {', '.join(known)}.{hint}")
     return True
 
 
 def open_search(
     name: str, fields: Mapping[str, Any], reward: RewardSettings, *, tokenizer: PreTrainedTokenizerBase, dtype: str
 ) -> tuple[Strategy, StepStops | None]:
-    """Load the reward model, and return the search, and where its steps end if it reads steps."""
+    """Load the reward model; return the search, and where its steps end if it reads steps."""
     own = load_tokenizer(str(reward.model))
     if own.get_vocab() != tokenizer.get_vocab() or own.chat_template != tokenizer.chat_template:
         raise InputError(f"`reward.model` {reward.model} lacks the tokenizer or the chat template of the policy.")
@@ -52,12 +49,11 @@ def open_search(
     return strategy, stops
 
 
-KINDS = {kind.name: kind for kind in REWARD_SCORES}
 LIVE = "live"
 
 
 class LiveReward:
-    """A confidence that a reward model gives, by the estimator that `selfcal score` runs on recorded responses."""
+    """A confidence of a reward model, by the estimator that `selfcal score` runs on recorded responses."""
 
     requires: ClassVar[tuple[str, ...]] = ()
     needs_pool: ClassVar[bool] = False
@@ -74,7 +70,7 @@ class LiveReward:
         return self._estimator.name
 
     def score_sample(self, sample: Sample) -> float | None:
-        """Return what the model says of a response; None where it cannot read it."""
+        """Return the score of a response; None if the model cannot read it."""
         question = self._questions[sample.question_id]
         if self._last is None or self._last[0] != question.id:  # samples mostly come by question
             self._last = question.id, self._chat.prompt_ids(question.messages)
@@ -87,15 +83,14 @@ class LiveReward:
 
 
 def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], reward: RewardSettings) -> list[str]:
-    """Return the confidences of a reward model that a strategy or its scorers read; nothing is loaded."""
+    """Return the confidences of a reward model that a strategy or its scorers read, after checking the settings."""
     read = [strategy.confidence, *(name for scorer in scorers for name in scorer.requires)]
     names = [name for name in dict.fromkeys(read) if name in KINDS]
     if names and reward.model is None:
         raise InputError(f"`strategy` reads {', '.join(names)}: name the reward model's folder by `reward.model`.")
     if not names and reward != RewardSettings():
-        raise InputError(
-            f"`reward` needs {' or '.join(SEARCHES)}, or a `confidence` out of {', '.join(KINDS)}; got {strategy}."
-        )
+        wanted = f"{' or '.join(SEARCHES)}, or a `confidence` out of {', '.join(KINDS)}"
+        raise InputError(f"`reward` needs {wanted}; got {strategy}.")
     if names:
         format = check_rewards(reward)
         for name in names:
@@ -106,7 +101,7 @@ def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], rewa
 def open_live_rewards(
     names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str
 ) -> list[LiveReward]:
-    """Load a reward model, and return what gives confidences of these names; none loads nothing."""
+    """Load a reward model for the named confidences, if there are any."""
     if not names:
         return []
     reader = open_scaled_rewards(reward, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Scores of a reward model as confidences: of the steps of a response, or of the whole."""
+"""Scores of a reward model as confidences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RewardScore:
-    """Base class; a member says which models it reads and how it combines the scores of steps."""
+    """Base class; subclasses say which models they read and how they combine the scores of steps."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = True
@@ -32,7 +32,7 @@ class RewardScore:
         self._rewards = rewards
 
     def score(self, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
-        """Return the confidence of every sample, [question][sample]; None where the model cannot read the response."""
+        """Return the confidence of every sample, [question][sample]; None if the model cannot read the response."""
         read = self._rewards.read_lower if self.needs_quantiles else self._rewards.read
         return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
 
@@ -64,7 +64,7 @@ class OutcomeReward(RewardScore):
 
 
 class RawReward(RewardScore):
-    """The score of a model of whole responses that gives no probability; scale it to get one."""
+    """The score of a model of whole responses without probabilities; scale it to get one."""
 
     name = "reward"
     is_probability = False
@@ -72,29 +72,20 @@ class RawReward(RewardScore):
 
 
 REWARD_SCORES: tuple[type[RewardScore], ...] = (
-    StepReward,
-    LowerStepReward,
-    LowestStepReward,
-    StepRewardProduct,
-    OutcomeReward,
-    RawReward,
-)
+    StepReward, LowerStepReward, LowestStepReward, StepRewardProduct, OutcomeReward, RawReward,
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in REWARD_SCORES}
 
 
 def check_judge(name: str, format: RewardFormat) -> None:
-    """Raise unless the estimator ``name`` can read models of ``format``; estimators of plug-ins may read all.
-
-    Example:
-        >>> from selfcal_lightning.rewards.formats import reward_format
-        >>> check_judge("prm", reward_format("math-shepherd"))
-    """
+    """Raise InputError unless the estimator ``name`` can read models of ``format``; plug-ins may read all."""
     able = [
         kind.name
         for kind in REWARD_SCORES
         if (kind.judges, kind.is_probability) == (format.judges, format.is_probability)
         and (format.has_quantiles or not kind.needs_quantiles)
     ]
-    if name in {kind.name for kind in REWARD_SCORES} and name not in able:
+    if name in KINDS and name not in able:
         what = "steps" if format.judges == "steps" else "whole responses"
         scale = "by a probability" if format.is_probability else "without a probability"
         scale += " and without quantiles" if name == LowerStepReward.name else ""

@@ -1,4 +1,4 @@
-"""A trained reward model as a folder that stock classes read: the whole trunk with three named outputs."""
+"""A trained reward model as a folder for stock classes: the whole trunk with named outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
@@ -25,13 +25,12 @@ HEAD = "score"
 
 
 def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
-    """Raise InputError where transformers has no ``...ForTokenClassification`` of an architecture."""
+    """Raise InputError if transformers has no ``...ForTokenClassification`` of the architecture."""
     from transformers import AutoModelForTokenClassification
 
     if type(config) not in AutoModelForTokenClassification._model_mapping:
-        raise InputError(
-            f"`base_model` {base_model!r} ({type(config).__name__}) has no `...ForTokenClassification` to export."
-        )
+        kind = type(config).__name__
+        raise InputError(f"`base_model` {base_model!r} ({kind}) has no `...ForTokenClassification` to export.")
 
 
 def merged_trunk(
@@ -43,7 +42,7 @@ def merged_trunk(
     dtype: torch.dtype,
     is_public: bool = False,
 ) -> PreTrainedModel:
-    """Return a copy of the trunk on the CPU with the adapter merged into it; the model in training is unchanged."""
+    """Return a copy of the trunk on the CPU with the adapter merged into it."""
     name = cast("Dtype", str(dtype).removeprefix("torch."))
     trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
     if lora is None:
@@ -54,12 +53,7 @@ def merged_trunk(
 
 
 def output_names(head: nn.Module) -> tuple[str, ...]:
-    """Return the names of a head's outputs.
-
-    Example:
-        >>> output_names(nn.Linear(2, 3)), output_names(nn.Linear(2, 4))[:2]
-        (('mean', 'gap_below', 'gap_above'), ('mean_1', 'mean_2'))
-    """
+    """Return the names of a head's outputs."""
     last = head[-1] if isinstance(head, nn.Sequential) else head
     return quantile_outputs(cast("nn.Linear", last).out_features)
 
@@ -82,8 +76,7 @@ def about(head: nn.Module, public: RewardFormat | None) -> str:
 def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> None:
     """Write trunk and head as the ``...ForTokenClassification`` of their family, with named outputs.
 
-    A head of two layers has no stock class: its folder names the bare trunk as its class, so that nothing loads it as
-    a classifier with a random head.
+    A head of two layers has no stock class; its folder names the bare trunk, so that nothing loads a random head.
     """
     from transformers import AutoModel, AutoModelForTokenClassification
 
@@ -97,25 +90,15 @@ def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> Non
         )
     if isinstance(head, nn.Sequential):
         whole.score = copy.deepcopy(head).to("meta")
-    state = {**_trunk_state(trunk), **{f"{HEAD}.{name}": value for name, value in _head_state(head).items()}}
+    prefix = f"{trunk.base_model_prefix}."
+    state = {name: value.detach().cpu() for name, value in trunk.state_dict().items() if name.startswith(prefix)}
+    state |= {f"{HEAD}.{name}": value.detach().float().cpu() for name, value in head.state_dict().items()}
     missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
-        raise InputError(
-            f"{type(whole).__name__} cannot be exported: {[*missing, *unexpected][:3]} differ from the trunk's."
-        )
+        differing = [*missing, *unexpected][:3]
+        raise InputError(f"{type(whole).__name__} cannot be exported: {differing} differ from the trunk's.")
     whole.save_pretrained(folder)
     if isinstance(head, nn.Sequential):
         file = folder / "config.json"
-        settings = read_json_object(file) | {
-            "architectures": [cast(type, AutoModel._model_mapping[type(config)]).__name__]
-        }
-        file.write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _trunk_state(trunk: PreTrainedModel) -> dict[str, Tensor]:
-    prefix = f"{trunk.base_model_prefix}."
-    return {name: value.detach().cpu() for name, value in trunk.state_dict().items() if name.startswith(prefix)}
-
-
-def _head_state(head: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().float().cpu() for name, value in head.state_dict().items()}
+        bare = cast(type, AutoModel._model_mapping[type(config)]).__name__
+        file.write_text(json.dumps(read_json_object(file) | {"architectures": [bare]}, indent=2) + "\n")

@@ -29,13 +29,12 @@ class RewardFormat:
     Layouts:
 
     - ``marked``: one text, every step followed by ``separator``; read at the separators.
-    - ``pieces``: question and steps encoded one by one, each step with ``separator`` behind it where there is one; read
-      at the last token of each.
-    - ``turns``: every step is a turn of the user, the first one with the question before it, answered by ``reply``;
-      read at the token that predicts the reply.
+    - ``pieces``: question and steps encoded one by one, with ``separator`` after each step if there is one; read at
+      the last token of each.
+    - ``turns``: every step is a user turn, the first one after the question, answered by ``reply``; read at the token
+      that predicts the reply.
     - ``chat``: question and response are a chat; read at its last token.
-    - ``continued``: the response stands behind the chat that its policy was asked by, token for token, with nothing in
-      between; read at the last token of each step.
+    - ``continued``: the response follows its policy's own chat, token for token; read at the last token of each step.
 
     Attributes:
         name: Name to choose it by.
@@ -44,17 +43,17 @@ class RewardFormat:
         layers: Names of the head's linear layers in the weights, with ReLU between them; ``("lm_head",)`` reads the
             rows of ``output_tokens`` in the output layer.
         num_outputs: Outputs of the head.
-        link: What makes scores of the outputs; "none" leaves the one output as it is, which is no probability.
-            "quantiles" makes a mean, a lower and an upper quantile of three (``monotone_quantiles``), or of
-            more, all but the last two of which are rows of the mean (``folded_outputs``).
+        link: Turns outputs into scores; "none" keeps the one output, which is no probability. "quantiles" gives a mean,
+            a lower and an upper quantile (``monotone_quantiles``); of more than three outputs all but the last two are
+            rows of the mean (``folded_outputs``).
         right: The outputs that mean right; their probabilities are added.
-        bias: Whether the layers have a bias; None takes one where it is stored.
-        output_tokens: With ``lm_head``: the tokens whose logits are the outputs, in their order.
-        question: Template of what stands before the first step, with ``{question}``.
+        bias: Whether the layers have a bias; None takes it if it is stored.
+        output_tokens: With ``lm_head``: the tokens whose logits are the outputs.
+        question: Template of the text before the first step, with ``{question}``.
         step: Template of a step in the layout "marked", with ``{step}`` and ``{separator}``.
-        joiner: What stands between two of those.
-        separator: What follows a step; one token.
-        uses_chat: Whether "marked" is rendered by the chat template, the steps being the assistant's turn.
+        joiner: Text between two of those.
+        separator: One token after each step.
+        uses_chat: Whether "marked" uses the chat template, with the steps as the assistant's turn.
         system: The system turn of a chat; None has none.
         reply: The assistant's turn in the layout "turns".
 
@@ -90,11 +89,7 @@ class RewardFormat:
             (bool(self.name), "`name` to be some text", self.name),
             (self.layout != "marked" or bool(self.separator), '`separator` to be given with "marked"', self.separator),
             (self.layout != "chat" or judges == "response", '`judges` to be "response" with "chat"', judges),
-            (
-                self.layout != "continued" or self.judges == "steps",
-                '`judges` to be "steps" with "continued"',
-                self.judges,
-            ),
+            (self.layout != "continued" or judges == "steps", '`judges` to be "steps" with "continued"', judges),
             ("{question}" in self.question, "`question` to hold {question}", self.question),
             ("{step}" in self.step and "{separator}" in self.step, "`step` to hold {step} and {separator}", self.step),
             (bool(self.layers) and outputs >= 1, "at least one of `layers` and `num_outputs`", (self.layers, outputs)),
@@ -182,8 +177,6 @@ REWARD_FORMATS: Registry[RewardFormat] = Registry("reward.format", _OWN)
 
 def register_reward_format(format: RewardFormat) -> RewardFormat:
     """Add a format under its name, and return it."""
-    if not isinstance(format, RewardFormat):
-        raise InputError(f"Expected a `RewardFormat` to register, but got {format!r}.")
     return REWARD_FORMATS.register(format)
 
 
@@ -195,20 +188,13 @@ def reward_format(name: str) -> RewardFormat:
 
 
 def quantiles_of(format: RewardFormat) -> RewardFormat:
-    """Return ``format`` with quantiles: the format of a model whose training was continued from it.
-
-    Its score starts unchanged: outputs that mean right stay rows of the mean, minus the one that means wrong.
-    """
+    """Return the format of a model whose training was continued from ``format``, with quantiles."""
     if format.judges != "steps" or format.link not in ("softmax", "sigmoid"):
-        raise InputError(
-            f"`format` {format.name!r} cannot be trained on: its models do not judge steps by a probability."
-        )
-    if len(format.right) != format.num_outputs - (format.link == "softmax") or (
-        format.link == "sigmoid" and format.num_outputs != 1
-    ):
-        raise InputError(
-            f"`format` {format.name!r} cannot be trained on: {format.right} of {format.num_outputs} outputs mean right."
-        )
+        raise InputError(f"`format` {format.name!r} cannot be trained on: it judges no steps by a probability.")
+    num_wrong = format.num_outputs - len(format.right)
+    if num_wrong != (format.link == "softmax") or (format.link == "sigmoid" and format.num_outputs != 1):
+        outputs = f"{format.right} of {format.num_outputs} outputs mean right"
+        raise InputError(f"`format` {format.name!r} cannot be trained on: {outputs}.")
     depth = len(format.layers)
     return replace(
         format,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
-from selfcal_lightning.data.steps import token_step_ends
+from selfcal_lightning.data.steps import step_prefixes, token_step_ends
 from selfcal_lightning.models.chat_format import FIXED_DATE, ChatFormat
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.formats import RewardFormat
@@ -24,15 +24,10 @@ Turn = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What one forward pass reads.
-
-    Attributes:
-        ids: Token ids [T].
-        positions: Where the scores are read [K], rising.
-    """
+    """What one forward pass reads."""
 
     ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    positions: tuple[int, ...]  # where the scores are read [K], rising
 
 
 class RewardEncoder:
@@ -44,31 +39,23 @@ class RewardEncoder:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control_tokens = tuple(sorted(added | set(tokenizer.all_special_tokens)))
         if format.renders_chat and tokenizer.chat_template is None:
-            raise InputError(
-                f"Expected the tokenizer of a reward model of {format.name!r} to have a chat template, but got none."
-            )
+            raise InputError(f"Expected a reward model of {format.name!r} to have a chat template, but got none.")
 
     def check_fits(self, num_tokens: int, *, of: str) -> None:
-        """Raise InputError where the tokenizer has more tokens than the model ``of`` has embeddings."""
+        """Raise InputError if the tokenizer has more tokens than the model ``of`` has embeddings."""
         if (known := len(self._tokenizer)) > num_tokens:
-            raise InputError(
-                f"Expected the tokenizer of its weights, but {of} has {known:,} tokens for {num_tokens:,} embeddings."
-            )
+            raise InputError(f"The tokenizer of {of} has {known:,} tokens, but the model {num_tokens:,} embeddings.")
 
     def encode(self, question: str, steps: Sequence[str]) -> RewardInput | None:
         """Return the ids and the K positions of a question and K steps.
 
-        None where the question or a step holds the separator or a special token, such as the end of a turn: it would
-        be read as one, and nobody could say which score is whose.
+        None if the question or a step contains the separator or a special token, which would be read as one.
         """
         if any(token in text for text in (question, *steps) for token in self._control_tokens):
             return None
-        if self._format.layout == "marked":
-            return self._marked(question, steps)
-        if self._format.layout == "pieces":
-            return self._pieces(question, steps)
-        if self._format.layout == "turns":
-            return self._turns(question, steps)
+        write = {"marked": self._marked, "pieces": self._pieces, "turns": self._turns}.get(self._format.layout)
+        if write is not None:
+            return write(question, steps)
         asked = self._format.question.format(question=question)
         ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", "".join(steps))])
         return RewardInput(ids, (len(ids) - 1,))
@@ -79,10 +66,9 @@ class RewardEncoder:
         return RewardInput(ids, (len(ids) - 1,))
 
     def continued(self, entry: QuestionSamples, sample: Sample, steps: Steps) -> RewardInput | None:
-        """Return the ids and the K positions of a response after the chat given to its policy.
+        """Return the ids and the K positions of a response after the chat given to its policy; None without steps.
 
-        The tokens that were drawn are read where policy and reward model write the prompt alike; else its text is
-        encoded. None where the response has no steps.
+        Reads the drawn tokens if policy and reward model write the prompt alike; else it encodes the text.
         """
         prompt = self._prompt_of(entry.question)
         drawn = sample.token_ids if entry.prompt_ids == prompt else None
@@ -145,16 +131,13 @@ class RewardEncoder:
         from jinja2.exceptions import TemplateError
 
         # Some templates write today's date, which would make scores depend on the day.
-        date: dict[str, Any] = (
-            {"date_string": FIXED_DATE} if "strftime_now" in str(self._tokenizer.chat_template) else {}
-        )
+        is_dated = "strftime_now" in str(self._tokenizer.chat_template)
+        date: dict[str, Any] = {"date_string": FIXED_DATE} if is_dated else {}
         try:
             text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
         except TemplateError as error:
             roles = [turn["role"] for turn in turns]
-            raise InputError(
-                f"Expected the chat template to accept the roles {roles}, but it refused them: {error}"
-            ) from error
+            raise InputError(f"The chat template refused the roles {roles}: {error}") from error
         return tuple(self._plain(str(text)))
 
     def _plain(self, text: str) -> list[int]:
@@ -164,14 +147,12 @@ class RewardEncoder:
         ids = self._plain(text)
         if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id:
             found = self._tokenizer.convert_ids_to_tokens(ids)
-            raise InputError(
-                f"Expected `{option}` of {self._format.name!r} to be single tokens, but {text!r} is {found}."
-            )
+            raise InputError(f"`{option}` of {self._format.name!r} must be single tokens, but {text!r} is {found}.")
         return ids[0]
 
 
 def bare_question(question: Question) -> str:
-    """Return the text of a question, or the last user turn where only the chat is known."""
+    """Return the text of a question, or the last user turn of its chat."""
     if question.text:
         return question.text
     return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")
@@ -185,21 +166,15 @@ Group = list[RewardInput]
 
 
 class PackedRow(NamedTuple):
-    """Trees of inputs, one after the other.
-
-    Attributes:
-        ids: Token ids of the row [T].
-        trees: Common beginnings, and what follows each of them.
-        positions: Where the scores of every input are read in the row [B][K].
-    """
+    """Trees of inputs, one after the other."""
 
     ids: list[int]
-    trees: list[PrefixTree]
-    positions: list[list[int]]
+    trees: list[PrefixTree]  # common beginnings, and what follows each of them
+    positions: list[list[int]]  # where the scores of every input are read in the row [B][K]
 
 
 def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
-    """Return the row of groups of inputs, each a tree; inputs without a common beginning are separate trees."""
+    """Pack groups of inputs into a row of trees; inputs without a common beginning become separate trees."""
     row = PackedRow([], [], [])
     for group in groups:
         for tree in [group] if common_start(group) else [[one] for one in group]:
@@ -208,19 +183,14 @@ def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
 
 
 def common_start(group: Sequence[RewardInput]) -> int:
-    """Return the number of tokens that all inputs of a group begin with.
-
-    Example:
-        >>> common_start([RewardInput((1, 2, 3), (2,)), RewardInput((1, 2), (1,))])
-        2
-    """
+    """Return the number of tokens that all inputs of a group begin with."""
     first, last = (choose(one.ids for one in group) for choose in (min, max))
     pairs = zip(first, last, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
 
 
 def batches(groups: Iterable[Sequence[RewardInput]], *, limit: int) -> Iterator[list[Group]]:
-    """Yield groups whose rows have at most ``limit`` tokens; a longer group is cut, and one input may be longer."""
+    """Yield groups whose rows have at most ``limit`` tokens; longer groups are split, single inputs may be longer."""
     batch: list[Group] = []
     room = limit
     for group in groups:
@@ -260,3 +230,40 @@ def _add(row: PackedRow, group: Sequence[RewardInput]) -> None:
         row.positions.append([place + (start if place < prompt else behind) for place in one.positions])
         row.ids.extend(one.ids[prompt:])
     row.trees.append(PrefixTree(start, prompt, tuple(len(one.ids) - prompt for one in group)))
+
+
+_OTHER_STEP = "\u241e"  # shares no beginning with a step
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenResponse:
+    """A question and a response with K steps, as a public reward model reads them in training."""
+
+    ids: tuple[int, ...]
+    start: int  # number of ids that all responses to the question share
+    positions: tuple[int, ...]  # where the scores are read [K], rising, none before ``start``
+    prefixes: tuple[str, ...]  # stripped text up to the end of each step [K]
+
+
+class RewardWriter:
+    def __init__(self, encoder: RewardEncoder, steps: Steps) -> None:
+        self._encoder, self._steps = encoder, steps
+        self._last: tuple[str, tuple[int, ...]] | None = None
+
+    def write(self, question: Question, text: str) -> WrittenResponse | None:
+        """Return a response as the model reads it; None without a step, or with a separator or special token in it."""
+        steps = step_prefixes(text, self._steps)
+        asked = bare_question(question)
+        written = self._encoder.encode(asked, [step for step, _ in steps]) if steps else None
+        if written is None:
+            return None
+        begun = common_start([written, RewardInput(self._other(asked), ())])
+        start = min(begun, written.positions[0])
+        return WrittenResponse(written.ids, start, written.positions, tuple(prefix for _, prefix in steps))
+
+    def _other(self, question: str) -> tuple[int, ...]:
+        """Return the ids of another response to a question; the last ones are cached."""
+        if self._last is None or self._last[0] != question:
+            other = self._encoder.encode(question, [_OTHER_STEP])
+            self._last = question, () if other is None else other.ids
+        return self._last[1]

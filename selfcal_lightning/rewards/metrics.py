@@ -1,6 +1,6 @@
-"""Scores of prefixes of responses against the rates at which rollouts from them succeed, by position and overall.
+"""Scores of prefixes of responses against the success rates of rollouts from them, by position and overall.
 
-Positions are those of ``functional.steps.POSITIONS``. A few float64 sums for each are all that is kept and exchanged.
+Positions are those of ``data.steps.POSITIONS``. Only a few float64 sums for each are kept and exchanged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from selfcal_lightning.metrics.calibration import ReliabilityBins
 from selfcal_lightning.metrics.streaming import ExactMetric, check_probabilities, check_vectors
 from selfcal_lightning.training.losses import pinball_loss
 
-STEP_BRIER = "steps/Brier"
-STEP_BRIER_EXCESS = "steps/BrierExcess"
-STEP_BIAS = "steps/Bias"
-STEP_ECE = "steps/ECE"
-STEP_PINBALL = "steps/Pinball"
-STEP_BELOW = "steps/BelowLow"
-STEP_ABOVE = "steps/AboveHigh"
+STEP_BRIER, STEP_BRIER_EXCESS, STEP_BIAS, STEP_ECE = "steps/Brier", "steps/BrierExcess", "steps/Bias", "steps/ECE"
+STEP_PINBALL, STEP_BELOW, STEP_ABOVE = "steps/Pinball", "steps/BelowLow", "steps/AboveHigh"
 PREFIXES = "count/Prefixes"
-# A rate at the tolerance itself is inside, in spite of floats.
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # counts a rate at the tolerance as inside, in spite of floats
 
 
 class _PositionMetric(ExactMetric):
@@ -47,7 +41,7 @@ class _PositionMetric(ExactMetric):
         self.sums += torch.zeros_like(self.sums).index_add_(0, position.long(), torch.stack(list(columns), dim=1))
 
     def compute(self) -> dict[str, float]:
-        """Return the numbers over all prefixes of all processes: overall by key, and by position behind its name."""
+        """Return the numbers over all prefixes of all processes, overall and by position."""
         values = self.values(self.sums.sum(0))
         for name, sums in zip(POSITIONS, self.sums, strict=True):
             if sums[0] > 0:
@@ -56,11 +50,11 @@ class _PositionMetric(ExactMetric):
 
     @abstractmethod
     def values(self, sums: Tensor) -> dict[str, float]:
-        """Return the numbers of one line of sums [C], whose first is the number of prefixes."""
+        """Return the numbers of one row of sums [C]; the first sum is the number of prefixes."""
 
 
 class StepMetrics(_PositionMetric):
-    """How well the chance that a reward model gives a prefix agrees with the rate of its rollouts.
+    """How well the score of a prefix agrees with the success rate of its rollouts.
 
     The keys of ``compute``:
 
@@ -70,19 +64,19 @@ class StepMetrics(_PositionMetric):
     - ``steps/ECE``: calibration error over bins of equal width;
     - ``count/Prefixes``;
 
-    and the same behind the name of each position that was seen, as in ``first/steps/Brier``.
+    and the same for each position that was seen, as in ``first/steps/Brier``.
 
     As input to ``update``:
         score: Predicted chance of each prefix [B], in [0, 1].
         rate: Share of its rollouts that succeeded [B], in [0, 1].
-        num_rollouts: Number of rollouts [B]; 1 for a response that is its own.
+        num_rollouts: Number of rollouts [B]; 1 for a whole response.
         position: Index of its position in ``POSITIONS`` [B].
 
     As output of ``compute``: floats by key; NaN where a value is not defined.
 
     Args:
         num_bins: Bins of the calibration error.
-        kwargs: Of ``torchmetrics.Metric``.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = StepMetrics()
@@ -128,7 +122,7 @@ class StepMetrics(_PositionMetric):
 
 
 class QuantileMetrics(_PositionMetric):
-    """How well two predicted quantiles of the chance of a prefix hold the rate of its rollouts.
+    """How well two predicted quantiles enclose the success rate of the rollouts of a prefix.
 
     The keys of ``compute``:
 
@@ -137,7 +131,7 @@ class QuantileMetrics(_PositionMetric):
     - ``steps/AboveHigh``: share of rates above the upper one, nominally at most 1 minus its level;
     - ``count/Prefixes``;
 
-    and the same behind the name of each position that was seen, as in ``first/steps/Pinball``.
+    and the same for each position that was seen, as in ``first/steps/Pinball``.
 
     As input to ``update``:
         low: Lower quantile of each prefix [B], in [0, 1].
@@ -149,8 +143,8 @@ class QuantileMetrics(_PositionMetric):
 
     Args:
         levels: Levels of the two quantiles, increasing, within (0, 1).
-        tolerance: By how much a rate may be beyond a quantile and still count as inside, at least 0.
-        kwargs: Of ``torchmetrics.Metric``.
+        tolerance: A rate this far beyond a quantile still counts as inside.
+        kwargs: Passed to ``torchmetrics.Metric``.
 
     Example:
         >>> metric = QuantileMetrics()
@@ -187,5 +181,4 @@ class QuantileMetrics(_PositionMetric):
 
 
 def _ratio(total: float, count: float) -> float:
-    """Return the mean; NaN of nothing."""
     return total / count if count else float("nan")

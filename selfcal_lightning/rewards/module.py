@@ -1,4 +1,4 @@
-"""A process reward model on top of a policy: after every step, how likely the answer will be right, with quantiles."""
+"""A process reward model on top of a policy: after every step, the chance of a right answer, with quantiles."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ from selfcal_lightning.models.outputs import has_plain_head, read_hidden
 from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
 from selfcal_lightning.rewards.exporting import about, check_exportable, merged_trunk, output_names, save_with_head
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
-from selfcal_lightning.rewards.heads import FIRST_GAP, OUTPUTS, check_head, head_with_quantiles, read_head
+from selfcal_lightning.rewards.heads import (
+    FIRST_GAP,
+    OUTPUTS,
+    StepScores,
+    check_head,
+    folded_outputs,
+    head_with_quantiles,
+    monotone_quantiles,
+    read_head,
+)
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
-from selfcal_lightning.rewards.quantiles import StepScores, folded_outputs, monotone_quantiles
 from selfcal_lightning.rewards.rates import RewardTarget, check_target
 from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
@@ -52,86 +60,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+ROW_COLUMNS = ("last_place", "target", "correct", "weight", "task", "row")
+
+
 class RewardBatch(FrozenBatch):
-    """A batch of B responses with M places at which a reward model says how likely a right answer is. Immutable.
+    """A batch of B responses with M places at which a reward model gives the chance of a right answer. Immutable.
 
-    The places of a response are the last token of its prompt, where nothing is written yet, and the last token of each
-    of its steps. Rows lie apart or packed, as in ``SSCBatch``; there is no confidence query.
-
-    Attributes:
-        input_ids: Token ids, int64, [S, T].
-        attention_mask: 1 at real tokens, 0 at padding, int64, [S, T].
-        place: Position of each place in the flattened S * T tokens, int64, [M].
-        place_row: The row of each, int64, [M]; the places of a row stand together, in order.
-        place_kind: Index of each in ``functional.steps.POSITIONS``, int64, [M].
-        place_target: What is learnt there, in [0, 1]; nan where unknown, float32, [M].
-        place_rate: The observed share of right answers from there on; nan where unknown, float32, [M].
-        place_rollouts: Of how many continuations that is the share, int64, [M].
-        last_place: Which place is the end of each response, int64, [B]; -1 where it has no step.
-        target: What the response as a whole learns, float32, [B].
-        correct: 1 right, 0 wrong, nan unknown, float32, [B].
-        weight: Weight of the row in the loss, float32, [B].
-        total: Sum of ``weight`` over the whole optimiser step (all processes and micro-batches), float32 scalar.
-        question_index: Rows of one question share this number, the same on every process, int64, [B].
-        task: Name of each row's task, B strings.
-        row: Index of each row in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step.
-        trees: Positions of prompts and branches in a packed sequence.
-        position_ids: Position of each token of a packed sequence in its own text, int64, [1, T]; None if sequences are
-            separate.
+    The places of a response are the last token of its prompt and of each of its steps. Rows are separate or packed, as
+    in ``SSCBatch``; there is no confidence query.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
-    place: Tensor
-    place_row: Tensor
-    place_kind: Tensor
-    place_target: Tensor
-    place_rate: Tensor
-    place_rollouts: Tensor
-    last_place: Tensor
-    target: Tensor
-    correct: Tensor
-    weight: Tensor
-    total: Tensor
-    question_index: Tensor
-    task: tuple[str, ...]
-    row: Tensor
-    trees: tuple[PrefixTree, ...]
-    position_ids: Tensor | None
+    input_ids: Tensor  # int64 [S, T]
+    attention_mask: Tensor  # 1 at real tokens, int64 [S, T]
+    place: Tensor  # position in the flattened S * T tokens, int64 [M]
+    place_row: Tensor  # int64 [M]; the places of a row are adjacent and in order
+    place_kind: Tensor  # index in ``data.steps.POSITIONS``, int64 [M]
+    place_target: Tensor  # training target in [0, 1]; nan where unknown, float32 [M]
+    place_rate: Tensor  # observed share of right continuations; nan where unknown, float32 [M]
+    place_rollouts: Tensor  # number of those continuations, int64 [M]
+    last_place: Tensor  # the place at the end of each response, int64 [B]; -1 without a step
+    target: Tensor  # target of the whole response, float32 [B]
+    correct: Tensor  # 1 right, 0 wrong, nan unknown, float32 [B]
+    weight: Tensor  # of the row in the loss, float32 [B]
+    total: Tensor  # sum of ``weight`` over the optimiser step (all processes and micro-batches), scalar
+    question_index: Tensor  # equal for rows of one question, on every process, int64 [B]
+    task: tuple[str, ...]  # of each row
+    row: Tensor  # index in the training table, int64 [B]; -1 for rows that fill a short step
+    trees: tuple[PrefixTree, ...]  # prompts and branches of a packed sequence
+    position_ids: Tensor | None  # position of each token of a packed sequence in its own text, int64 [1, T]
 
-    def __init__(
-        self,
-        *,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        place: Tensor,
-        place_row: Tensor,
-        place_kind: Tensor,
-        place_target: Tensor,
-        place_rate: Tensor,
-        place_rollouts: Tensor,
-        last_place: Tensor,
-        target: Tensor,
-        correct: Tensor,
-        weight: Tensor,
-        total: Tensor,
-        question_index: Tensor,
-        task: tuple[str, ...],
-        row: Tensor,
-        trees: tuple[PrefixTree, ...] = (),
-        position_ids: Tensor | None = None,
-    ) -> None:
-        fields = {name: value for name, value in locals().items() if name != "self"}
-        places = {name: len(fields[name]) for name in fields if name.startswith("place")}
-        if len(set(places.values())) > 1:
-            raise InputError(f"Expected all columns of places to be of one length, but got {places}.")
-        rows = {name: len(fields[name]) for name in ("last_place", "target", "correct", "weight", "task", "row")}
-        if len(set(rows.values())) > 1:
-            raise InputError(f"Expected all columns of rows to be of one length, but got {rows}.")
-        if trees:
-            check_trees(trees, input_ids.shape[1])
-            if position_ids is None:
-                fields["position_ids"] = tree_position_ids(trees, input_ids.shape[1])[None].to(input_ids.device)
+    def __init__(self, **fields: Any) -> None:
+        fields = {"trees": (), "position_ids": None, **fields}
+        if fields.keys() != RewardBatch.__annotations__.keys():
+            raise TypeError(f"RewardBatch takes {list(RewardBatch.__annotations__)}, got {list(fields)}.")
+        for names in ([name for name in fields if name.startswith("place")], ROW_COLUMNS):
+            lengths = {name: len(fields[name]) for name in names}
+            if len(set(lengths.values())) > 1:
+                raise InputError(f"Expected columns of one length, but got {lengths}.")
+        if trees := fields["trees"]:
+            ids = fields["input_ids"]
+            check_trees(trees, ids.shape[1])
+            if fields["position_ids"] is None:
+                fields["position_ids"] = tree_position_ids(trees, ids.shape[1])[None].to(ids.device)
         self.__dict__.update(fields)
 
     def __repr__(self) -> str:
@@ -140,11 +110,11 @@ class RewardBatch(FrozenBatch):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows, zero-weight rows included."""
+        """Number of rows, including those of weight zero."""
         return len(self.task)
 
     def at_ends(self, values: Tensor) -> Tensor:
-        """Return the values [M] at the ends of the responses, [B]; nan for a response without steps."""
+        """Return the values [M] at the ends of the responses [B]; nan for a response without steps."""
         found = torch.full((self.batch_size,), torch.nan, dtype=values.dtype, device=values.device)
         there = self.last_place >= 0
         found[there] = values[self.last_place[there]]
@@ -152,17 +122,17 @@ class RewardBatch(FrozenBatch):
 
 
 class RewardLosses(NamedTuple):
-    """A micro-batch's parts of the two losses of its optimiser step, scalars."""
+    """A micro-batch's share of the two losses of its optimiser step, scalars."""
 
     cross_entropy: Tensor
     pinball: Tensor
 
 
 def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> RewardLosses:
-    """Return both parts.
+    """Return both losses.
 
-    Every response weighs the same, however many steps it has: long wrong ones would else outweigh the others. The
-    quantiles do not pull the mean, which keeps what the cross-entropy makes of it.
+    Every response weighs the same, however many steps it has, or long wrong ones would dominate. The pinball loss has
+    no gradient in the mean.
     """
     known = ~batch.place_target.isnan()
     raw, target, row = raw[known], batch.place_target[known], batch.place_row[known]
@@ -181,14 +151,14 @@ class RewardStepLog:
         self._sums: Tensor | None = None
 
     def add(self, batch: RewardBatch, losses: RewardLosses, mean: Tensor) -> None:
-        """Add a micro-batch: its parts of both losses, and the mean at every place [M]."""
+        """Add a micro-batch with its losses and the mean at every place [M]."""
         known = ~batch.place_target.isnan()
         values = (*losses, mean[known].sum(), batch.place_target[known].sum(), known.sum())
         sums = torch.stack([value.detach().double() for value in values])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, pinball: float, lr: float) -> dict[str, float]:
-        """Return what the step is logged as, by its key, and begin the next. One small collective."""
+        """Return the logged values of the step and begin the next; one small collective."""
         if self._sums is None:
             return {}
         entropy, quantiles, score, target, places = strategy.reduce(self._sums, reduce_op="sum").tolist()
@@ -204,18 +174,13 @@ class RewardStepLog:
 
 
 class PlaceMetrics(torch.nn.Module):
-    """Brier, ECE, bias, pinball and coverage at every place of which a rate is known, by position and overall.
-
-    Args:
-        levels: Levels of the lower and the upper quantile.
-    """
+    """Brier, ECE, bias, pinball and coverage at every place with a known rate, by position and overall."""
 
     def __init__(self, levels: tuple[float, float]) -> None:
         super().__init__()
         self.means, self.quantiles = StepMetrics(), QuantileMetrics(levels)
 
     def reset(self) -> None:
-        """Forget the last pass."""
         self.means.reset()
         self.quantiles.reset()
 
@@ -227,67 +192,13 @@ class PlaceMetrics(torch.nn.Module):
         self.quantiles.update(scores.low[known], scores.high[known], rate, kind)
 
     def compute(self) -> dict[str, float]:
-        """Return the numbers by key; see ``StepMetrics`` and ``QuantileMetrics``. Empty where no rate is known."""
+        """Return the numbers of ``StepMetrics`` and ``QuantileMetrics``; empty where no rate is known."""
         values = {**self.means.compute(), **self.quantiles.compute()}
         return values if values[PREFIXES] else {}
 
 
-class ScoredRewardModel(CalibratedModel):
-    """A model with outputs on its last hidden states; logs ``val/...`` and ``test/...``."""
-
-    head: nn.Module | None
-    val_metrics: CalibrationMetrics
-    test_metrics: CalibrationMetrics
-    val_places: PlaceMetrics
-    test_places: PlaceMetrics
-
-    def raw_outputs(self, batch: RewardBatch) -> Tensor:
-        """Return the three outputs at every place, float32 [M, 3]."""
-        hidden = read_hidden(
-            self.model,
-            batch.input_ids,
-            batch.attention_mask,
-            positions=batch.place,
-            trees=batch.trees,
-            position_ids=batch.position_ids,
-        )
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self._outputs_of(hidden.float())
-
-    def _outputs_of(self, hidden: Tensor) -> Tensor:
-        return folded_outputs(cast("nn.Module", self.head)(hidden))
-
-    def predict_step(self, batch: RewardBatch, batch_idx: int) -> ScoredRows:
-        """Return the score of every response at its end; nan where it has no step."""
-        mean = batch.at_ends(self.scores(batch).mean) if batch.batch_size else batch.target
-        return ScoredRows(batch.row, batch.question_index, mean, mean, 1.0 - mean)
-
-    def scores(self, batch: RewardBatch) -> StepScores:
-        """Return the chance of a right answer and its quantiles at every place, [M] each."""
-        return monotone_quantiles(self.raw_outputs(batch))
-
-    def _metrics(self, stage: str) -> tuple[Any, ...]:
-        return getattr(self, f"{stage}_metrics"), getattr(self, f"{stage}_places")
-
-    def _score(self, batch: RewardBatch, stage: str) -> None:
-        if batch.batch_size == 0:  # a process with fewer questions than the others
-            return
-        metrics, places = self._metrics(stage)
-        scores = self.scores(batch)
-        places.update(batch, scores)
-        confidence = batch.at_ends(scores.mean)
-        metrics.update(
-            confidence=confidence,
-            correct=batch.correct,
-            target=batch.target,
-            question_index=batch.question_index,
-            task=batch.task,
-            yes_no_mass=torch.ones_like(confidence),
-        )
-
-
 def starting_format(format: str | None) -> RewardFormat | None:
-    """Return the format of the public model that training starts from; None where it starts from the policy."""
+    """Return the format of the public model that training starts from; None for a policy."""
     if format is None:
         return None
     found = reward_format(format)
@@ -296,7 +207,7 @@ def starting_format(format: str | None) -> RewardFormat | None:
 
 
 def first_head(width: int, *, device: torch.device) -> nn.Linear:
-    """Return the three outputs over a policy's states: one half everywhere, with quantiles around it."""
+    """Return three outputs over a policy's states that give one half everywhere, with quantiles around it."""
     head = nn.Linear(width, len(OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
     with torch.no_grad():
         head.weight.zero_()
@@ -307,7 +218,7 @@ def first_head(width: int, *, device: torch.device) -> nn.Linear:
 def head_of_public(
     base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
 ) -> nn.Module:
-    """Return the head of a public reward model with added quantiles; its score is unchanged."""
+    """Return the head of a public reward model with added quantiles."""
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
     check_head(files, folder, format)
@@ -318,7 +229,7 @@ def head_of_public(
 
 @dataclass(frozen=True)
 class RewardModuleSettings:
-    """What a reward model learns, and from where it starts; ``QuantileRewardModule`` documents the fields."""
+    """What a reward model learns and starts from; ``QuantileRewardModule`` documents the fields."""
 
     format: str | None = None
     full: bool = False
@@ -339,27 +250,25 @@ class RewardModuleSettings:
 
 
 def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
-    """Raise InputError where a trunk that is trained would be held in half precision.
+    """Raise InputError if a trained trunk would be kept in half precision.
 
-    A step of AdamW changes a weight by about its learning rate, and bfloat16 keeps 8 binary digits: at 5e-5 weights
-    above about .02 would be rounded back to what they were, so that most of the trunk would never learn.
+    A step of AdamW changes a weight by about its learning rate; at 5e-5 bfloat16 (8 binary digits) would round it away
+    for weights above about .02.
     """
-    halves = {"torch_dtype": torch_dtype == "bfloat16", "trainer.precision": precision in ("bf16-true", "16-true")}
     for name, value in {"torch_dtype": torch_dtype, "trainer.precision": precision}.items():
-        if halves[name]:
+        if value in ("bfloat16", "bf16-true", "16-true"):
             raise InputError(
-                f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: the steps of "
-                "training are smaller than what half precision tells apart, and would be rounded away. Leave it out, "
-                "and use `trainer.precision: bf16-mixed` where a GPU is to compute in half precision."
+                f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: steps would be "
+                "rounded away. Leave it out, and use `trainer.precision: bf16-mixed` on a GPU."
             )
 
 
 def check_no_sampling(callbacks: list[str], format: str) -> None:
-    """Raise InputError where a callback would sample from a public reward model, which answers no questions."""
+    """Raise InputError if a callback would sample from a public reward model, which answers no questions."""
     if any(name.startswith("selfcal_lightning.callbacks.generation.") for name in callbacks):
         raise InputError(
-            f"Expected no `SSCGeneration` with `format={format!r}`, whose `base_model` is a reward model, but got one. "
-            "Sample the policy by `selfcal generate` first, and name its store as `data.store_dir`."
+            f"Expected no `SSCGeneration` with the reward model of `format={format!r}`. Sample the policy by `selfcal "
+            "generate`, and name its store as `data.store_dir`."
         )
 
 
@@ -372,28 +281,26 @@ REASONS: dict[tuple[str, Way], str] = {
 }
 
 
-class QuantileRewardModule(ScoredRewardModel):
-    """A policy, or a public reward model, that says after every step the chance of a right answer and two quantiles.
+class QuantileRewardModule(CalibratedModel):
+    """A policy, or a public reward model, that gives after every step the chance of a right answer and two quantiles.
 
     Over one optimiser step, for responses with weights w and places t (the end of the prompt and of every step) with
     targets c: ``L = sum(w * mean_t(CE(m_t, c_t) + pinball * mean_q rho_q(c_t - s_qt))) / sum(w)`` with m the log-odds
-    of the mean, s the quantiles and rho the pinball loss. The quantiles cannot cross, and do not pull the mean.
+    of the mean, s the quantiles and rho the pinball loss. The quantiles cannot cross and do not change the mean.
 
-    The mean is the score: targets are mostly 0 or 1, of which the median is one of the two. For the same reason a
-    lower quantile of *outcomes* is 0 wherever the chance is below ``1 - low``; it says more of success rates.
+    The score is the mean, since most targets are 0 or 1 and so is their median. A lower quantile of *outcomes* is 0
+    wherever the chance is below ``1 - low``; quantiles say more about success rates.
 
     Args:
         base_model: Folder or hub name of the model that training starts from.
         revision: Branch, tag or commit of a hub model.
-        format: None where that is the policy, whose states get three outputs; else the format of a public reward model,
-            such as "math-shepherd". It is written and read as before, and says what it said until it is trained; the
-            responses are another model's, whose store is there. The data module takes it over.
-        lora: An adapter on the trunk, with ``activated: false``. Without it and without ``full``, only the output layer
-            is trained.
+        format: None for a policy, whose states get three outputs; else the format of a public reward model, such as
+            "math-shepherd", whose scores are unchanged until it is trained. The data module takes it over.
+        lora: An adapter on the trunk, with ``activated: false``. Without it and ``full``, only the output layer is
+            trained.
         full: Trains all weights of the trunk.
-        steps: Where steps end, in training and whenever the model is read: "sentence", "line", "blank_line", "heading",
-            "marker:TEXT" (behind that text), or "auto", the coarsest of the first four that a response has. The data
-            module takes it over.
+        steps: Where steps end: "sentence", "line", "blank_line", "heading", "marker:TEXT" (after that text), or
+            "auto", the coarsest of the first four that a response has. The data module takes it over.
         target: Target at every step, passed on to the data module; see there.
         low: Level of the lower quantile.
         high: Level of the upper quantile.
@@ -405,13 +312,19 @@ class QuantileRewardModule(ScoredRewardModel):
         torch_dtype: Type of the frozen weights; "auto" is float32 on a CPU and with a frozen trunk, else the stored
             type. A trained trunk is float32.
         attn_implementation: None takes "segments" where the model can run packed rows by it.
-        query: The confidence query that responses are sampled with, which is part of what a store is.
-        prompt: How questions are put to the model, to sample and to train; None is their tasks' own way.
+        query: The confidence query of the sampled responses, which is part of a store's identity.
+        prompt: How questions are put to the model; None is their tasks' own way.
         seed: Seeds adapter initialisation and dropout.
 
     Reference:
         Park et al., Know What You Don't Know (arXiv 2506.09338), with a mean in the place of its median.
     """
+
+    head: nn.Module | None
+    val_metrics: CalibrationMetrics
+    test_metrics: CalibrationMetrics
+    val_places: PlaceMetrics
+    test_places: PlaceMetrics
 
     def __init__(
         self,
@@ -441,14 +354,9 @@ class QuantileRewardModule(ScoredRewardModel):
             query=query, prompt=prompt, seed=seed,
         )  # fmt: skip
         if adapter.lora is not None and full:
-            raise InputError(
-                "Expected `full` without `lora`, but got both: all weights of the trunk, or an adapter on it."
-            )
+            raise InputError("Expected `full` without `lora`, but got both.")
         if adapter.activated:
-            raise InputError(
-                "Expected `lora.activated` to be false for a reward model, which reads all tokens with it, but "
-                "got true. Set it so, or leave `lora` out for a frozen trunk."
-            )
+            raise InputError("Expected `lora.activated` to be false for a reward model, but got true.")
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps))
         self.settings = RewardModuleSettings(format, full, steps, target, low, high, pinball, head_lr)
         self.levels, self.public = (low, high), starting_format(format)
@@ -459,7 +367,7 @@ class QuantileRewardModule(ScoredRewardModel):
         self._step_log = RewardStepLog()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse ways of running that do not work, models without packed rows, and families that cannot be exported."""
+        """Refuse ways of running that do not work, and families that cannot be exported."""
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
@@ -468,7 +376,7 @@ class QuantileRewardModule(ScoredRewardModel):
         check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
-        """Check the names of model and adapted layers, and return what the model takes in memory."""
+        """Check the model, and return what it takes in memory."""
         check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         if verb == "fit":
@@ -481,7 +389,7 @@ class QuantileRewardModule(ScoredRewardModel):
         return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
 
     def configure_model(self) -> None:
-        """Load the model, put the adapter and the outputs on it, and take up an export; once."""
+        """Load the model with adapter and outputs, and the weights of an export; once."""
         if self.model is not None:
             return
         super().configure_model()
@@ -491,8 +399,8 @@ class QuantileRewardModule(ScoredRewardModel):
             model.get_output_embeddings().requires_grad_(False)
         if not has_plain_head(model):
             raise InputError(
-                f"Expected `base_model` to have a plain output layer, before which its states are read, but got "
-                f"{self.base_model!r} with another one. Take it out of `lora.target_modules` if it is there."
+                f"Expected `base_model` to have a plain output layer, but got {self.base_model!r} with another one. Is "
+                "it among `lora.target_modules`?"
             )
         if self.public is None:
             self.head = first_head(model.config.get_text_config().hidden_size, device=model.device)
@@ -514,7 +422,7 @@ class QuantileRewardModule(ScoredRewardModel):
         return load_causal_lm(base_model, is_trunk=self.settings.full or self.public is not None, **loading)
 
     def on_fit_start(self) -> None:
-        """Refuse data whose steps and targets are not those that are stated here, and wrongly packed rows."""
+        """Refuse data with other steps or targets, and models that compute packed rows wrongly."""
         self._check_trunk_can_learn(self.trainer)
         if (data := self.data_module) is not None:
             check_stated({n: (getattr(self.settings, n), getattr(data, n)) for n in ("steps", "target", "format")})
@@ -529,10 +437,7 @@ class QuantileRewardModule(ScoredRewardModel):
     # ---- training
 
     def training_step(self, batch: RewardBatch, batch_idx: int) -> Tensor:
-        """Return this micro-batch's share of the loss of its optimiser step.
-
-        The factor undoes the averaging over processes (DDP) and over accumulated micro-batches (Lightning).
-        """
+        """Return this micro-batch's share of the loss; undoes the averaging over processes and micro-batches."""
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.adapter.seed, *at, device=self.device):
             raw = self.raw_outputs(batch)
@@ -542,7 +447,7 @@ class QuantileRewardModule(ScoredRewardModel):
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW over the outputs and the adapter, each with its learning rate, and a cosine over *optimiser* steps."""
+        """Return AdamW with separate learning rates for outputs and trunk, and a cosine over *optimiser* steps."""
         head = list(cast("nn.Module", self.head).parameters())
         own = {id(parameter) for parameter in head}
         adapter = [parameter for parameter in trained_parameters(self).values() if id(parameter) not in own]
@@ -558,10 +463,45 @@ class QuantileRewardModule(ScoredRewardModel):
             self.log_dict(logged)
             self.log("loss", logged["train/loss/Total"], prog_bar=True, logger=False)
 
+    # ---- scores
+
+    def raw_outputs(self, batch: RewardBatch) -> Tensor:
+        """Return the three outputs at every place, float32 [M, 3]."""
+        hidden = read_hidden(
+            self.model, batch.input_ids, batch.attention_mask, positions=batch.place, trees=batch.trees,
+            position_ids=batch.position_ids,
+        )  # fmt: skip
+        with torch.autocast(hidden.device.type, enabled=False):
+            return folded_outputs(cast("nn.Module", self.head)(hidden.float()))
+
+    def predict_step(self, batch: RewardBatch, batch_idx: int) -> ScoredRows:
+        """Return the score of every response at its end; nan where it has no step."""
+        mean = batch.at_ends(self.scores(batch).mean) if batch.batch_size else batch.target
+        return ScoredRows(batch.row, batch.question_index, mean, mean, 1.0 - mean)
+
+    def scores(self, batch: RewardBatch) -> StepScores:
+        """Return the chance of a right answer and its quantiles at every place, [M] each."""
+        return monotone_quantiles(self.raw_outputs(batch))
+
+    def _metrics(self, stage: str) -> tuple[Any, ...]:
+        return getattr(self, f"{stage}_metrics"), getattr(self, f"{stage}_places")
+
+    def _score(self, batch: RewardBatch, stage: str) -> None:
+        if batch.batch_size == 0:  # a process with fewer questions
+            return
+        metrics, places = self._metrics(stage)
+        scores = self.scores(batch)
+        places.update(batch, scores)
+        confidence = batch.at_ends(scores.mean)
+        metrics.update(
+            confidence=confidence, correct=batch.correct, target=batch.target, question_index=batch.question_index,
+            task=batch.task, yes_no_mass=torch.ones_like(confidence),
+        )  # fmt: skip
+
     # ---- exports
 
     def describe(self) -> dict[str, Any]:
-        """Return what identifies the reward model, JSON-able: the manifest of an export."""
+        """Return the manifest of an export."""
         return {
             "base_model": dict(self.identity),
             "outputs": list(output_names(cast("nn.Module", self.head))),
@@ -602,9 +542,7 @@ class QuantileRewardModule(ScoredRewardModel):
     def _take_up(self, folder: Path) -> None:
         manifest = read_manifest(folder)
         if manifest is None or not (folder / TRAINED_FILE).is_file():
-            raise InputError(
-                f"Expected an export of {type(self).__name__} with {TRAINED_FILE}, but got {folder}, which has none."
-            )
+            raise InputError(f"Expected an export of {type(self).__name__} with {TRAINED_FILE}, but got {folder}.")
         check_base_model(manifest["base_model"], self.identity, self.base_model, kind=type(self).__name__)
         trained, written = trained_parameters(self), load_file(folder / TRAINED_FILE)
         check_trained(written, trained, settings=manifest["hyper_parameters"])

@@ -1,4 +1,4 @@
-"""How rollouts ended, read from the store that holds them, and their records for other programs."""
+"""Success rates of rollouts, read from their store, and the targets of reward models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIXES_FILE = "prefixes.jsonl"
 
 
 def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> dict[str, Rate]:
-    """Return how the rollouts of a store ended, by ``prefix_id``; an unreadable one was wrong."""
+    """Return the success rate of every prefix of a store, by ``prefix_id``; unreadable rollouts are wrong."""
     index = _index_of(rollouts_dir, policy)
     labelled = ~np.isnan(index.correct)
     if not labelled.any():
@@ -39,7 +39,7 @@ def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> 
 def read_agreement(
     rollouts_dir: str, answers: Mapping[str, str | None], *, policy: StoreFingerprint | None = None
 ) -> dict[str, Rate]:
-    """Return how many rollouts of a store end with the answer of their question, by ``prefix_id``; no label is read."""
+    """Return the share of rollouts that end with a given answer to their question, by ``prefix_id``, without labels."""
     index = _index_of(rollouts_dir, policy)
     found: dict[str, Rate] = {}
     for name, rows in _prefixes_in(index):
@@ -53,10 +53,7 @@ def read_agreement(
 
 
 def by_text(rollouts_dir: str, rates: Mapping[str, Rate]) -> dict[tuple[str, str], Rate]:
-    """Return rates by (question id, text of the prefix without white space around it).
-
-    For readers with another tokenizer than the policy's.
-    """
+    """Return rates by (question id, stripped text of the prefix), for readers with another tokenizer."""
     lines = (line for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE))
     return {(line["question_id"], line["reasoning_prefix"].strip()): rates[line["id"]]
             for line in lines if line["id"] in rates}  # fmt: skip
@@ -66,14 +63,13 @@ SUCCESS_KEYS = ("question", "reasoning_prefix", "success_prob")
 
 
 def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] = ()) -> Iterator[dict[str, Any]]:
-    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix whose rate is known."""
-    for question, prefix, rate in outer:
-        yield {"question": question, "reasoning_prefix": prefix, "success_prob": rate}
+    """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix with a known rate."""
+    for row in outer:
+        yield dict(zip(SUCCESS_KEYS, row, strict=True))
     rates = read_rates(rollouts_dir)
     for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE):
         if (known := rates.get(line["id"])) is not None:
-            shown = {name: line[name] for name in ("question", "reasoning_prefix")}
-            yield {**shown, "success_prob": known.share}
+            yield dict(zip(SUCCESS_KEYS, (line["question"], line["reasoning_prefix"], known.share), strict=True))
 
 
 def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex:
@@ -81,7 +77,11 @@ def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex
         raise InputError(f"Expected `rollouts` to be a folder that `selfcal rollout` filled, but got {rollouts_dir!r}.")
     store = SampleStore(rollouts_dir)
     if policy is not None:
-        _check_policy(store, policy)
+        drawn = replace(store.round_manifest().fingerprint, seed=0, plan=None)
+        if differences := drawn.differences(replace(policy, seed=0, plan=None)):
+            raise InputError(
+                f"Rollouts in {store.path} are of another policy than the responses: {'; '.join(differences)}."
+            )
     return store.index()
 
 
@@ -92,19 +92,11 @@ def _prefixes_in(index: SampleIndex) -> Iterator[tuple[str, slice]]:
             yield str(index.question_id[start]), slice(start, stop)
 
 
-def _check_policy(store: SampleStore, policy: StoreFingerprint) -> None:
-    drawn = replace(store.round_manifest().fingerprint, seed=0, plan=None)
-    if differences := drawn.differences(replace(policy, seed=0, plan=None)):
-        raise InputError(
-            f"Rollouts in {store.path} are of another policy than the responses: {'; '.join(differences)}."
-        )
-
-
 RewardTarget = Literal["outcome", "vote_share", "ssc", "consensus", "success_rate", "hard", "success_prob"]
 CONSENSUS = "consensus"
 LABEL_FREE = frozenset({"vote_share", "ssc", CONSENSUS})
 OF_ROLLOUTS = frozenset({"success_rate", "hard", CONSENSUS})
-OF_PREFIXES = "success_prob"  # of responses that are prefixes, rolled out elsewhere: known at their ends alone
+OF_PREFIXES = "success_prob"  # of imported prefixes; known at their ends alone
 
 
 def check_target(target: str) -> None:
@@ -119,14 +111,7 @@ def response_targets(
     confidences: Sequence[float | None],
     correct: Sequence[bool | None],
 ) -> list[float | None]:
-    """Return what each response to a question learns as a whole; None where nobody can tell.
-
-    Example:
-        >>> response_targets("vote_share", ["7", "7", "8", None], confidences=[None] * 4, correct=[None] * 4)
-        [0.6666666666666666, 0.6666666666666666, 0.3333333333333333, 0.0]
-        >>> response_targets("outcome", ["7", None], confidences=[None] * 2, correct=[True, None])
-        [1.0, 0.0]
-    """
+    """Return the target of each response to a question as a whole; None where it is unknown."""
     if target == "vote_share":
         return share(answers)
     if target == "ssc":

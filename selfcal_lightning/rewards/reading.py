@@ -1,4 +1,4 @@
-"""Scores of recorded responses by a reward model: every response once, those to a question behind one prompt."""
+"""Scores of recorded responses by a reward model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from selfcal_lightning.rewards.layouts import RewardEncoder, RewardInput, bare_q
 from selfcal_lightning.rewards.layouts import batches as packed_batches
 
 if TYPE_CHECKING:
-    from selfcal_lightning.rewards.model import RewardModel
-    from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
+    from selfcal_lightning.rewards.model import RewardModel, VLLMRewardModel
 
 REWARD_FILE = "reward.json"
+_CLASSIFIER = "ForTokenClassification"
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,22 @@ class RewardFile:
     target: str
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``."""
         (folder / REWARD_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_reward_file(folder: Path) -> RewardFile | None:
-    """Return what a folder says of its reward model; None where it was not trained here."""
+    """Return the ``reward.json`` of a folder; None without one."""
     path = folder / REWARD_FILE
     if not path.is_file():
         return None
     content = read_json_object(path)
     wanted = {"format", "steps", "levels", "target"}
     if not wanted <= content.keys() or len(content["levels"]) != 2:
-        raise InputError(
-            f"Expected {path} to hold {', '.join(sorted(wanted))}, but got {content}. Export the model again."
-        )
+        raise InputError(f"{path} must hold {', '.join(sorted(wanted))}, but got {content}. Export the model again.")
     check_steps(f"steps of {path}", str(content["steps"]))
     low, high = (float(level) for level in content["levels"])
     if not 0.0 < low < high < 1.0:
-        raise InputError(
-            f"Expected `levels` in {path} to rise within (0, 1), but got {low} and {high}. Export the model again."
-        )
+        raise InputError(f"Expected `levels` in {path} to rise within (0, 1), but got {low} and {high}.")
     return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))
 
 
@@ -71,7 +66,7 @@ Scale = Callable[[Sequence[Score]], list[Score]]
 class RewardReader:
     """Reads the scores of recorded responses.
 
-    What one call has read is there for the next, so that several confidences of one model cost one forward pass.
+    The scores of a call are cached for the next, so that several confidences of one model cost one forward pass.
     """
 
     def __init__(
@@ -92,17 +87,14 @@ class RewardReader:
     def read(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the scores of every sample, [question][sample][step]; one for formats that score whole responses.
 
-        None stands for a response without text or steps, one that holds the separator or a special token, and one that
-        has no room in the model's context: none is cut.
+        None for a response without steps, with the separator or a special token in it, or too long for the context.
         """
         return self._column(pool, "mean")
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
-        """Return the lower quantiles in the place of the scores, of a model that has them; else see ``read``."""
+        """Return the lower quantiles instead of the scores."""
         if not self.format.has_quantiles:
-            raise InputError(
-                f"Reward format {self.format.name!r} has no quantiles. Train a model with `QuantileRewardModule`."
-            )
+            raise InputError(f"Reward format {self.format.name!r} has no quantiles. Train a `QuantileRewardModule`.")
         return self._column(pool, "low")
 
     def _column(self, pool: Sequence[QuestionSamples], name: Literal["mean", "low"]) -> list[list[list[float] | None]]:
@@ -110,24 +102,19 @@ class RewardReader:
         return [[None if one is None else [getattr(score, name) for score in one] for one in row] for row in rows]
 
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
-        """Return the scores with their quantiles, [question][sample][step]; see ``read`` for what is None."""
+        """Return the scores with their quantiles, [question][sample][step]; None as in ``read``."""
         inputs = [[self._input(entry, sample) for sample in entry.samples] for entry in pool]
         known = self._look_up(inputs)
         return [[None if one is None else known[one] for one in row] for row in inputs]
 
     def score_paths(self, question: Question, paths: Sequence[tuple[int, ...]]) -> list[Score]:
-        """Return what a model of the layout "continued" says of beginnings of responses, by their token ids."""
+        """Return the scores of beginnings of responses, given as token ids, by a model of the layout "continued"."""
         if self.format.layout != "continued":
-            raise InputError(
-                f"Expected a reward model that reads the tokens of its policy, but got one of the format "
-                f"{self.format.name!r}."
-            )
+            raise InputError(f"Expected a reward model that reads its policy's tokens, but got {self.format.name!r}.")
         inputs = [self._fitting(self._encoder.asked(question, path)) for path in paths]
         if any(one is None for one in inputs):
-            raise InputError(
-                f"A response to {question.id!r} exceeds the reward model's {self._model.max_context} tokens: lower "
-                f"`sampling.max_new_tokens`."
-            )
+            most = f"the reward model's {self._model.max_context} tokens"
+            raise InputError(f"A response to {question.id!r} exceeds {most}: lower `sampling.max_new_tokens`.")
         found = self._look_up([inputs])
         return [found[one][0] for one in inputs if one is not None]
 
@@ -135,7 +122,7 @@ class RewardReader:
         self._model.close()
 
     def _look_up(self, rows: Sequence[Sequence[RewardInput | None]]) -> dict[RewardInput, list[Score]]:
-        """Return the scores of all inputs, which come by question; each is read once."""
+        """Return the scores of all inputs, given by question; each is read once."""
         wanted = {one for row in rows for one in row if one is not None}
         known = {one: self._known[one] for one in wanted & self._known.keys()}
         missing = wanted - known.keys()
@@ -173,7 +160,7 @@ class RewardReader:
         return scores if self._scale is None else [self._scale(row) for row in scores]
 
     def _batches(self, groups: Sequence[Sequence[RewardInput]]) -> Iterator[Sequence[Sequence[RewardInput]]]:
-        """Yield what one pass reads, within the limit on tokens: questions, or else inputs by rising length."""
+        """Yield batches within the limit on tokens: questions if the model packs, else inputs by rising length."""
         if self._model.packs:
             yield from packed_batches(groups, limit=self._forward_tokens)
             return
@@ -188,59 +175,62 @@ class RewardReader:
 
 
 def completed(settings: RewardSettings) -> RewardSettings:
-    """Return the settings with the format and the rule for steps that the folder of the model states itself."""
+    """Return the settings with format and steps as the folder of the model states them."""
     stated = None if settings.model is None else read_reward_file(Path(settings.model))
     if stated is None:
         return settings
-    if settings.format not in (None, stated.format):
-        raise InputError(
-            f"Expected `reward.format` {stated.format!r}, as {settings.model} says, but got {settings.format!r}. Leave "
-            f"it out."
-        )
-    if settings.steps not in ("auto", stated.steps):
-        raise InputError(
-            f"Expected `reward.steps` {stated.steps!r}, as {settings.model} was trained, but got {settings.steps!r}. "
-            f"Leave it out."
-        )
+    for name, own, default in (("format", stated.format, None), ("steps", stated.steps, "auto")):
+        if (given := getattr(settings, name)) not in (default, own):
+            raise InputError(f"Expected `reward.{name}` {own!r}, as {settings.model} says, but got {given!r}.")
     return replace(settings, format=stated.format, steps=stated.steps)
 
 
 def check_rewards(settings: RewardSettings) -> RewardFormat:
-    """Return the format of the reward model in ``settings``; nothing is loaded."""
+    """Check the reward model of ``settings`` without loading it, and return its format."""
     settings = completed(settings)
     if settings.model is None:
-        raise InputError(
-            f"Expected `reward.model`; `selfcal fit --config {config_path('rewards/demo.yaml')}` trains one."
-        )
+        config = config_path("rewards/demo.yaml")
+        raise InputError(f"Expected `reward.model`; `selfcal fit --config {config}` trains one.")
     if settings.format is None:
         raise InputError(f"Expected `reward.format` with {settings.model!r}: one of {', '.join(REWARD_FORMATS)}.")
-    format = reward_format(settings.format)
-    if settings.scaler is not None and not Path(settings.scaler).is_file():
-        raise InputError(
-            f"Expected `reward.scaler` to be a file of `selfcal fit-step-scaler`, but got {settings.scaler!r}."
-        )
-    if settings.scaler is not None and format.judges != "steps":
-        raise InputError(
-            f"Expected no `reward.scaler` with the reward format {format.name!r}, which judges whole responses."
-        )
+    format, scaler = reward_format(settings.format), settings.scaler
+    if scaler is not None and not Path(scaler).is_file():
+        raise InputError(f"Expected `reward.scaler` to be a file of `selfcal fit-step-scaler`, but got {scaler!r}.")
+    if scaler is not None and format.judges != "steps":
+        raise InputError(f"Expected no `reward.scaler` with {format.name!r}, which judges whole responses.")
     if not Path(settings.model).is_dir():
         raise InputError(f"Expected `reward.model` to be a local folder, but got {settings.model!r}.")
     check_model_folder(settings.model, option="reward.model")
     check_files(Path(settings.model))
     if settings.engine == "vllm":
-        from selfcal_lightning.rewards.vllm_model import check_vllm_reads
-
         check_vllm_reads(Path(settings.model), format)
     return format
 
 
+def check_vllm_reads(folder: Path, format: RewardFormat) -> None:
+    """Raise InputError unless vLLM can run a reward model: a stock token classifier with one linear layer."""
+    config = read_json_object(folder / "config.json", what="the configuration of a model")
+    architecture = next(iter(config.get("architectures") or ()), "")
+    reason = None
+    if format.is_output_layer:
+        reason = "its scores are rows of an output layer"
+    elif len(format.layers) > 1:
+        reason = f"its head has {len(format.layers)} layers, and vLLM builds one"
+    elif format.layers != ("score",):
+        reason = f"its head is called {format.layers[0]!r}, and vLLM reads 'score'"
+    elif format.judges != "steps" or not architecture.endswith(_CLASSIFIER):
+        reason = f"its class is {architecture!r}, and vLLM reads tokens of a `...{_CLASSIFIER}`"
+    if reason is not None:
+        raise InputError(f"vLLM cannot run {folder} ({format.name!r}): {reason}. Use `reward.engine: transformers`.")
+
+
 def reward_identity(settings: RewardSettings) -> dict[str, Any]:
-    """Return what the scores of a reward model depend on, JSON-able: its weights, its format, its tokens, the steps."""
+    """Return what the scores of a reward model depend on, JSON-able."""
     format = check_rewards(settings)
     settings = completed(settings)
     folder = str(settings.model)
     tokenizer = load_tokenizer(folder)
-    # The words are part of the identity as the weights are: another template or vocabulary is another input.
+    # Another template or vocabulary is another input.
     words = repr((sorted(tokenizer.get_vocab().items()), tokenizer.chat_template))
     return {
         "weights_sha256": weights_sha256(folder),
@@ -252,27 +242,20 @@ def reward_identity(settings: RewardSettings) -> dict[str, Any]:
 
 
 def open_rewards(settings: RewardSettings, *, dtype: str = "auto", scale: Scale | None = None) -> RewardReader:
-    """Load the reward model of ``settings``; see ``confidence.fitting.step_scaling`` for the scaler that they name."""
+    """Load the reward model of ``settings``, without the scaler that they may name."""
+    from selfcal_lightning.rewards.model import VLLMRewardModel, load_reward_model
+
     format = check_rewards(settings)
     steps = completed(settings).steps
     tokenizer = load_tokenizer(str(settings.model))
     if format.layout == "continued":
         check_marker(tokenizer, steps)
     encoder = RewardEncoder(format, tokenizer)
-    model = _load(settings, format, encoder, dtype=dtype)
-    encoder.check_fits(model.num_tokens, of=str(settings.model))
-    at_once = FORWARD_TOKENS if settings.engine == "transformers" else VLLM_TOKENS
-    return RewardReader(model, encoder, format=format, steps=steps, forward_tokens=at_once, scale=scale)
-
-
-def _load(
-    settings: RewardSettings, format: RewardFormat, encoder: RewardEncoder, *, dtype: str
-) -> RewardModel | VLLMRewardModel:
     folder = Path(str(settings.model))
+    model: RewardModel | VLLMRewardModel
     if settings.engine == "vllm":
-        from selfcal_lightning.rewards.vllm_model import VLLMRewardModel
-
-        return VLLMRewardModel(folder, format, dtype=dtype)
-    from selfcal_lightning.rewards.model import load_reward_model
-
-    return load_reward_model(folder, format, encoder.output_ids, dtype=dtype)
+        model, at_once = VLLMRewardModel(folder, format, dtype=dtype), VLLM_TOKENS
+    else:
+        model, at_once = load_reward_model(folder, format, encoder.output_ids, dtype=dtype), FORWARD_TOKENS
+    encoder.check_fits(model.num_tokens, of=str(settings.model))
+    return RewardReader(model, encoder, format=format, steps=steps, forward_tokens=at_once, scale=scale)

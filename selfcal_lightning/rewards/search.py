@@ -1,15 +1,15 @@
-"""Beam search over the steps of a response, steered by a reward model; its width may follow from the scores."""
+"""Searches over the steps of a response, guided by a reward model, and adaptive best-of-n."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_rates, as_scores, check_positive
@@ -24,7 +24,7 @@ _LEAST_SCORE = 1e-7
 
 @dataclass(frozen=True)
 class Path:
-    """A response that a search has come to."""
+    """A partial or finished response of a search."""
 
     segments: tuple[Hashable, ...] = ()
     is_done: bool = False
@@ -44,29 +44,21 @@ def select_topk(scores: Array, k: int) -> list[int]:
     return np.argsort(-as_scores(scores, "scores"), kind="stable")[:k].tolist()
 
 
-def update_done(is_done: Sequence[bool], is_last: Sequence[bool]) -> list[bool]:
-    """Return which paths are finished after a step of each; one that was finished stays so."""
-    return [before or now for before, now in zip(is_done, is_last, strict=True)]
-
-
 def grow(paths: Sequence[Path], continuations: Sequence[Sequence[Continuation]]) -> list[Path]:
-    """Return the paths after one more step: an open one with each of its continuations, a finished one as it is."""
+    """Return the paths after one more step: open ones with each of their continuations, finished ones unchanged."""
     grown: list[Path] = []
     for path, steps in zip(paths, continuations, strict=True):
-        if path.is_done == bool(steps):
-            state = "a finished path to have no continuation" if path.is_done else "an open path to have a continuation"
-            raise InputError(f"Expected {state}, but got {len(steps)} for {path.segments!r}.")
         grown += [path] if path.is_done else [Path((*path.segments, step.segment), step.is_last) for step in steps]
     return grown
 
 
 def distinct(paths: Sequence[Path]) -> list[int]:
-    """Return the positions of the first of equal paths, in order: what is worth scoring or going on with."""
+    """Return the positions of the first of equal paths, in order."""
     return sorted({path: position for position, path in reversed(list(enumerate(paths)))}.values())
 
 
 def unscored(keys: Sequence[Hashable], known: Collection[Hashable]) -> list[Hashable]:
-    """Return the keys that have no score yet, each once, in order. A key names question and path."""
+    """Return the keys without a score, each once, in order."""
     return [key for key in dict.fromkeys(keys) if key not in known]
 
 
@@ -77,29 +69,28 @@ def particle_weights(scores: Array) -> Floats:
     return np.asarray(odds / odds.sum()) if odds.size else odds
 
 
-# As published: no question is thought easier or harder than this, so that 46,050 samples are the most.
+# As published: limits the number of samples to 46,050.
 _LEAST_P = 1e-4
 
 
 def required_samples(p: Array, *, target: float = 0.99, num_paths: int = 1) -> Integers:
-    """Compute how many samples it takes until one of them is right with chance ``target``.
+    """Compute the samples that contain a right one with chance ``target``: ``ceil(log(1 - target) / log(1 - p))``.
 
-    ``N = ceil(log(1 - target) / log(1 - p) / num_paths)``, from ``1 - (1 - p)^N >= target``.
+    The ratio is divided by ``num_paths`` before rounding.
     """
     if not 0.0 < target < 1.0:
         raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
     check_positive(num_paths, "num_paths")
     chances = as_rates(p, "p").clip(_LEAST_P, 1.0 - _LEAST_P)
     needed = np.log1p(-target) / np.log1p(-chances) / num_paths
-    # A number of samples a billionth above a whole one is that one, so that .9 needs 2 in spite of floats.
+    # A billionth above a whole number counts as that, so that .9 needs 2 in spite of floats.
     return np.maximum(np.ceil(needed - 1e-9), 1).astype(np.int64)
 
 
 def paths_to_keep(scores: Sequence[float], *, samples_per_path: int, maximum: int, target: float = 0.99) -> int:
-    """Compute how many of the best paths of a beam search are worth going on with (IAS of K).
+    """Compute how many of the best paths of a beam search to keep (IAS of K).
 
-    The smallest k for which ``k * samples_per_path`` samples are enough for the k-th best path; at most ``maximum`` and
-    at most all of them.
+    The smallest k for which ``k * samples_per_path`` samples are enough for the k-th best path; at most ``maximum``.
     """
     check_positive(samples_per_path, "samples_per_path")
     check_positive(maximum, "maximum")
@@ -124,29 +115,25 @@ def samples_per_path(kept_scores: Sequence[float], *, num_paths: int, maximum: i
 
 
 By = Literal["mean", "low"]
+Adaptive = Literal["none", "k", "m", "km"]
+Duplicates = Literal["merge", "refill", "keep"]
+_CHOICES: dict[str, Any] = {"by": By, "adaptive": Adaptive, "duplicates": Duplicates}
 
 
-def check_counts(least: int = 1, **counts: int) -> None:
-    """Raise InputError for whole numbers below ``least``; the keywords are their names."""
-    for name, value in counts.items():
-        if value < least:
-            raise InputError(f"Expected `{name}` to be at least {least}, but got {value}.")
-
-
-def check_search(*, target: float, by: str, lookahead: int = 0, **counts: int) -> None:
-    check_counts(**counts)
-    check_counts(0, lookahead=lookahead)
-    if not 0.0 < target < 1.0:
-        raise InputError(f"Expected `target` to lie in (0, 1), but got {target}.")
-    if by not in get_args(By):
-        raise unknown_name("by", by, get_args(By))
+def _check_settings(search: BeamSearch | DiverseTreeSearch | ParticleFiltering | AdaptiveBestOfN) -> None:
+    """Raise InputError for a setting out of its range or choices."""
+    for name, value in vars(search).items():
+        if name in _CHOICES and value not in get_args(_CHOICES[name]):
+            raise unknown_name(name, value, get_args(_CHOICES[name]))
+        if name == "target" and not 0.0 < value < 1.0:
+            raise InputError(f"Expected `target` to lie in (0, 1), but got {value}.")
+        if isinstance(value, int):
+            check_at_least(0 if name in ("lookahead", "seed") else 1, **{name: value})
 
 
 def tokens_of(sample: Sample) -> tuple[int, ...]:
     if sample.token_ids is None:
-        raise InputError(
-            f"Expected samples with token ids to score, but got one of question {sample.question_id!r} without."
-        )
+        raise InputError(f"Expected token ids to score, but got a sample of {sample.question_id!r} without.")
     return tuple(sample.token_ids)
 
 
@@ -155,7 +142,7 @@ Drawing = Generator[Ask, list[Sample], list[Path]]
 
 
 class SearchedPaths:
-    """What is known of the paths of a question: their scores and the samples that ended them."""
+    """The paths of a question with their scores and the samples that ended them."""
 
     def __init__(self, question: Question, scorer: RewardReader) -> None:
         self._question, self._scorer = question, scorer
@@ -168,7 +155,7 @@ class SearchedPaths:
         return self._grown([Path()], [samples])
 
     def draw(self, paths: Sequence[Path], number: int = 1, *, to_step_end: bool = True) -> Drawing:
-        """Ask for a step of each open path, ``number`` times, and return the paths that follow; finished ones stay."""
+        """Draw ``number`` steps of each open path, and return the resulting paths; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
             if path.is_done:
@@ -178,17 +165,14 @@ class SearchedPaths:
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:
-        """Draw so many further steps of each open path, one of each, and return what they come to, in their order.
-
-        Nothing of it stays but its cost and its scores, which say more of a path than its own end does.
-        """
+        """Draw further steps of each open path, and return the extended paths, which are only scored."""
         ahead = list(paths)
         for _ in range(steps):
             ahead = yield from self.draw(ahead)
         return ahead
 
     def scores(self, paths: Sequence[Path]) -> list[Score]:
-        """Return the scores of paths; each is scored once."""
+        """Return the scores of paths; each path is scored once."""
         new = unscored([tokens(path) for path in paths], self._known)
         if new:
             self._known |= zip(new, self._scorer.score_paths(self._question, new), strict=True)  # type: ignore[arg-type]
@@ -205,7 +189,7 @@ class SearchedPaths:
         return make_verdict(self._question, self._seen, answer, confidence=scores[best], stopped_early=False)
 
     def _grown(self, paths: Sequence[Path], batches: Sequence[Sequence[Sample]]) -> list[Path]:
-        """Return the paths after samples of each; a finished one has none, and one that got none stays as it was."""
+        """Return the paths extended by their samples; a path without samples is unchanged."""
         grown: list[Path] = []
         for path, samples in zip(paths, batches, strict=True):
             self._seen += samples
@@ -214,7 +198,7 @@ class SearchedPaths:
         return grown
 
     def _continuation(self, path: Path, sample: Sample) -> Continuation:
-        """Return the step that a sample adds. One that the engine could not give ends its path without an answer."""
+        """Return the step that a sample adds; a failed request ends its path without an answer."""
         if is_failed(sample):
             return Continuation((), is_last=True)
         ids = tokens_of(sample)
@@ -228,16 +212,12 @@ def tokens(path: Path) -> Tokens:
     return tuple(token for segment in path.segments for token in segment)  # type: ignore[attr-defined]
 
 
-Adaptive = Literal["none", "k", "m", "km"]
-Duplicates = Literal["merge", "refill", "keep"]
-
-
 @dataclass(frozen=True)
 class BeamSearch:
-    """Draw steps of several responses, keep the best beginnings, go on with each several times, and so on.
+    """Draw steps of several responses, keep the best beginnings, continue each several times, and so on.
 
-    A response that ended keeps its place among the best until better ones take it. After ``max_steps`` what is still
-    open is drawn to its end. The answer is that of the best response by the mean score; ties go to the first.
+    A finished response stays among the best until better ones replace it. After ``max_steps`` open ones are drawn to
+    their end. The answer is that of the response with the best mean score; ties go to the first.
     """
 
     name: ClassVar[str] = "beam_search"
@@ -256,20 +236,15 @@ class BeamSearch:
     by: By = "mean"
 
     def __post_init__(self) -> None:
-        counts = {"width": self.width, "keep": self.keep, "max_steps": self.max_steps, "frequency": self.frequency}
-        check_search(target=self.target, by=self.by, lookahead=self.lookahead, **counts)
+        _check_settings(self)
         if self.keep > self.width:
             raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.width % self.keep:
             raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
-        if self.adaptive not in get_args(Adaptive):
-            raise unknown_name("adaptive", self.adaptive, get_args(Adaptive))
-        if self.duplicates not in get_args(Duplicates):
-            raise unknown_name("duplicates", self.duplicates, get_args(Duplicates))
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question: steps, those that are looked ahead, and whole responses."""
+        """Most samples of a question: steps, looked-ahead steps, and whole responses."""
         choices = -(-self.max_steps // self.frequency)
         return self.width * (self.max_steps + choices * self.lookahead + 1)
 
@@ -310,10 +285,10 @@ class BeamSearch:
 
 @dataclass(frozen=True)
 class DiverseTreeSearch:
-    """Share the first steps out to trees; each goes on from its own best beginning, until its response ends.
+    """Split the first steps into trees; each continues from its own best beginning until its response ends.
 
-    In a tree ``width // trees`` steps are drawn at a time and one is kept. After ``max_steps`` what is still open is
-    drawn to its end. The answer is that of the best response of all trees by the mean score; ties go to the first.
+    A tree draws ``width // trees`` steps at a time and keeps one. After ``max_steps`` open responses are drawn to their
+    end. The answer is that of the response with the best mean score of all trees; ties go to the first.
     """
 
     name: ClassVar[str] = "diverse_tree_search"
@@ -327,14 +302,13 @@ class DiverseTreeSearch:
     lookahead: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(width=self.width, trees=self.trees, max_steps=self.max_steps)
-        check_counts(0, lookahead=self.lookahead)
+        _check_settings(self)
         if self.width % self.trees:
             raise InputError(f"Expected `width` to be a multiple of `trees`, {self.trees}, but got {self.width}.")
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question: steps, those that are looked ahead, and whole responses."""
+        """Most samples of a question: steps, looked-ahead steps, and whole responses."""
         return self.width * self.max_steps * (1 + self.lookahead) + self.trees
 
     def solve(self, question: Question) -> Solving:
@@ -370,8 +344,7 @@ class ParticleFiltering:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(particles=self.particles, max_steps=self.max_steps)
-        check_counts(0, seed=self.seed)
+        _check_settings(self)
 
     @property
     def max_samples(self) -> int:
@@ -394,10 +367,10 @@ class ParticleFiltering:
 
 @dataclass(frozen=True)
 class AdaptiveBestOfN:
-    """Draw as many samples as one right answer among them takes with the wanted chance, and take the best by score.
+    """Draw as many samples as contain a right answer with chance ``target``, and take the one with the best score.
 
-    ``N = min(ln(1 - target) / ln(1 - p), max_samples)`` with p the score of the question alone. The verdict's
-    confidence is the score of the chosen response. Unreadable ones cannot be chosen.
+    ``N = min(ln(1 - target) / ln(1 - p), max_samples)`` with p the score of the question alone. The confidence is the
+    score of the chosen response. Unreadable responses are never chosen.
     """
 
     name: ClassVar[str] = "adaptive_best_of_n"
@@ -410,7 +383,7 @@ class AdaptiveBestOfN:
     by: By = "mean"
 
     def __post_init__(self) -> None:
-        check_search(target=self.target, by=self.by, max_samples=self.max_samples)
+        _check_settings(self)
 
     def solve(self, question: Question) -> Solving:
         (prior,) = self.scorer.score_paths(question, [()])
@@ -418,12 +391,12 @@ class AdaptiveBestOfN:
         wanted = int(min(required_samples([chance], target=self.target)[0], self.max_samples))
         samples = yield Ask(wanted)
         readable = [sample for sample in samples if sample.answer is not None]
+        stopped = wanted < self.max_samples
         if not readable:
-            return make_verdict(question, samples, None, confidence=None, stopped_early=wanted < self.max_samples)
+            return make_verdict(question, samples, None, confidence=None, stopped_early=stopped)
         scores = [score.mean for score in self.scorer.score_paths(question, [tokens_of(one) for one in readable])]
         best = int(np.argmax(scores))
-        answer, stopped = readable[best].answer, wanted < self.max_samples
-        return make_verdict(question, samples, answer, confidence=scores[best], stopped_early=stopped)
+        return make_verdict(question, samples, readable[best].answer, confidence=scores[best], stopped_early=stopped)
 
 
 SEARCHES = (AdaptiveBestOfN, BeamSearch, DiverseTreeSearch, ParticleFiltering)

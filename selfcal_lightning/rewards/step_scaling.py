@@ -1,4 +1,4 @@
-"""Post-hoc scaling of a reward model that is not trained: one rising function of the scores of all steps, as JSON."""
+"""Post-hoc scaling of a reward model: one rising function of the scores of all steps."""
 
 from __future__ import annotations
 
@@ -35,29 +35,22 @@ from selfcal_lightning.rewards.rates import OF_PREFIXES, OF_ROLLOUTS, RewardTarg
 if TYPE_CHECKING:
     from selfcal_lightning.rewards.reading import RewardReader
 
-PREFIX = "steps_"  # of the kinds, so that no file is taken for the scaler of a confidence
+PREFIX = "steps_"  # of the kinds in files, to tell them from scalers of confidences
 STEP_SCALER_KINDS = tuple(PREFIX + kind for kind in SCALER_KINDS)
 
 
 class StepRows(NamedTuple):
-    """Steps with a score and a target.
+    """Steps with a score and a target."""
 
-    Attributes:
-        score: What the model says [M].
-        target: What it should say [M], in [0, 1].
-        position: Index in ``functional.steps.POSITIONS`` [M].
-        num_left_out: Responses without scores or target.
-    """
-
-    score: Floats
-    target: Floats
-    position: np.ndarray
-    num_left_out: int
+    score: Floats  # [M]
+    target: Floats  # in [0, 1] [M]
+    position: np.ndarray  # index in ``data.steps.POSITIONS`` [M]
+    num_left_out: int  # responses without scores or target
 
 
 @dataclass(frozen=True)
 class StepScaler:
-    """Turns the scores of a reward model's steps into calibrated ones; its order of steps stays."""
+    """Turns the scores of a reward model's steps into calibrated ones, in the same order."""
 
     map: ScalerMap
     target: RewardTarget
@@ -71,12 +64,10 @@ class StepScaler:
 
     def save(self, path: str | Path) -> None:
         content = {
-            "parameters": asdict(self.map),
-            "target": self.target,
-            "reward_model": self.reward_model,
+            "parameters": asdict(self.map), "target": self.target, "reward_model": self.reward_model,
             "fitted_on": self.fitted_on.as_json(),
             "scores": {name: dict(values) for name, values in self.scores.items()},
-        }
+        }  # fmt: skip
         save_fitted(path, PREFIX + self.map.kind, content)
 
     @classmethod
@@ -84,17 +75,11 @@ class StepScaler:
         """Read what :meth:`save` wrote."""
         kind, content = load_fitted(path, STEP_SCALER_KINDS)
         try:
-            return cls(
-                map=read_map(kind.removeprefix(PREFIX), content["parameters"]),
-                target=content["target"],
-                reward_model=content["reward_model"],
-                fitted_on=FittedOn.from_json(content["fitted_on"]),
-                scores=content["scores"],
-            )
+            found = read_map(kind.removeprefix(PREFIX), content["parameters"])
+            plain = {name: content[name] for name in ("target", "reward_model", "scores")}
+            return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"Expected {path} to hold a whole scaler of steps, but got {error}. Fit it again."
-            ) from error
+            raise InputError(f"Expected {path} to hold a whole scaler of steps, but got {error}.") from error
 
 
 def step_rows(
@@ -106,10 +91,7 @@ def step_rows(
     rates: Mapping[tuple[str, str], Rate],
 ) -> StepRows:
     if target == OF_PREFIXES:
-        raise InputError(
-            "Expected a `target` of whole responses, but got 'success_prob'. Use 'outcome', or 'success_rate' with "
-            "`rollouts`."
-        )
+        raise InputError("Expected a `target` of whole responses, but got 'success_prob'. Use outcome or success_rate.")
     found: list[tuple[float, float, int]] = []
     left_out = 0
     for entry, of_question in zip(pool, scores, strict=True):
@@ -140,28 +122,20 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
     if kind not in SCALER_KINDS:
         raise InputError(f"Expected `kind` to be one of {', '.join(SCALER_KINDS)}, but got {kind!r}.")
     if not len(rows.score):
-        raise InputError(
-            f"Expected steps with a score and a target, but got none: {rows.num_left_out} responses lack steps, scores "
-            f"or labels."
-        )
+        left_out = f"{rows.num_left_out} responses lack steps, scores or labels"
+        raise InputError(f"Expected steps with a score and a target, but got none: {left_out}.")
     if kind == "isotonic":
         return IsotonicMap.fit(rows.score, rows.target)
     if kind == "temperature":
         return TemperatureMap.fit(rows.score, rows.target)
-    return _rising(PlattMap.fit(rows.score, rows.target, takes_logit=True))
-
-
-def _rising(map_: PlattMap) -> PlattMap:
-    """Return a map that never falls: of scores that are worth less than nothing, their mean."""
-    if map_.slope >= 0.0 and math.isfinite(map_.slope):
-        return map_
-    raise InputError(
-        f"Expected scores that rise with the targets, but got a slope of {map_.slope:.3g}: take another reward model."
-    )
+    found = PlattMap.fit(rows.score, rows.target, takes_logit=True)
+    if not 0.0 <= found.slope < math.inf:
+        raise InputError(f"Expected scores that rise with the targets, but got a slope of {found.slope:.3g}.")
+    return found
 
 
 def reward_digest(settings: RewardSettings) -> str:
-    """Return what identifies a reward model with its format and its steps, without a scaler."""
+    """Return a digest of a reward model with its format and steps, without a scaler."""
     from selfcal_lightning.rewards.reading import reward_identity
 
     identity = reward_identity(replace(settings, scaler=None))
@@ -169,14 +143,14 @@ def reward_digest(settings: RewardSettings) -> str:
 
 
 def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
-    """Load the reward model of ``settings``, with the scaler of its steps where one is named."""
+    """Load the reward model of ``settings`` with their scaler."""
     from selfcal_lightning.rewards.reading import open_rewards
 
     return open_rewards(settings, dtype=dtype, scale=load_step_scaler(settings))
 
 
 def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
-    """Return the scaler that ``settings`` name, checked against their model; None where they name none."""
+    """Return the scaler of ``settings``, checked against their model; None if they name none."""
     from selfcal_lightning.rewards.reading import check_rewards
 
     if settings.scaler is None:
@@ -184,8 +158,5 @@ def load_step_scaler(settings: RewardSettings) -> StepScaler | None:
     check_rewards(settings)
     scaler = StepScaler.load(settings.scaler)
     if scaler.reward_model != reward_digest(settings):
-        raise InputError(
-            f"Expected `reward.scaler` to be fitted to the reward model, format and steps, but {settings.scaler} was "
-            f"fitted to others."
-        )
+        raise InputError(f"`reward.scaler` {settings.scaler} was fitted to another reward model, format or steps.")
     return scaler

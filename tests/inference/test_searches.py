@@ -306,7 +306,7 @@ def test_what_cannot_be_searched_is_refused(search: Any, fields: dict[str, Any],
 def test_a_search_needs_a_reward_model_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     samples = (Sample("q", 0, 0, "7", None, "stop", "7", True),)
     source = ReplaySource([QuestionSamples(QUESTION, samples, "t")])
-    with pytest.raises(InputError, match="samples with token ids"):
+    with pytest.raises(InputError, match="token ids to score"):
         run_strategy(AdaptiveBestOfN(Scripted(0.99)), [QUESTION], source)
     assert run(["answer", "--model", "bundled", "--question", "1+1?", "--strategy", "beam_search"]) == 1
     assert "`reward.model`" in capsys.readouterr().err

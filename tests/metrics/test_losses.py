@@ -23,11 +23,8 @@ from selfcal_lightning.adaptation.losses import (
     sequence_ratio,
     token_ratio,
 )
+from selfcal_lightning.rewards.heads import mean_rows, monotone_quantiles
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
-from selfcal_lightning.rewards.quantiles import (
-    monotone_quantiles,
-    quantile_head_from,
-)
 from selfcal_lightning.training.losses import (
     calibration_loss,
     pinball_loss,
@@ -273,37 +270,33 @@ def test_brier_excess_has_the_right_expectation() -> None:
     assert excess(0.5, 1.0 / 3.0, 3) == pytest.approx(1.0 / 36.0 - 1.0 / 9.0, abs=1e-6)
 
 
+def score_by_rows(hidden: torch.Tensor, weight: torch.Tensor, bias: Any, positive: list[int], negative: int) -> Any:
+    rows, offsets = mean_rows(weight, bias, positive=positive, negative=negative)
+    return torch.nn.functional.linear(hidden, rows, offsets).logsumexp(-1).sigmoid()
+
+
 def test_qwen_head_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("quantile_head_init_qwen")["cases"]:
-        head = quantile_head_from(
-            torch.tensor(case["W"]), torch.tensor(case["b"]), positive=[1], negative=0, num_outputs=3
-        )
-        assert head.weight.squeeze(1).tolist() == [pytest.approx(row, abs=1e-6) for row in case["new_W"]]
-        assert head.bias.squeeze(1).tolist() == pytest.approx(case["new_b"], abs=1e-6)
-        found = head(torch.tensor(case["x"])).sigmoid()
-        assert found.tolist() == [pytest.approx(row, abs=1e-6) for row in case["sigmoid_after"]]
-        assert found[:, 0].tolist() == pytest.approx(case["softmax_pos_before"], abs=1e-6)
+        weight, bias = torch.tensor(case["W"]), torch.tensor(case["b"])
+        rows, offsets = mean_rows(weight, bias, positive=[1], negative=0)
+        assert rows[0].tolist() == pytest.approx(case["new_W"][0], abs=1e-6)
+        assert offsets.item() == pytest.approx(case["new_b"][0], abs=1e-6)
+        found = score_by_rows(torch.tensor(case["x"]), weight, bias, [1], 0)
+        assert found.tolist() == pytest.approx(case["softmax_pos_before"], abs=1e-6)
 
 
 def test_other_heads_start_exactly_where_the_vectors_stood(vectors: Vectors) -> None:
     """The reference's own conversion keeps a random bias, and bends ReasonEval's score even without it."""
     for case in vectors("quantile_head_init_other")["cases"]:
-        hidden = torch.tensor(case["x"])
         if case["model"] == "shepherd":
-            (good, bad), weight = case["candidate_token_ids"], torch.tensor(case["lm_head_weight"])
-            head = quantile_head_from(weight, None, positive=[good], negative=bad, num_outputs=3)
-            wanted = case["before"]
-            assert head(hidden).sigmoid().tolist() == [
-                pytest.approx(row, abs=1e-6) for row in case["exact_if_bias_zero"]
-            ]
+            (good, bad), weight, wanted = case["candidate_token_ids"], case["lm_head_weight"], case["before"]
+            positive, negative = [good], bad
         else:
-            weight = torch.tensor(case["score_head_weight"])
-            head = quantile_head_from(weight, None, positive=[1, 2], negative=0, num_outputs=3)
-            wanted = case["validity_before_1-p0"]
-        found = head(hidden).sigmoid()
-        for column in range(3):
-            assert found[:, column].tolist() == pytest.approx(wanted, abs=1e-6)
-        assert (found - torch.tensor(case["after_sigmoid"])).abs().max() > 0.05
+            weight, wanted = case["score_head_weight"], case["validity_before_1-p0"]
+            positive, negative = [1, 2], 0
+        found = score_by_rows(torch.tensor(case["x"]), torch.tensor(weight), None, positive, negative)
+        assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+        assert (found[:, None] - torch.tensor(case["after_sigmoid"])).abs().max() > 0.05
 
 
 def test_activations_equal_the_vectors(vectors: Vectors) -> None:
@@ -316,8 +309,8 @@ def test_activations_equal_the_vectors(vectors: Vectors) -> None:
             ("shepherd_mse softmax over candidates [0,2], index 0", [0], 2),
             ("reasoneval_mse 1-p0", [1, 2], 0),
         ):
-            head = quantile_head_from(identity, None, positive=positive, negative=negative, num_outputs=1)
-            assert head(logits).sigmoid().squeeze(-1).tolist() == pytest.approx(case[name], abs=1e-6)
+            found = score_by_rows(logits, identity, None, positive, negative)
+            assert found.tolist() == pytest.approx(case[name], abs=1e-6)
         assert logits.sigmoid().tolist() == [pytest.approx(row, abs=1e-6) for row in case["quantile sigmoid"]]
 
 
@@ -326,8 +319,8 @@ def test_step_rewards_equal_the_vectors(vectors: Vectors) -> None:
     for case in vectors("prm_step_rewards")["cases"]:
         logits = torch.tensor(case["logits"]).float()[torch.tensor(case["mask"]).bool()]
         if case["mode"] == "softmax":
-            head = quantile_head_from(torch.eye(2), None, positive=[1], negative=0, num_outputs=1)
-            assert head(logits).sigmoid().squeeze(-1).tolist() == pytest.approx(case["out"][0], abs=1e-6)
+            found = score_by_rows(logits, torch.eye(2), None, [1], 0)
+            assert found.tolist() == pytest.approx(case["out"][0], abs=1e-6)
         else:
             assert logits.sigmoid().tolist() == [pytest.approx(row, abs=1e-6) for row in case["out"][0]]
 
@@ -338,9 +331,6 @@ def test_any_head_keeps_the_score(positive: list[int], with_bias: bool) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(5, 7).double(), torch.randn(5).double() if with_bias else None
     hidden = torch.randn(3, 4, 7).double()
-    head = quantile_head_from(weight, bias, positive=positive, negative=3, num_outputs=2)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     wanted = _reference_softmax_score(logits, positive, 3)
-    found = head(hidden).sigmoid()
-    assert found.shape == (3, 4, 2)
-    torch.testing.assert_close(found, wanted[..., None].expand(-1, -1, 2))
+    torch.testing.assert_close(score_by_rows(hidden, weight, bias, positive, 3), wanted)

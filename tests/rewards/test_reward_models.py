@@ -58,8 +58,6 @@ def test_every_format_loads_and_gives_a_score_a_step(name: str, tiny_model: str,
     reader = open_rewards(settings_of(stand_in(tiny_model, tmp_path / "m", format), name))
     ((two, three, none),) = reader.read(pool_of(*TEXTS))
     expected = (2, 3) if format.judges == "steps" else (1, 1)
-    assert two is not None
-    assert three is not None
     assert (len(two), len(three)) == expected
     assert none is None, "white space has no step"
     if format.is_probability:
@@ -126,7 +124,7 @@ def test_outputs_that_are_named_in_another_order_are_refused(tiny_model: str, tm
         (folder / "config.json").write_text(json.dumps(config | {"id2label": dict(enumerate(names))}))
         open_rewards(settings_of(str(folder), "quantile-prm"))
     (folder / "config.json").write_text(json.dumps(config | {"id2label": {0: "gap_below", 1: "mean", 2: "gap_above"}}))
-    with pytest.raises(InputError, match=r"`id2label` in .* to be \{'0': 'mean', .* but got \{'0': 'gap_below'"):
+    with pytest.raises(InputError, match=r"`id2label` in .* but got \{'0': 'gap_below'"):
         open_rewards(settings_of(str(folder), "quantile-prm"))
 
 
@@ -165,21 +163,19 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
         open_search("adaptive_best_of_n", {}, settings_of(other, name), **settings)
     public = stand_in(tiny_model, tmp_path / "public", reward_format("reasoneval"))
     search, _ = open_search("adaptive_best_of_n", {}, settings_of(public, "reasoneval"), **settings)
-    with pytest.raises(InputError, match=r"reads the tokens of its policy.*got one of the format 'reasoneval'"):
+    with pytest.raises(InputError, match="reads its policy's tokens, but got 'reasoneval'"):
         search.scorer.score_paths(pool_of("x")[0].question, [()])  # type: ignore[attr-defined]
 
 
 def test_settings_name_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"`reward\.model`.*--config .*rewards/demo\.yaml"):
-        check_rewards(RewardSettings())
-    with pytest.raises(InputError, match=r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"):
-        check_rewards(RewardSettings("m"))
-    with pytest.raises(InputError, match=r"`reward.format` to be one of .* Did you mean 'math-shepherd'\?"):
-        check_rewards(RewardSettings("m", "math-sheperd"))
-    with pytest.raises(InputError, match="to be a local folder"):
-        check_rewards(RewardSettings(str(tmp_path / "none"), "reasoneval"))
-    with pytest.raises(InputError, match=r"`reward.steps` to be one of"):
-        RewardSettings("m", "reasoneval", "word")  # type: ignore[arg-type]
+    for settings, message in (
+        (RewardSettings(), r"`reward\.model`.*--config .*rewards/demo\.yaml"),
+        (RewardSettings("m"), r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"),
+        (RewardSettings("m", "math-sheperd"), "Did you mean 'math-shepherd'"),
+        (RewardSettings(str(tmp_path / "none"), "reasoneval"), "to be a local folder"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_rewards(settings)
 
 
 def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +184,6 @@ def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.Monkey
     assert register_reward_format(mine) is mine
     with pytest.raises(InputError, match="'mine' is registered already"):
         register_reward_format(mine)
-    with pytest.raises(InputError, match="a `RewardFormat` to register"):
-        register_reward_format("mine")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -200,9 +194,7 @@ def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.Monkey
         ({"layout": "chat"}, '`judges` to be "response"'),
         ({"right": (3,)}, "`right` to be among the 3 outputs"),
         ({"link": "none"}, "one output"),
-        ({"output_tokens": ("+",)}, "`output_tokens` with the layer lm_head alone"),
         ({"question": "Solve."}, "`question` to hold"),
-        ({"name": ""}, "`name` to be some text"),
     ],
 )
 def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
@@ -249,13 +241,13 @@ def _with_template(template: str | None) -> Callable[[Path], None]:
         (TWO_LAYERS.name, {"head": dict(list(HEAD.items())[:3])}, None, "score.2.bias is missing"),
         (TWO_LAYERS.name, {"head": head_of(replace(TWO_LAYERS, num_outputs=3))}, None, "2 outputs, but .* has 3"),
         (TWO_LAYERS.name, {"head": HEAD | {"score.4.weight": torch.zeros(1, HIDDEN)}}, None, "score.4.weight too"),
-        (TWO_LAYERS.name, {"words": []}, None, r"`separator` of 'qwen2\.5-math-prm' to be single tokens"),
+        (TWO_LAYERS.name, {"words": []}, None, r"`separator` of 'qwen2\.5-math-prm' must be single tokens"),
         (TWO_LAYERS.name, {}, _with_template("{{ raise_exception('no system turn') }}"), "roles .*: no system turn"),
         (TWO_LAYERS.name, {}, _with_template(None), "to have a chat template"),
         ("math-shepherd", {}, _without_output_layer, r"lm_head\.weight is missing"),
         ("trl-prm", {}, _without_a_norm, "to hold every weight of its network"),
         ("trl-prm", {"head": NAN_HEAD}, None, "finite scores of the reward model"),
-        ("reasoneval", {}, _with_another_word, "the tokenizer of its weights, but .* has 629 tokens for 628"),
+        ("reasoneval", {}, _with_another_word, "has 629 tokens, but the model 628 embeddings"),
     ],
 )
 def test_a_damaged_model_is_refused(
@@ -286,7 +278,7 @@ def family(config: type[PreTrainedConfig], tiny_model: str, folder: Path, name: 
     own = config(vocab_size=len(tokenizer) + 8, pad_token_id=0, **SIZES, **options)
     AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(folder, safe_serialization=True)
     weights = load_file(folder / "model.safetensors")
-    for tensor in weights.values():  # sharper than what training starts from, so that scores differ
+    for tensor in weights.values():  # large weights, so that scores differ
         tensor.mul_(3.0 if tensor.ndim == 2 else 1.0)
     save_file({**weights, **head_of(format)}, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
@@ -301,9 +293,8 @@ def _scores(folder: str, name: str) -> list[list[float] | None]:
 def test_a_mistral_with_rows_of_its_output_layer(
     window: int | None, is_tied: bool, tiny_model: str, tmp_path: Path
 ) -> None:
-    folder = family(
-        MistralConfig, tiny_model, tmp_path, "math-shepherd", sliding_window=window, tie_word_embeddings=is_tied
-    )
+    options = {"sliding_window": window, "tie_word_embeddings": is_tied}
+    folder = family(MistralConfig, tiny_model, tmp_path, "math-shepherd", **options)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != is_tied
     tokenizer = AutoTokenizer.from_pretrained(folder)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

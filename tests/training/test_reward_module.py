@@ -27,6 +27,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.models.folders import check_files, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
+from selfcal_lightning.rewards.heads import monotone_quantiles
 from selfcal_lightning.rewards.module import (
     TRAINED_FILE,
     QuantileRewardModule,
@@ -34,7 +35,6 @@ from selfcal_lightning.rewards.module import (
     check_trunk_can_learn,
     reward_losses,
 )
-from selfcal_lightning.rewards.quantiles import monotone_quantiles
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards, read_reward_file
 from selfcal_lightning.training.modules import trained_parameters
 

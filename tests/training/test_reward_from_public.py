@@ -170,7 +170,7 @@ def test_a_start_that_cannot_be_is_refused(
         )
     with pytest.raises(InputError, match=r"score\.weight, score\.bias is missing"):
         module_of(publics["reasoneval"], "trl-prm").configure_model()
-    with pytest.raises(InputError, match=r"`separator` of 'qwen2\.5-math-prm' to be single tokens"):
+    with pytest.raises(InputError, match=r"`separator` of 'qwen2\.5-math-prm' must be single tokens"):
         module_of(tiny_model, "qwen2.5-math-prm").configure_model()
     headless = Path(stand_in(tiny_model, tmp_path / "headless", reward_format("math-shepherd")))
     config = json.loads((headless / "config.json").read_text())

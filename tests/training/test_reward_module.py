@@ -256,7 +256,7 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
             {"levels": [0.9, 0.1]},
             r"`levels` in .* to rise within \(0, 1\)",
         ),
-        ({"levels": [0.1, 0.5, 0.9]}, "to hold format, levels, steps, target"),
+        ({"levels": [0.1, 0.5, 0.9]}, "must hold format, levels, steps, target"),
         ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
     ],
 )

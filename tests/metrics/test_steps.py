@@ -296,7 +296,7 @@ def test_growth_equals_the_vectors(vectors: Vectors) -> None:
         grown = grow(paths, steps)
         assert [list(path.segments) for path in grown] == case["out_paths"][0]
         is_last = [_is_last(reason) for reason in case["out_reasons"][0]]
-        assert [path.is_done for path in grown] == np.logical_or(case["out_done"][0], is_last).tolist()
+        assert [path.is_done for path in grown] == [a or b for a, b in zip(case["out_done"][0], is_last, strict=True)]
 
 
 def test_particle_weights_equal_the_vectors(vectors: Vectors) -> None:

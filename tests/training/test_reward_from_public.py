@@ -175,7 +175,7 @@ def test_a_start_that_cannot_be_is_refused(
     headless = Path(stand_in(tiny_model, tmp_path / "headless", reward_format("math-shepherd")))
     config = json.loads((headless / "config.json").read_text())
     (headless / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    with pytest.raises(InputError, match=r"lm_head\.weight is missing\. A head is never made up"):
+    with pytest.raises(InputError, match=r"lm_head\.weight is missing"):
         module_of(str(headless), "math-shepherd").configure_model()
     grown = stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm"))
     tokenizer = AutoTokenizer.from_pretrained(grown)

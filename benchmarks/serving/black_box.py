@@ -197,10 +197,10 @@ def post(path: str, body: dict[str, Any]) -> Any:
 
 def as_markdown(report: dict[str, Any]) -> str:
     heads = ("confidence", "responses", "further requests", "tokens", "missing", "AUROC", "Brier, scaled")
-    lines = ["# Confidences of models behind an API", "", f"`{report['command']}`", ""]
+    lines = ["# Confidences of models behind an API", ""]
     for name, found in report["stores"].items():
         size = f"{found['questions']} questions, {found['responses']} responses, {found['right']:.1%} right."
-        lines += [f"## {name}", "", size, ""]
+        lines += [f"## {name}", "", f"`{found['command']}`", "", size, ""]
         lines += table(
             heads,
             [
@@ -222,7 +222,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stores", nargs="+", required=True, help="NAME=MODEL:FOLDER:SPLIT")
+    parser.add_argument("--stores", nargs="*", default=[], help="NAME=MODEL:FOLDER:SPLIT")
     parser.add_argument("--readers", nargs="*", default=[], help="NAME=MODEL:ADAPTER:FOLDER:SPLIT")
     parser.add_argument("--annotations", nargs="*", default=[], help="calibrated confidences to show, by name")
     parser.add_argument("--limit", type=int, help="questions of each store")
@@ -232,15 +232,17 @@ def main() -> None:
         from selfcal_lightning.core.plugins import load_plugins
 
         load_plugins(given.plugins)
-    stores = {}
+    command = " ".join(["python", *sys.argv])
+    file = RESULTS / "black_box.json"
+    stores = json.loads(file.read_text())["stores"] if file.exists() else {}  # of other commands
     for text in given.stores:
         name, _, rest = text.partition("=")
         model, folder, split = rest.split(":")
-        stores[name] = measure(model, folder, split, given.annotations, given.limit)
+        stores[name] = measure(model, folder, split, given.annotations, given.limit) | {"command": command}
     for text in given.readers:
         name, _, rest = text.partition("=")
-        stores[name] = read_by_another(*rest.split(":"), given.limit)
-    report = {"command": " ".join(["python", *sys.argv]), "stores": stores}
+        stores[name] = read_by_another(*rest.split(":"), given.limit) | {"command": command}
+    report = {"stores": stores}
     write_report(RESULTS, "black_box", report, as_markdown(report), indent=1)
 
 

@@ -31,7 +31,6 @@ from selfcal_lightning.data.store.manifest import check_place
 from selfcal_lightning.data.store.overview import plan_sampling
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
-from selfcal_lightning.datamodules.plan import splits_of
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
 from selfcal_lightning.engines.sampling.running import part_name
@@ -395,7 +394,7 @@ class SSCGeneration(Callback):
         self._check_module(module, data)
         if self.engine.name == "vllm":
             check_installed("vllm", extra="vllm")
-        splits = [split for split in splits_of(verb, data.predict_split) if data.sources[split]]
+        splits = [split for split in data.splits(verb) if data.sources[split]]
         if not splits:
             return Plan(notes=(f"No sources of questions are configured: the samples in {data.store_dir} are used.",))
         known = data.known_questions(verb)
@@ -433,7 +432,7 @@ class SSCGeneration(Callback):
         for one in trainer.callbacks:
             if one is not self and isinstance(one, Participant):
                 one.plan_run(stage, trainer, pl_module, data)
-        names = splits_of(stage, data.predict_split)
+        names = data.splits(stage)
         splits = {name: questions for name in names if (questions := data.questions(cast("Split", name)))}
         self._resumed, self._unreported, self._reported = None, [], None
         if stage == "fit" and data.regenerate_every_n_epochs is not None:

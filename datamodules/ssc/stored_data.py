@@ -220,12 +220,16 @@ class StoredDataModule(LightningDataModule, ABC):
             self._questions = loaded
         return self._questions[split]
 
+    def splits(self, verb: str) -> tuple[str, ...]:
+        """Return the splits that a verb of the Trainer reads."""
+        return splits_of(verb, self.predict_split)
+
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
         """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
         sources = chain.from_iterable(self.sources.values())
         if any(get_task(source.task).is_remote(path=source.path) for source in sources):
             return None
-        return {split: self.questions(split) for split in splits_of(verb, self.predict_split)}
+        return {split: self.questions(split) for split in self.splits(verb)}
 
     def setup(self, stage: str) -> None:
         """Refuse what would fail after hours of sampling; the store is not opened."""

@@ -180,7 +180,7 @@ def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
         found = IsotonicMap(x, y)
         is_sound = len(x) == len(y) > 0 and all((np.diff(knots) >= 0.0).all() for knots in (x, y))
     if not is_sound:
-        raise InputError(f"Expected the parameters of a {kind} scaling, but got {found}.")
+        raise InputError(f"Expected the parameters of {kind} scaling, but got {found}.")
     return found
 
 

@@ -79,7 +79,7 @@ class StepScaler:
             plain = {name: content[name] for name in ("target", "reward_model", "scores")}
             return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"Expected {path} to hold a whole scaler of steps, but got {error}.") from error
+            raise InputError(f"Expected {path} to hold a whole scaler of steps: {error}") from error
 
 
 def step_rows(

@@ -293,7 +293,7 @@ def test_a_source_begins_after_its_offset() -> None:
         f"word_problems/validation/{number:06d}" for number in (498, 499)
     ]
     late = QuestionSource("word_problems", split="validation", offset=500)
-    with pytest.raises(ValueError, match=r"`validation` source .*`offset` must be below the 500 questions"):
+    with pytest.raises(ValueError, match=r"`validation` source .*`offset` to be less than the 500 questions"):
         load_questions([late], role="validation")
 
 

@@ -16,8 +16,12 @@ FORBIDDEN = {
 
 
 def imported(path: Path) -> set[str]:
-    """Return the modules that a file imports, at any depth."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    """Return the modules that a file imports when it runs, at any depth."""
+    tree = ast.parse(path.read_text())
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    nodes = list(ast.walk(tree))
     named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return named | {
         f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names

@@ -94,7 +94,7 @@ class AdapterExport(Callback):
         check_defines(module, TrainedModule, "save_export", who="AdapterExport")
         self._store_dir = None if data is None else data.store_dir
         best = [] if self.monitor is None else [self._best_folder]
-        for folder in (self._folder, *best, *self._folders_beside(module).values()):
+        for folder in (self._folder, *best, *self._folders_auxiliary(module).values()):
             check_output(folder, kinds=TRAINED, overwrite=True, others=True)
             check_apart(folder, {"base model": resolve_model(module.base_model)}, option="output_dir")
 
@@ -106,11 +106,11 @@ class AdapterExport(Callback):
         self._check(module, data)
         self._check_monitor(data)
         places = [Place(module.export_kind, str(self._folder))]
-        places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_beside(module).items()]
+        places += [Place(f"adapter {name}", str(folder)) for name, folder in self._folders_auxiliary(module).items()]
         return Plan(places=tuple(places))
 
-    def _folders_beside(self, module: TrainedModule) -> dict[str, Path]:
-        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.beside}
+    def _folders_auxiliary(self, module: TrainedModule) -> dict[str, Path]:
+        return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.auxiliary}
 
     def _check_monitor(self, data: SampledData) -> None:
         """Refuse the value of a task without validation questions, before the first epoch."""
@@ -161,8 +161,8 @@ class AdapterExport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
-            for name, folder in self._folders_beside(pl_module).items():
-                self._export_beside(pl_module, name, folder)
+            for name, folder in self._folders_auxiliary(pl_module).items():
+                self._export_auxiliary(pl_module, name, folder)
 
     def _domain(self, module: TrainedModule) -> Domain | None:
         """Return what the training prompts look like to the model, so that unlike questions are noticed."""
@@ -185,14 +185,14 @@ class AdapterExport(Callback):
             self._base_domain = domain
         return domain
 
-    def _export_beside(self, module: ConfidenceModel, name: str, folder: Path) -> None:
+    def _export_auxiliary(self, module: ConfidenceModel, name: str, folder: Path) -> None:
         """Export an auxiliary adapter as if it had been trained alone."""
-        own = module.beside[name]
+        own = module.auxiliary[name]
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
         facts = {"store": self._describe_store(), "run": self.run, "training": {**self._training, "rows": rows}}
-        write_export(module, folder, beside=name, domain=self._domain(module), **facts)
+        write_export(module, folder, auxiliary=name, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:

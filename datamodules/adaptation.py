@@ -52,9 +52,9 @@ class PolicyCollator(SSCCollator):
     """Encodes and packs rows as ``SSCCollator`` does, with their advantages; rows without one have 0."""
 
     def __call__(self, rows: TupleRows) -> PolicyBatch:
-        beside = np.zeros((len(rows.stored), 1)) if rows.beside_target is None else rows.beside_target
-        batch = super().__call__(replace(rows, beside_target=None))
-        advantage = torch.as_tensor(np.nan_to_num(beside[:, 0]), dtype=torch.float32)
+        auxiliary = np.zeros((len(rows.stored), 1)) if rows.auxiliary_target is None else rows.auxiliary_target
+        batch = super().__call__(replace(rows, auxiliary_target=None))
+        advantage = torch.as_tensor(np.nan_to_num(auxiliary[:, 0]), dtype=torch.float32)
         return PolicyBatch(advantage=advantage, **batch.__dict__)
 
     def label_tokens(self, table: TupleTable) -> IntArray:
@@ -344,7 +344,7 @@ class RolloutDataModule(StoredDataModule):
         calibration = (~np.isnan(table.target)).astype(np.float64)
         if self.reward == "none":
             return calibration, self._selected(table)
-        learnt = np.nan_to_num(table.beside[:, 0] if table.beside is not None else np.zeros(len(table))) != 0.0
+        learnt = np.nan_to_num(table.auxiliary[:, 0] if table.auxiliary is not None else np.zeros(len(table))) != 0.0
         tokens = collator.label_tokens(table) if self.normalise == "tokens" else np.ones(len(table))
         return calibration, learnt * tokens.astype(np.float64)
 

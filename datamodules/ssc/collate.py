@@ -131,7 +131,7 @@ class TupleRows:
     target: np.ndarray  # target in [0, 1], nan where unknown, [B]
     correct: np.ndarray  # 1 right, 0 wrong, nan unknown, [B]
     question_index: np.ndarray  # number of each row's question, [B]
-    beside_target: np.ndarray | None = None  # targets of the K auxiliary adapters, [B, K]; None without any
+    auxiliary_target: np.ndarray | None = None  # targets of the K auxiliary adapters, [B, K]; None without any
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class SSCCollator(RowLayout):
         query = len(self.chat.query.suffix_ids)
         if self.max_length <= query + 1:
             raise InputError(
-                f"`max_length` {self.max_length} leaves no room beside a confidence query of {query} tokens."
+                f"`max_length` {self.max_length} leaves no room next to a confidence query of {query} tokens."
             )
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
@@ -191,7 +191,7 @@ class SSCCollator(RowLayout):
             question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
             task=tuple(row.question.task for row in rows.stored),
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
-            beside_target=None if rows.beside_target is None else _float(rows.beside_target),
+            auxiliary_target=None if rows.auxiliary_target is None else _float(rows.auxiliary_target),
         )
 
 

@@ -17,7 +17,7 @@ from selfcal_lightning.datamodules.ssc.tuples import (
     PTrueName,
     TargetName,
     TargetRecipe,
-    check_beside,
+    check_auxiliary,
     check_teacher,
     read_recipe,
 )
@@ -141,10 +141,13 @@ class SSCDataModule(StoredDataModule):
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
         module, target = self._module(), self.row_target
-        beside = getattr(module, "beside", {})
-        check_beside(beside, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
+        auxiliary = getattr(module, "auxiliary", {})
+        check_auxiliary(auxiliary, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(target, self.teacher, self.teacher_share)
-        return (first, *(read_recipe(one.target or target, one.teacher, one.teacher_share) for one in beside.values()))
+        return (
+            first,
+            *(read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values()),
+        )
 
     def collator(self) -> SSCCollator:
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)

@@ -39,7 +39,7 @@ from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consistency, vote_share
 from selfcal_lightning.metrics.discrimination import auroc
-from selfcal_lightning.training.settings import BesideSettings
+from selfcal_lightning.training.settings import AuxiliarySettings
 
 OF_THE_STORE = (P_TRUE, LOGPROB, MEAN_LOGPROB)  # columns of its rows; other confidences are annotations
 
@@ -90,23 +90,23 @@ def check_agreement(num_samples: int, target: str) -> None:
         )
 
 
-def check_beside(
-    beside: Mapping[str, BesideSettings], *, target: str, num_buckets: int | None, num_samples: int
+def check_auxiliary(
+    auxiliary: Mapping[str, AuxiliarySettings], *, target: str, num_buckets: int | None, num_samples: int
 ) -> None:
     """Refuse auxiliary adapters that would not become what they would alone."""
-    for name, one in beside.items():
+    for name, one in auxiliary.items():
         check_teacher(one.teacher, one.teacher_share, target=one.target or target)
         if one.target is None:
             continue
         if one.target not in TARGETS:
-            raise unknown_name(f"beside.{name}.target", one.target, TARGETS)
+            raise unknown_name(f"auxiliary.{name}.target", one.target, TARGETS)
         check_agreement(num_samples, one.target)
         if (one.target in BEFORE_ANSWERING) != (target in BEFORE_ANSWERING):
             raise InputError(
                 f"Targets side by side must be all of responses or all of questions, but got {target!r} and "
                 f"{one.target!r} of {name!r}."
             )
-    if beside and num_buckets not in (None, 1):
+    if auxiliary and num_buckets not in (None, 1):
         raise InputError(
             f"`num_buckets` must be 1 with adapters side by side, but got {num_buckets}: buckets of the first one's "
             "target are not those of the others."
@@ -166,7 +166,7 @@ class TupleTable:
     prompt_length: IntArray  # tokens of the prompt alone, [R]
     num_cut: int = 0  # rows whose response is cut to fit ``max_length``
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # number of rows left out, by (task, reason)
-    beside: FloatArray | None = None  # targets of the K auxiliary adapters, nan where unknown, [R, K]
+    auxiliary: FloatArray | None = None  # targets of the K auxiliary adapters, nan where unknown, [R, K]
 
     def __len__(self) -> int:
         return len(self.target)
@@ -176,7 +176,7 @@ class TupleTable:
         content = hashlib.sha256("\n".join(self.index.question_id.tolist()).encode())
         content.update(self.index.sample_index.astype(np.int64).tobytes())
         content.update(self.target.astype(np.float64).tobytes())
-        content.update(b"" if self.beside is None else self.beside.astype(np.float64).tobytes())
+        content.update(b"" if self.auxiliary is None else self.auxiliary.astype(np.float64).tobytes())
         return content.hexdigest()[:16]
 
     def confident(self, eta: float) -> BoolArray:
@@ -188,9 +188,9 @@ class TupleTable:
         """Keep the rows of ``mask`` and count the others under their ``reasons``."""
         dropped = Counter(zip(self.index.task[~mask], reasons[~mask], strict=True))
         columns = {name: getattr(self, name)[mask] for name in ("target", "correct", "length", "prompt_length")}
-        beside = None if self.beside is None else self.beside[mask]
+        auxiliary = None if self.auxiliary is None else self.auxiliary[mask]
         index = self.index.select(mask)
-        return replace(self, index=index, **columns, dropped=self.dropped + dropped, beside=beside)
+        return replace(self, index=index, **columns, dropped=self.dropped + dropped, auxiliary=auxiliary)
 
 
 def question_slices(index: SampleIndex) -> Iterator[slice]:
@@ -296,7 +296,7 @@ def make_table(
     fits = room >= 1
     length = collator.max_length - np.maximum(room - response, 0)
     num_cut = int((fits & (response > room)).sum())
-    table = TupleTable(index, values, correct, length, prompt, num_cut=num_cut, beside=others)
+    table = TupleTable(index, values, correct, length, prompt, num_cut=num_cut, auxiliary=others)
     too_long = np.full(len(index), "prompt too long", dtype=object)
     return table.select(fits, too_long), reasons[fits]
 
@@ -339,7 +339,7 @@ class TupleDataset(Dataset[TupleRows]):
             target=table.target[rows],
             correct=table.correct[rows],
             question_index=table.index.question_index[rows],
-            beside_target=None if table.beside is None else table.beside[rows],
+            auxiliary_target=None if table.auxiliary is None else table.auxiliary[rows],
         )
 
 

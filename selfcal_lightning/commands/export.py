@@ -118,13 +118,13 @@ def _write_trained(
     what = "adapter" if module.export_kind == "adapter" else "trained weights"
     say(f"Writing the {what} to {target}")
     exports.write_export(module, target, described=trained)
-    for name in module.beside:
+    for name in module.auxiliary:
         place = target.with_name(f"{target.name}-{name}")
         exports.check_output(place, kinds=("adapter",), overwrite=False)
-        own = cast("ConfidenceModel", module).describe_beside(name)["hyper_parameters"]
+        own = cast("ConfidenceModel", module).describe_auxiliary(name)["hyper_parameters"]
         described = {**trained, "hyper_parameters": {**trained["hyper_parameters"], **own}}
         say(f"Writing the adapter {name!r}, an auxiliary one, to {place}")
-        exports.write_export(module, place, described=described, beside=name)
+        exports.write_export(module, place, described=described, auxiliary=name)
 
 
 def _check_can_merge(adapter: str) -> None:
@@ -225,7 +225,7 @@ def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None
 def _as_trained(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a manifest says of the training, where the module was loaded with other settings to be written."""
     quantization = {"quantization": stored["quantization"]} if "quantization" in stored else {}
-    return {**quantization, "hyper_parameters": {name: value for name, value in stored.items() if name != "beside"}}
+    return {**quantization, "hyper_parameters": {name: value for name, value in stored.items() if name != "auxiliary"}}
 
 
 def _hyper_parameters(path: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class SSCBatch(FrozenBatch):
     row: Tensor  # its number in the table that it was drawn from, int64, [B]; -1 for rows that fill a short step
     trees: tuple[PrefixTree, ...] = ()  # prompts and branches of a packed sequence
     position_ids: Tensor | None = None  # positions of a packed sequence's tokens in their own texts, [1, T]
-    beside_target: Tensor | None = None  # targets of the auxiliary adapters, float32, [B, K]
+    auxiliary_target: Tensor | None = None  # targets of the auxiliary adapters, float32, [B, K]
 
     def _complete(self) -> None:
         length = self.input_ids.shape[1]

@@ -56,7 +56,7 @@ from selfcal_lightning.training.modules import ExportKind, ScoringModule
 from selfcal_lightning.training.schedule import with_cosine
 from selfcal_lightning.training.settings import (
     AdapterSettings,
-    BesideSettings,
+    AuxiliarySettings,
     LossSettings,
     MemorySettings,
     OptimizerSettings,
@@ -71,24 +71,24 @@ if TYPE_CHECKING:
 QUERY_TOKENS = 16  # of the turns around a query
 
 PREFIX = "model."  # of the model's parameters in the module
-BESIDE_PREFIX = "beside_"  # of an adapter's name in PEFT, so that it is no part of the name of a layer
+AUXILIARY_PREFIX = "auxiliary_"  # of an adapter's name in PEFT, so that it is no part of the name of a layer
 
 
 def adapter_name(name: str | None) -> str:
     """Return the PEFT name of an auxiliary adapter; None is the main one."""
-    return FIRST if name is None else f"{BESIDE_PREFIX}{name}"
+    return FIRST if name is None else f"{AUXILIARY_PREFIX}{name}"
 
 
-def read_queries(beside: Mapping[str, BesideSettings], chat: ChatFormat) -> dict[str, ChatFormat]:
+def read_queries(auxiliary: Mapping[str, AuxiliarySettings], chat: ChatFormat) -> dict[str, ChatFormat]:
     chats = {
         name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query, prompt=chat.prompt)
-        for name, one in beside.items()
+        for name, one in auxiliary.items()
     }
     room = len(chat.query.suffix_ids)
     for name, own in chats.items():
         if len(own.query.suffix_ids) > room:
             raise InputError(
-                f"The query of {name!r} in `beside` must be at most as long as `query`, {room} tokens, but got "
+                f"The query of {name!r} in `auxiliary` must be at most as long as `query`, {room} tokens, but got "
                 f"{len(own.query.suffix_ids)}. Make the longest one the model's `query`."
             )
     return chats
@@ -103,7 +103,7 @@ class CalibratedModel(ScoringModule, ABC):
         chats: Chat formats of the auxiliary adapters.
     """
 
-    beside: dict[str, BesideSettings]
+    auxiliary: dict[str, AuxiliarySettings]
     model: Any  # None until `configure_model`
     chat: Any  # a ChatFormat from then on
 
@@ -126,7 +126,7 @@ class CalibratedModel(ScoringModule, ABC):
     def check_support(self, trainer: Trainer | None = None) -> None:
         """Raise InputError if the Trainer's settings or the model do not work; reads no weights."""
         trainer, memory = trainer or trainer_of(self), self.memory
-        check_support(trainer, memory, lora=self.lora is not None, beside=bool(self.beside))
+        check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
             check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
         check_model_folder(self.base_model, option="base_model")
@@ -145,7 +145,7 @@ class CalibratedModel(ScoringModule, ABC):
             self.memory,
             trains=trains,
             device=device,
-            adapters=1 + len(self.beside),
+            adapters=1 + len(self.auxiliary),
             shards=strategy.shards if isinstance(strategy, AdapterModelParallelStrategy) else 1,
             rows=self._row_sizes(data),
         )
@@ -153,7 +153,7 @@ class CalibratedModel(ScoringModule, ABC):
         passes = 1.5 if self.activated else 4.0 if self.memory.gradient_checkpointing else 3.0
         speed = guess_speed(self.base_model, revision=self.revision, device=device.type, passes=passes)
         return Plan(
-            model=(name_model(self.base_model, self.lora, tuple(self.beside)),),
+            model=(name_model(self.base_model, self.lora, tuple(self.auxiliary)),),
             memory=(memory,),
             speed=() if speed is None else (speed.over(trainer.world_size),),
         )
@@ -202,7 +202,7 @@ class CalibratedModel(ScoringModule, ABC):
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
                 model.enable_input_require_grads()
             self.model = model if lora is None else attach_lora(model, lora, seed=seed)
-            for name in self.beside:  # only with an adapter
+            for name in self.auxiliary:  # only with an adapter
                 add_lora(self.model, lora or LoraSettings(), adapter_name(name), seed=seed)
             keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
@@ -211,7 +211,7 @@ class CalibratedModel(ScoringModule, ABC):
     def _read_tokenizer(self) -> None:
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        self.chats = read_queries(self.beside, self.chat)
+        self.chats = read_queries(self.auxiliary, self.chat)
 
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
         return load_causal_lm(base_model, **loading)
@@ -351,7 +351,7 @@ class ConfidenceModel(CalibratedModel):
             save_adapter(self.model, folder, state=own, revision=self.revision, invocation_ids=query_ids)
         self.chat.tokenizer.save_pretrained(folder)
 
-    def save_beside(self, name: str, folder: Path) -> None:
+    def save_auxiliary(self, name: str, folder: Path) -> None:
         """Write an auxiliary adapter and the tokenizer, as if it had been trained alone."""
         query_ids = self.chats[name].query.suffix_ids
         save_adapter(self.model, folder, revision=self.revision, invocation_ids=query_ids, name=adapter_name(name))
@@ -382,16 +382,16 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def losses_of(self, name: str) -> LossSettings:
-        own, common = self.beside[name], self.losses
+        own, common = self.auxiliary[name], self.losses
         ranking = common.ranking if own.ranking is None else own.ranking
         return replace(common, loss=own.loss or common.loss, ranking=ranking)
 
     def describe(self) -> dict[str, Any]:
         return self._described(self.chat, self.query, self.losses)
 
-    def describe_beside(self, name: str) -> dict[str, Any]:
+    def describe_auxiliary(self, name: str) -> dict[str, Any]:
         """Return the manifest of an auxiliary adapter, as if it had been trained alone."""
-        return self._described(self.chats[name], self.beside[name].query or self.query, self.losses_of(name))
+        return self._described(self.chats[name], self.auxiliary[name].query or self.query, self.losses_of(name))
 
     def _described(self, chat: ChatFormat, query: str, losses: LossSettings) -> dict[str, Any]:
         own = {"query": query, "loss": losses.loss, "ranking": losses.ranking}
@@ -401,7 +401,7 @@ class ConfidenceModel(CalibratedModel):
             "p_true": self.losses.p_true,
             "activated": self.activated,
             "quantization": self.memory.quantization,
-            "hyper_parameters": {name: value for name, value in self.hparams.items() if name != "beside"} | own,
+            "hyper_parameters": {name: value for name, value in self.hparams.items() if name != "auxiliary"} | own,
         }
 
     def load_export(self, folder: Path) -> None:
@@ -437,7 +437,7 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
     trained = {
         name: value
         for name, value in module.named_parameters()
-        if value.requires_grad and f".{BESIDE_PREFIX}" not in name
+        if value.requires_grad and f".{AUXILIARY_PREFIX}" not in name
     }
     # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
     names = {name: name.removeprefix(PREFIX).replace(".default.", ".") for name in trained}

@@ -330,17 +330,17 @@ def write_export(
     training: Mapping[str, Any] | None = None,
     state: Mapping[str, Tensor] | None = None,
     described: Mapping[str, Any] | None = None,
-    beside: str | None = None,
+    auxiliary: str | None = None,
     domain: Domain | None = None,
 ) -> Path:
     """Write what ``module`` has learned, ``selfcal_manifest.json``, and the domain of its training questions.
 
-    ``beside`` names the auxiliary adapter to write instead; ``described`` replaces entries of the manifest.
+    ``auxiliary`` names the auxiliary adapter to write instead; ``described`` replaces entries of the manifest.
     """
     manifest = {
         "kind": module.export_kind,
         **({} if module.export_kind != "module" else {"module": class_path(type(module))}),
-        **(module.describe() if beside is None else cast("ConfidenceModel", module).describe_beside(beside)),
+        **(module.describe() if auxiliary is None else cast("ConfidenceModel", module).describe_auxiliary(auxiliary)),
         **(described or {}),
         "store": None if store is None else dict(store),
         # JSON has no nan: what is not defined is left out.
@@ -353,10 +353,10 @@ def write_export(
     reasons = reasons_to_keep(directory, manifest)
     kept = place_aside(directory) if reasons else None
     with replacing(directory, keep=kept) as folder:
-        if beside is None:
+        if auxiliary is None:
             module.save_export(folder, state=state)
         else:
-            cast("ConfidenceModel", module).save_beside(beside, folder)
+            cast("ConfidenceModel", module).save_auxiliary(auxiliary, folder)
         if domain is not None:
             domain.save(folder)
         describe_folder(folder, manifest)
@@ -389,7 +389,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "adapter": "A LoRA adapter for",
         "merged": "A LoRA adapter merged into",
         "model": "All weights of",
-        "module": f"What `{manifest.get('module')}` trains beside",
+        "module": f"What `{manifest.get('module')}` trains on top of",
     }[kind]
     named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
     lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]

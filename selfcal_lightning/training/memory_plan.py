@@ -25,9 +25,9 @@ MEMORY_FILE = Path("/proc/meminfo")
 KIB = 1024
 
 
-def name_model(base_model: str, lora: LoraSettings | None, beside: Sequence[str]) -> str:
+def name_model(base_model: str, lora: LoraSettings | None, auxiliary: Sequence[str]) -> str:
     what = "all weights" if lora is None else f"LoRA of rank {lora.r} on {', '.join(lora.target_modules)}"
-    return f"{base_model}, {what}" + (f", and {', '.join(beside)} beside it" if beside else "")
+    return f"{base_model}, {what}" + (f", with auxiliary {', '.join(auxiliary)}" if auxiliary else "")
 
 
 def plan_memory(

@@ -54,7 +54,7 @@ class TrainedModule(LightningModule):
     Attributes:
         identity: ``base_model_identity`` of the base model, set by ``configure_model``.
         exported_from: Folder of the export that training starts from.
-        beside: Settings of the auxiliary adapters by name.
+        auxiliary: Settings of the auxiliary adapters by name.
         activated: Whether the adapter leaves the generator unchanged, so that response tokens train nothing.
         attn_implementation: Attention of the base model; None is the best for packed rows.
     """
@@ -68,7 +68,7 @@ class TrainedModule(LightningModule):
         self.base_model, self.revision = base_model, revision
         self.identity: dict[str, Any] = {}
         self.exported_from: Path | None = None
-        self.beside: Mapping[str, Any] = {}
+        self.auxiliary: Mapping[str, Any] = {}
         self.activated = False
         self.attn_implementation: str | None = None
         self._random_states: list[dict[str, Any]] | None = None

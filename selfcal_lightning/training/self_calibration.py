@@ -35,11 +35,11 @@ from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.settings import (
     DEFAULT_OMEGA,
     AdapterSettings,
-    BesideSettings,
+    AuxiliarySettings,
     LossSettings,
     MemorySettings,
     OptimizerSettings,
-    read_beside,
+    read_auxiliary,
 )
 
 SMALLEST = 1e-6  # log-odds stay within +-13.8
@@ -207,9 +207,9 @@ class SelfCalibrationModule(ConfidenceModel):
         query: The confidence query: the question about the response whose Yes is the confidence.
         prompt: How questions are put to the model when sampling and training; the export keeps it, so that `selfcal
             answer` asks in the same way. Null is the task's prompt.
-        beside: Auxiliary activated adapters by name, each with its own target, loss or query. They are trained over the
-            same forward pass of the responses, with the same result as alone, and exported next to the first adapter.
-            Validation, test and predict score the first one.
+        auxiliary: More activated adapters by name, each with its own target, loss or query. They share the forward pass
+            over the responses, end as if trained alone, and are exported next to the first adapter. Validation, test
+            and predict score the first one.
         seed: Seeds adapter initialisation, and dropout (from seed, epoch, batch and rank).
 
     Reference:
@@ -239,7 +239,7 @@ class SelfCalibrationModule(ConfidenceModel):
         attn_implementation: str | None = None,
         query: str = DEFAULT_QUERY,
         prompt: Prompt | None = None,
-        beside: dict[str, BesideSettings] | None = None,
+        auxiliary: dict[str, AuxiliarySettings] | None = None,
         seed: int = 0,
     ) -> None:
         adapter = AdapterSettings(
@@ -267,11 +267,11 @@ class SelfCalibrationModule(ConfidenceModel):
         if quantization is not None and lora is None:
             raise InputError(f"`quantization` {quantization!r} needs `lora`: four-bit weights cannot be trained.")
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses, memory)
-        self.beside = read_beside(beside, activated=self.activated)
+        self.auxiliary = read_auxiliary(auxiliary, activated=self.activated)
         self.omega = self.losses.omega if self.losses.generation_loss else 0.0
         self.save_hyperparameters(
             plain_settings(self.adapter, self.optimization, self.losses, self.memory)
-            | {"beside": {name: asdict(one) for name, one in self.beside.items()}}
+            | {"auxiliary": {name: asdict(one) for name, one in self.auxiliary.items()}}
         )
         self._step_log = StepLog()
 
@@ -291,16 +291,16 @@ class SelfCalibrationModule(ConfidenceModel):
         at = (self.current_epoch, batch_idx, self.global_rank)
         # Every adapter has the stream that it would have alone; reading the contexts draws nothing.
         stream = partial(dropout_stream, self.adapter.seed, *at, device=self.device)
-        contexts = self._contexts(batch) if self.beside else None
+        contexts = self._contexts(batch) if self.auxiliary else None
         with stream():
             calibration, generation, confidence = self._losses(batch, contexts)
         eta = None if self.data_module is None else self.data_module.eta
         self._step_log.add(batch, calibration, generation, confidence, eta=eta)
         loss = calibration + self.omega * generation
         if contexts is not None:
-            for place, name in enumerate(self.beside):
+            for place, name in enumerate(self.auxiliary):
                 with stream(), adapter_in_use(self.model, adapter_name(name)):
-                    loss = loss + self._loss_beside(batch, contexts, place, name)
+                    loss = loss + self._loss_auxiliary(batch, contexts, place, name)
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def _losses(self, batch: SSCBatch, contexts: Contexts | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,21 +319,21 @@ class SelfCalibrationModule(ConfidenceModel):
             return calibration, torch.zeros_like(calibration), confidence
         return calibration, generation_part(batch, outputs.token_losses(batch.label_id)), confidence
 
-    def _loss_beside(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
+    def _loss_auxiliary(self, batch: SSCBatch, contexts: Contexts, place: int, name: str) -> Tensor:
         """Return the calibration loss of an auxiliary adapter, which must be the active one; a scalar."""
         query = self.chats[name].query
         confidence = ask(self.model, contexts, query).p_true(query, normalised=self._is_normalised)
-        targets = batch.target if batch.beside_target is None else batch.beside_target[:, place]
+        targets = batch.target if batch.auxiliary_target is None else batch.auxiliary_target[:, place]
         return calibration_part(batch, confidence, self.losses_of(name), targets=targets)
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of each adapter separately, as if it were trained alone."""
-        if not self.beside or not gradient_clip_val or gradient_clip_algorithm == "value":
+        if not self.auxiliary or not gradient_clip_val or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        for name in map(adapter_name, (None, *self.beside)):
+        for name in map(adapter_name, (None, *self.auxiliary)):
             own = [parameter for key, parameter in trained_parameters(self).items() if f".{name}." in key]
             torch.nn.utils.clip_grad_norm_(own, gradient_clip_val)
 

@@ -120,7 +120,7 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class BesideSettings:
+class AuxiliarySettings:
     """Settings of an auxiliary adapter; null inherits the main adapter's.
 
     Attributes:
@@ -140,18 +140,18 @@ class BesideSettings:
     ranking: float | None = None
 
 
-def read_beside(
-    beside: Mapping[str, BesideSettings | Mapping[str, Any]] | None, *, activated: bool
-) -> dict[str, BesideSettings]:
+def read_auxiliary(
+    auxiliary: Mapping[str, AuxiliarySettings | Mapping[str, Any]] | None, *, activated: bool
+) -> dict[str, AuxiliarySettings]:
     """Return the settings of the auxiliary adapters by name; a checkpoint holds them as plain types."""
     settings = {
-        name: BesideSettings(**one) if isinstance(one, Mapping) else one for name, one in (beside or {}).items()
+        name: AuxiliarySettings(**one) if isinstance(one, Mapping) else one for name, one in (auxiliary or {}).items()
     }
     if settings and not activated:
-        raise InputError(f"`beside` ({', '.join(settings)}) needs an activated adapter, not joint training.")
+        raise InputError(f"`auxiliary` ({', '.join(settings)}) needs an activated adapter, not joint training.")
     for name in settings:
         if not NAME.fullmatch(name) or name in TAKEN:
             raise InputError(
-                f"Names in `beside` are letters, digits and underscores, not {sorted(TAKEN)}, but got {name!r}."
+                f"Names in `auxiliary` are letters, digits and underscores, not {sorted(TAKEN)}, but got {name!r}."
             )
     return settings

@@ -48,21 +48,21 @@ REASONS: dict[tuple[str, Way], str] = {
         "bitsandbytes blocks cannot follow sharded parameters. Use `trainer.strategy: ddp`, or `optimizer: adamw`"
     ),
     ("adapters side by side", "FSDP2"): (
-        "sharding several adapters is untested. Use `trainer.strategy: ddp`, or leave `beside` out"
+        "sharding several adapters is untested. Use `trainer.strategy: ddp`, or leave `auxiliary` out"
     ),
     ("precision 16-mixed", "FSDP2"): "the float16 gradient scaler would decide in each process. Use bf16-mixed",
 }
 PRECISIONS = tuple(name.removeprefix("precision ") for name in SUPPORT if name.startswith("precision "))
 
 
-def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, beside: bool = False) -> None:
+def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool, auxiliary: bool = False) -> None:
     if trainer is None:
         return
     asked = ["LoRA" if lora else "full fine-tuning"]
     asked += ["QLoRA (nf4)"] if memory.quantization is not None else []
     asked += ["8-bit and paged optimisers"] if memory.optimizer in CLASSES else []
     asked += ["gradient checkpointing"] if memory.gradient_checkpointing else []
-    asked += ["adapters side by side"] if beside else []
+    asked += ["adapters side by side"] if auxiliary else []
     check_features(trainer, asked)
 
 

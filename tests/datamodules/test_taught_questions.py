@@ -21,10 +21,10 @@ from selfcal_lightning.commands.capability import run_score_questions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.datamodules.ssc.tuples import check_beside, check_teacher
+from selfcal_lightning.datamodules.ssc.tuples import check_auxiliary, check_teacher
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.settings import BesideSettings
+from selfcal_lightning.training.settings import AuxiliarySettings
 
 OF_LABELS = "expected_accuracy"
 OF_TARGETS: dict[str, Callable[[list[Any]], float | None]] = {
@@ -123,4 +123,6 @@ def test_what_does_not_go_together(pool: Pool) -> None:
     with pytest.raises(InputError, match=r"no `teacher`, but got teacher.json"):
         check_teacher("teacher.json", 0.5, target="top_share")
     with pytest.raises(InputError, match="all of responses or all of questions, but got 'label' and 'agreeing_pairs'"):
-        check_beside({"a": BesideSettings(target="agreeing_pairs")}, target="label", num_buckets=None, num_samples=4)
+        check_auxiliary(
+            {"a": AuxiliarySettings(target="agreeing_pairs")}, target="label", num_buckets=None, num_samples=4
+        )

@@ -96,7 +96,7 @@ def test_a_run_of_the_plug_in_ends_in_an_export(whole: Path, tiny_model: str) ->
     weights = load_file(whole / "probe" / FILE)
     assert weights.keys() == {"weight", "bias"}
     assert weights["weight"].abs().max() > 0.01
-    assert f"What `{PROBE}` trains beside" in (whole / "probe" / "README.md").read_text()
+    assert f"What `{PROBE}` trains on top of" in (whole / "probe" / "README.md").read_text()
     checkpoint = torch.load(whole / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["state_dict"].keys() == {"head.weight", "head.bias"}, "not the trunk"
     assert checkpoint[CLASS_KEY] == PROBE

@@ -20,15 +20,15 @@ from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
-from selfcal_lightning.training.settings import BesideSettings
+from selfcal_lightning.training.settings import AuxiliarySettings
 
 ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
 SHORT_QUERY = "Correct? (Yes/No)"
 ROWS = {"total_tuples": 48, "batch_size": 4, "num_buckets": None, "generation_ratio": None}
-BESIDE = {
-    "model": BesideSettings(target="consistency"),  # a name that is part of those of all layers
-    "short": BesideSettings(query=SHORT_QUERY),
-    "ranked": BesideSettings(ranking=0.5, loss="squared"),
+AUXILIARY = {
+    "model": AuxiliarySettings(target="consistency"),  # a name that is part of those of all layers
+    "short": AuxiliarySettings(query=SHORT_QUERY),
+    "ranked": AuxiliarySettings(ranking=0.5, loss="squared"),
 }
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "first": ({}, {}),
@@ -62,7 +62,7 @@ def trained(pool: Pool, store: str, folder: Path, module: dict[str, Any], data: 
 
 @pytest.fixture(scope="module")
 def together(pool: Pool, free_store: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(pool, free_store, tmp_path_factory.mktemp("together"), {"beside": BESIDE}, {"target": "ssc"})
+    return trained(pool, free_store, tmp_path_factory.mktemp("together"), {"auxiliary": AUXILIARY}, {"target": "ssc"})
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -82,7 +82,7 @@ def test_each_equals_its_training_alone(
 
 
 def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
-    folders = {name: together.with_name(f"adapter-{name}") for name in BESIDE}
+    folders = {name: together.with_name(f"adapter-{name}") for name in AUXILIARY}
     assert sorted(place.name for place in together.parent.iterdir()) == sorted(
         ["adapter", *(folder.name for folder in folders.values())]
     )
@@ -92,7 +92,7 @@ def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
     assert manifests["short"]["prompt"]["query"] == SHORT_QUERY
     assert manifests["ranked"]["hyper_parameters"]["ranking"] == 0.5
     assert manifests["model"]["hyper_parameters"]["query"] == DEFAULT_QUERY
-    assert "beside" not in manifests["model"]["hyper_parameters"]
+    assert "auxiliary" not in manifests["model"]["hyper_parameters"]
     assert read_invocation_ids(str(folders["short"])) == tuple(manifests["short"]["prompt"]["suffix_ids"])
 
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
                 self.trainer.save_checkpoint(tmp_path / "last.ckpt")
                 raise StopError
 
-    settings = {"lora": ACTIVATED, "lr": 5e-3, "beside": BESIDE, "torch_dtype": "float32"}
+    settings = {"lora": ACTIVATED, "lr": 5e-3, "auxiliary": AUXILIARY, "torch_dtype": "float32"}
     run = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "limit_val_batches": 0}
     data = {**ROWS, "target": "ssc"}
     with pytest.raises(StopError):
@@ -132,7 +132,7 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
     trainer.fit(module, datamodule=pool.data(free_store, **data), ckpt_path=str(tmp_path / "last.ckpt"))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False)
-    for name in ("adapter", *(f"adapter-{name}" for name in BESIDE)):
+    for name in ("adapter", *(f"adapter-{name}" for name in AUXILIARY)):
         one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
         assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5
         written = tmp_path / name.replace("adapter", "of a checkpoint")
@@ -150,7 +150,7 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
 
 def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path) -> None:
     """As `selfcal predict --adapter` does with the settings of the training."""
-    module = module_of(pool.model, lora=ACTIVATED, beside=BESIDE)
+    module = module_of(pool.model, lora=ACTIVATED, auxiliary=AUXILIARY)
     module.load_export(together)
     module.configure_model()
     written = load_file(together / "adapter_model.safetensors")
@@ -166,12 +166,12 @@ def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path)
 def test_the_plan_counts_every_adapter(pool: Pool) -> None:
     trainer = quiet_trainer()
     plans = [
-        module_of(pool.model, lora=ACTIVATED, beside=beside).plan_run("fit", trainer, module_of(pool.model), None)
-        for beside in ({}, BESIDE)
+        module_of(pool.model, lora=ACTIVATED, auxiliary=auxiliary).plan_run("fit", trainer, module_of(pool.model), None)
+        for auxiliary in ({}, AUXILIARY)
     ]
     (alone,), (several,) = (plan.memory for plan in plans)
     assert several.trained == 4 * alone.trained
-    assert "model, short, ranked beside it" in plans[1].model[0]
+    assert "with auxiliary model, short, ranked" in plans[1].model[0]
 
 
 # ---- what is refused
@@ -180,29 +180,29 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora": NO_DROPOUT}, r"`beside` \(votes\) needs an activated adapter"),
-        ({"beside": {"best": BesideSettings()}}, "Names in `beside` .*but got 'best'"),
-        ({"beside": {"a.b": BesideSettings()}}, r"Names in `beside` .*but got 'a\.b'"),
+        ({"lora": NO_DROPOUT}, r"`auxiliary` \(votes\) needs an activated adapter"),
+        ({"auxiliary": {"best": AuxiliarySettings()}}, "Names in `auxiliary` .*but got 'best'"),
+        ({"auxiliary": {"a.b": AuxiliarySettings()}}, r"Names in `auxiliary` .*but got 'a\.b'"),
         ({"ranking": -1.0}, r"`ranking` to be a number of at least 0, but got -1\.0"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SelfCalibrationModule("model", **{"lora": ACTIVATED, "beside": {"votes": BesideSettings()}, **settings})
+        SelfCalibrationModule("model", **{"lora": ACTIVATED, "auxiliary": {"votes": AuxiliarySettings()}, **settings})
 
 
 @pytest.mark.parametrize(
-    ("beside", "data", "message"),
+    ("auxiliary", "data", "message"),
     [
-        ({"target": "votes"}, {}, r"`beside\.other\.target` to be one of .*but got 'votes'"),
-        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `beside` must be at most as long as `query`"),
+        ({"target": "votes"}, {}, r"`auxiliary\.other\.target` to be one of .*but got 'votes'"),
+        ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `auxiliary` must be at most as long as `query`"),
         ({}, {"num_buckets": 4}, "`num_buckets` must be 1 with adapters side by side, but got 4"),
         ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
     ],
 )
 def test_what_cannot_be_trained_side_by_side(
-    beside: dict[str, Any], data: dict[str, Any], message: str, pool: Pool, store_dir: str
+    auxiliary: dict[str, Any], data: dict[str, Any], message: str, pool: Pool, store_dir: str
 ) -> None:
-    module = module_of(pool.model, lora=ACTIVATED, beside={"other": BesideSettings(**beside)})
+    module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": AuxiliarySettings(**auxiliary)})
     with pytest.raises(ValueError, match=message):
         quiet_trainer(limit_val_batches=0).fit(module, datamodule=pool.data(store_dir, **{**ROWS, **data}))

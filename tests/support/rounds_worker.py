@@ -29,7 +29,7 @@ def kill_after(questions: int) -> None:
 
     def counted(self: ShardWriter) -> int:
         number = commit(self)
-        if self.round == 1 and self.committed >= questions:
+        if self.record.round == 1 and self.committed >= questions:
             os.kill(os.getpid(), signal.SIGKILL)
         return number
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_apart
+from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.models import folders
 from selfcal_lightning.models.names import check_model
@@ -212,7 +213,7 @@ def _module_class(adapter: str, named: str | None) -> type[TrainedModule] | None
         if not issubclass(kind, TrainedModule):
             raise InputError(f"Expected `module` to be a TrainedModule, but got {named}.")
         return kind
-    own = exports.class_path(SelfCalibrationModule)
+    own = class_path(SelfCalibrationModule)
     found = read_checkpoint(Path(adapter)).get(CLASS_KEY, own)
     if found != own:
         raise InputError(

@@ -42,3 +42,7 @@ def keep_bitsandbytes_quiet() -> None:
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
     return "kernels-community" not in record.getMessage()
+
+
+def class_path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

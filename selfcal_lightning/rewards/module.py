@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
@@ -42,7 +43,6 @@ from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
 from selfcal_lightning.training.checkpoints import check_base_model, check_trained
-from selfcal_lightning.training.export import class_path
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics

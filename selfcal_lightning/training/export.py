@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from selfcal_lightning.confidence.domain import Domain
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import is_empty_folder, read_json_object
-from selfcal_lightning.core.imports import is_installed
+from selfcal_lightning.core.imports import class_path, is_installed
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.models.folders import (
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.training.calibrated_model import ConfidenceModel
     from selfcal_lightning.training.modules import TrainedModule
-
-
-def class_path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def import_class(path: str, *, option: str) -> type:

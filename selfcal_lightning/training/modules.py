@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.training.checkpoints import (
     check_base_model,
@@ -21,7 +22,6 @@ from selfcal_lightning.training.checkpoints import (
     check_trained,
     check_training_state,
 )
-from selfcal_lightning.training.export import class_path
 from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, trainer_of
 from selfcal_lightning.training.resume import gather_random_states, restore_random_states
 

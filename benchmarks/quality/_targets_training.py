@@ -26,7 +26,7 @@ from selfcal_lightning.models.outputs import HiddenOutputs, log_normaliser
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import adapter_name
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule, calibration_part
-from selfcal_lightning.training.settings import BesideSettings
+from selfcal_lightning.training.settings import AuxiliarySettings
 
 
 class LearnedTokenModule(SelfCalibrationModule):
@@ -101,7 +101,7 @@ def train_store(options: Options, seed: int) -> SampleStore:
     return SampleStore(options.folder(seed) / "samples", num_samples=options.responses)
 
 
-def beside_settings(options: Options, seed: int) -> dict[str, dict[str, Any]]:
+def auxiliary_settings(options: Options, seed: int) -> dict[str, dict[str, Any]]:
     teacher = str(options.folder(seed) / "teacher.json")
     names = adapter_names()
     return {
@@ -118,7 +118,7 @@ def configuration(options: Options, seed: int) -> dict[str, Any]:
     )
     config["trainer"] |= {"logger": False, "enable_checkpointing": False, "default_root_dir": str(folder)}
     config["model"]["init_args"] |= {
-        "base_model": options.model, "lr": LEARNING_RATE, "beside": beside_settings(options, seed),
+        "base_model": options.model, "lr": LEARNING_RATE, "auxiliary": auxiliary_settings(options, seed),
     }  # fmt: skip
     data = train_on(config, folder / "samples", limit=options.questions)
     data |= {"num_samples": options.responses, "target": "leave_one_out", "validation": []}
@@ -127,8 +127,8 @@ def configuration(options: Options, seed: int) -> dict[str, Any]:
 
 def score_variants(options: Options, seed: int) -> Scores:
     settings = configuration(options, seed)["model"]["init_args"]
-    beside = {name: BesideSettings(**one) for name, one in settings.pop("beside").items()}
-    module = SelfCalibrationModule(**{**settings, "lora": LoraSettings(**settings["lora"])}, beside=beside)
+    auxiliary = {name: AuxiliarySettings(**one) for name, one in settings.pop("auxiliary").items()}
+    module = SelfCalibrationModule(**{**settings, "lora": LoraSettings(**settings["lora"])}, auxiliary=auxiliary)
     module.configure_model()
     folder, names = options.folder(seed), adapter_names()
     for name in names.values():
@@ -167,7 +167,7 @@ def train_learned_token(options: Options, seed: int) -> Scores:
     """Train the learned token on leave-one-out agreement, on the rows and steps of the others, and score with it."""
     config = configuration(options, seed)
     settings, trainer = config["model"]["init_args"], config["trainer"]
-    del settings["beside"]
+    del settings["auxiliary"]
     torch.manual_seed(seed)
     module = LearnedTokenModule(**{**settings, "lora": LoraSettings(**settings["lora"])})
     data = config["data"]["init_args"] | {"train": training_sources(options)}

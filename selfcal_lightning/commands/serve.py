@@ -91,9 +91,9 @@ def run_serve(
         strategy_args: Fields of that strategy, such as `--strategy_args.threshold 0.9`.
         scorers: Files of fitted confidences (`selfcal fit-confidence`). Those in `feedback_dir` are read too.
         threshold_file: File of a fitted threshold (`selfcal fit-threshold`).
-        limits: What is spent at most.
-        sampling: How responses are drawn where a client does not say; null is as the calibration did.
-        seed: Seed of the samples of requests that bring one.
+        limits: Limits of the server; a request may ask for less.
+        sampling: Sampling settings of requests that give none; null uses those of the calibration.
+        seed: Seeds requests that bring no seed of their own.
         query: The confidence query; that of the calibration.
         engine: Which engine runs the model, and how.
         revision: Revision of the model on the hub.

@@ -16,7 +16,7 @@ from selfcal_lightning.models.folders import config_path
 MODULE = "selfcal_lightning.training.self_calibration.SelfCalibrationModule"
 DATA_MODULE = "selfcal_lightning.datamodules.ssc.datamodule.SSCDataModule"
 DESCRIPTIONS = {
-    "fit": "Calibrate a model: sample what the store lacks, make targets of it, train, write the adapter.",
+    "fit": "Calibrate a model: sample missing responses, compute targets, train, write the adapter.",
     "validate": "Compute the metrics of the validation split.",
     "test": "Compute the metrics of the test split.",
     "predict": "Write the model's confidence in each stored response into the store.",

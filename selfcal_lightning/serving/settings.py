@@ -20,7 +20,7 @@ class Limits:
         max_queue: Questions in work or waiting; a further one is refused with status 429.
         max_body_mb: Size of a body, in megabytes; a larger one is refused with status 413.
         read_s: Seconds in which a request's head and then its body must have come in.
-        stop_s: Seconds after SIGTERM for what is in work; then it is answered by what has been drawn.
+        stop_s: Seconds that running requests get after SIGTERM; then they are answered from the samples so far.
     """
 
     max_samples: int = 16

@@ -34,7 +34,7 @@ SUPPORT: dict[str, dict[Way, Support]] = {
     "QLoRA (nf4)": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "8-bit and paged optimisers": {"one process": "yes", "DDP": "yes", "FSDP2": "no"},
     "gradient checkpointing": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
-    "adapters side by side": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
+    "auxiliary adapters": {"one process": "yes", "DDP": "not run", "FSDP2": "no"},
     "CPU": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
     "GPU": {"one process": "not run", "DDP": "not run", "FSDP2": "not run"},
     "precision 32-true": {"one process": "yes", "DDP": "yes", "FSDP2": "yes"},
@@ -47,7 +47,7 @@ REASONS: dict[tuple[str, Way], str] = {
     ("8-bit and paged optimisers", "FSDP2"): (
         "bitsandbytes blocks cannot follow sharded parameters. Use `trainer.strategy: ddp`, or `optimizer: adamw`"
     ),
-    ("adapters side by side", "FSDP2"): (
+    ("auxiliary adapters", "FSDP2"): (
         "sharding several adapters is untested. Use `trainer.strategy: ddp`, or leave `auxiliary` out"
     ),
     ("precision 16-mixed", "FSDP2"): "the float16 gradient scaler would decide in each process. Use bf16-mixed",
@@ -62,7 +62,7 @@ def check_support(trainer: Trainer | None, memory: MemorySettings, *, lora: bool
     asked += ["QLoRA (nf4)"] if memory.quantization is not None else []
     asked += ["8-bit and paged optimisers"] if memory.optimizer in CLASSES else []
     asked += ["gradient checkpointing"] if memory.gradient_checkpointing else []
-    asked += ["adapters side by side"] if auxiliary else []
+    asked += ["auxiliary adapters"] if auxiliary else []
     check_features(trainer, asked)
 
 

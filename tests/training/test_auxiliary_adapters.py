@@ -1,4 +1,4 @@
-"""Adapters that are trained side by side become what each would become alone, and are exported one by one."""
+"""Adapters that are trained together become what each would become alone, and are exported one by one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_what_the_table_says_is_what_happens(way: str, feature: str) -> None:
         optimizer="paged_adamw" if feature == "8-bit and paged optimisers" else "adamw",
         gradient_checkpointing=feature == "gradient checkpointing",
     )
-    asked = {"lora": feature != "full fine-tuning", "auxiliary": feature == "adapters side by side"}
+    asked = {"lora": feature != "full fine-tuning", "auxiliary": feature == "auxiliary adapters"}
     if SUPPORT[feature][way] == "no":
         with pytest.raises(ValueError, match=f"{way} does not support ") as caught:
             check_support(trainer_of(way, precision), memory, **asked)

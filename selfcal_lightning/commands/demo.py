@@ -60,7 +60,6 @@ def what_next(folder: Path) -> str:
     adapter = folder / "adapter"
     return (
         "What to look at, and what to type next:\n"
-        f"  {folder}/evaluation/report.html        every question and response, in a browser\n"
         f"  {folder}/evaluation/reliability.png    reliability before and after\n"
         f"  {folder}/evaluation/votes.png          votes of 1, 2, 4 ... samples, counted and weighted by confidence\n"
         f"  {folder}/evaluation/strategies.md      strategies with intervals; curves.csv, accuracy_*.png too\n"
@@ -70,6 +69,7 @@ def what_next(folder: Path) -> str:
         f'--question "{OWN_QUESTION}"\n'
         "  (The bundled model only knows questions like this one. Others it gets mostly wrong, and is confident.)\n"
         f"{larger_model_lines()}"
+        f"Look at {folder}/evaluation/report.html: every question and response, in a browser.\n"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, UserError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
 from selfcal_lightning.data.store.annotations import annotation_names
@@ -86,10 +86,13 @@ def run_view(
 
 
 def view_training(folder: Path) -> None:
-    """Write the report of a training's samples, without which the training is no worse."""
+    """Write the report of a training's samples, with the confidences of before; its failure fails no training."""
+    file = folder / REPORT
     try:
-        run_view(str(folder / "samples"), output=str(folder / REPORT))
-    except (InputError, OSError) as error:
+        places = {"before training": str(folder / "samples")}
+        _write(file, places, None, None, None, threshold=DEFAULT_THRESHOLD, redact=False)
+        say(f"Look at {file}")
+    except (UserError, OSError) as error:
         say(f"No report was written: {error}")
 
 

@@ -374,6 +374,10 @@ def test_an_export_can_be_imported_again(tmp_path: Path, format: Any, name: str)
     groups = sorted(stored(tmp_path / "back").values(), key=lambda group: group.question.text)
     assert [verdicts(group) for group in groups] == [[True, False], [False, True]]
     assert [group.question.reference for group in groups] == ["2", "3"]
-    (tmp_path / "other").write_text("{}")
+    other = tmp_path / f"other{Path(name).suffix}"
+    other.write_text("{}")
     with pytest.raises(InputError, match="something else"):
-        run_export_pool(str(tmp_path / "store"), str(tmp_path / "other"), format=format)
+        run_export_pool(str(tmp_path / "store"), str(other), format=format)
+    if format == "inspect":
+        with pytest.raises(InputError, match=r"must end with \.json, got .*x\.eval"):
+            run_export_pool(str(tmp_path / "store"), str(tmp_path / "x.eval"), format=format)

@@ -16,7 +16,7 @@ from support.options import nested
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
-from selfcal_lightning.commands.view import run_view
+from selfcal_lightning.commands.view import run_view, view_training
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -121,6 +121,21 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert numbers[0]["questions"] == 12
     with pytest.raises(InputError, match="`limit` cannot apply"):
         run_view(str(tmp_path / "out"), limit=3)
+
+
+def test_the_report_of_a_training_says_whose_confidences_it_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = SamplingSettings(max_new_tokens=12)
+    run_generate(
+        "bundled", str(tmp_path / "samples"), "word_problems", "test_id", limit=2, num_samples=2, sampling=short
+    )
+    view_training(tmp_path)
+    assert packed((tmp_path / "report.html").read_text(), "index")["systems"] == ["before training"]
+    assert capsys.readouterr().err.splitlines()[-1] == f"Look at {tmp_path / 'report.html'}"
+    (tmp_path / "samples" / "manifest.json").write_text("{")
+    view_training(tmp_path)
+    assert "No report was written: " in capsys.readouterr().err
 
 
 def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

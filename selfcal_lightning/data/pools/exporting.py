@@ -135,6 +135,8 @@ def export_log(
     Responses without a verdict cannot be written in these formats; they are counted.
     """
     place, store = Path(path), SampleStore(store_dir)
+    if format == "inspect" and place.suffix != ".json":
+        raise InputError(f"`path` of an inspect log must end with .json, got {place}: inspect_ai tells logs by it.")
     found = list(store.samples(split=split, round=round, task=task))
     groups = [replace(group, samples=kept) for group in found if (kept := _verified(group.samples))]
     written = sum(len(group.samples) for group in groups)

@@ -28,7 +28,7 @@ from selfcal_lightning.models.chat_format import UNFINISHED
 from selfcal_lightning.records import Message, Question, Sample, Verdict
 from selfcal_lightning.serving.bodies import Refused
 
-PATIENCE = 0.05  # seconds between two looks at newcomers, deadlines and tokens to pass on
+PATIENCE = 0.01  # seconds between two looks at newcomers, deadlines and tokens to pass on
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -102,8 +102,8 @@ def test_a_stream_says_what_a_whole_answer_says(server: Server, fields: dict) ->
     assert pieces[-1]["selfcal"] == whole.selfcal
     assert (usage["choices"], usage["usage"]) == ([], whole.json["usage"])
     assert stream.text.count(": samples") == whole.selfcal["samples_used"] + 1
-    if whole.selfcal["samples_used"] == 1:  # passed on as it is drawn; on a busy machine in few pieces
-        assert any(len(server.chat(QUESTION, **fields, stream=True).chunks) > 4 for _ in range(5))
+    if whole.selfcal["samples_used"] == 1:  # passed on as it is drawn
+        assert len(pieces) > 4
 
 
 def test_a_stop_ends_the_text_in_both_forms(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Calibration metrics in a LightningModule of one's own: any confidence, any label of right and wrong.
+"""Calibration metrics in your own LightningModule, for any confidence and any right-or-wrong label.
 
 python examples/metrics_in_your_module.py
 """
@@ -13,7 +13,7 @@ from selfcal_lightning.metrics.streaming import BinnedCalibrationError, Confiden
 
 
 class Classifier(lightning.LightningModule):
-    """A logistic regression whose probabilities are judged in validation."""
+    """A logistic regression that logs how well its probabilities are calibrated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Classifier(lightning.LightningModule):
         return torch.nn.functional.binary_cross_entropy_with_logits(self.layer(x)[:, 0], y)
 
     def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> None:
-        """Judge the probabilities; the metrics add up over batches and processes by themselves."""
+        """Update the metrics; torchmetrics combines them over batches and processes."""
         x, y = batch
         confidence = self.layer(x)[:, 0].sigmoid()
         self.ece.update(confidence, y)

@@ -1,4 +1,4 @@
-"""Ask a server instead of loading a model here: vLLM's own, started by `vllm serve MODEL`.
+"""Sample from vLLM's own server (`vllm serve MODEL`) instead of loading a model in this process.
 
 python examples/server.py http://127.0.0.1:8000/v1 MODEL
 """
@@ -19,7 +19,7 @@ if __name__ == "__main__":
         task="local_number",
         strategy="self_consistency",
         max_samples=4,
-        sampling=sc.SamplingSettings(edt_scale=None, max_new_tokens=120),  # a server draws at a fixed temperature
+        sampling=sc.SamplingSettings(edt_scale=None, max_new_tokens=120),  # a server samples at a fixed temperature
         engine=sc.EngineOptions("openai", base_url=address),
     )
     print(found[0].as_text())

@@ -1,4 +1,4 @@
-"""A threshold that keeps the error rate among the answered below a bound, with a stated chance; else it abstains.
+"""Fit a threshold that bounds the error rate of the answers given, with 90 % confidence; below it, abstain.
 
 python examples/threshold_with_guarantee.py [FOLDER]
 """
@@ -23,4 +23,4 @@ if __name__ == "__main__":
         str(pool), str(folder / "threshold.json"), strategy="best_of_n", risk=0.1, delta=0.1, split="calibration"
     )
     print(fitted.promise)
-    print(f"It answers {fitted.achieved['coverage']:.0%} of the calibration questions and withholds the rest.")
+    print(f"It answers {fitted.achieved['coverage']:.0%} of the calibration questions and abstains from the rest.")

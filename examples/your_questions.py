@@ -1,4 +1,4 @@
-"""Calibrate a model on questions of one's own, without labels: an adapter that wakes at the query. Then answer with it.
+"""Train an activated adapter on your own questions, without labels, and answer with it.
 
 python examples/your_questions.py [FOLDER]
 """
@@ -12,7 +12,7 @@ import selfcal_lightning as sc
 
 
 def your_questions() -> list[dict[str, object]]:
-    """Stand-in for your own: a list like this, or the path of a file of JSON lines. `answer` may be left out."""
+    """Stand-in for your questions: a list like this, or the path of a JSON-lines file. `answer` is optional."""
     problems = sc.get_task("word_problems").load("train", limit=60)
     return [{"question": problem.text, "answer": problem.reference} for problem in problems]
 

@@ -1,4 +1,4 @@
-"""Judge responses that you have already: write them as JSON lines, and evaluate them with intervals.
+"""Evaluate responses that you already have: write them as JSON lines, and get metrics with intervals.
 
 python examples/your_responses.py [FOLDER]
 """
@@ -14,7 +14,7 @@ import selfcal_lightning as sc
 
 
 def your_responses(questions: int = 60, samples: int = 8) -> list[dict[str, object]]:
-    """Stand-in for your own: texts, and a number per response that says how sure the model was."""
+    """Stand-in for your responses: texts, and for each a number that says how sure the model was."""
     draw = random.Random(0)
     lines = []
     for number in range(questions):

@@ -1,4 +1,4 @@
-"""A strategy of one's own, live over an engine: stop at the first answer that was given twice.
+"""Your own strategy, live on an engine: stop when an answer has come twice.
 
 python examples/your_strategy.py
 """
@@ -15,7 +15,7 @@ from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 
 @dataclass(frozen=True)
 class FirstTwice:
-    """Draw one response at a time until an answer was given twice, or the budget is spent."""
+    """Draws one response at a time until an answer has come twice or the budget is spent."""
 
     name: ClassVar[str] = "first_twice"
 
@@ -23,7 +23,7 @@ class FirstTwice:
     confidence: str | None = None
 
     def solve(self, question: sc.Question) -> Solving:
-        """Return the answer that came twice, else the most frequent one."""
+        """Return the answer that came twice, or else the most frequent one."""
         seen: list[sc.Sample] = []
         votes: Counter[str] = Counter()
         while len(seen) < self.max_samples and max(votes.values(), default=0) < 2:

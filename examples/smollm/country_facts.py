@@ -1,10 +1,10 @@
-"""The task ``country_facts`` as a plug-in: capitals, continents, languages and currencies, asked without a layout.
+"""The task ``country_facts`` as a plug-in: capitals, continents, languages and currencies, in free text.
 
 selfcal generate --plugins examples/smollm/country_facts.py --task country_facts --model MODEL --store_dir samples
 
-A small model says "The capital of Poland is Warsaw, which lies ..." and obeys no layout, so the question stands alone,
-and the reader looks for a name in what follows the verb. It never guesses: what is no known name stays the text that it
-is, since wrong answers that are read as one and the same would count as agreement, which is what the model learns from.
+A small model says "The capital of Poland is Warsaw, which lies ..." and follows no answer format. So the prompt is only
+the question, and the answer is the first known name after the verb. Unknown names stay as they are written: if
+different wrong answers were read as the same one, they would count as agreement, and the model would learn that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from selfcal_lightning.data.tasks.rows import FileSource, Row
 DATA = Path(__file__).resolve().parent / "data"
 SPLITS = ("train", "validation", "test")
 MOST_WORDS = 5
-# Names that the data set does not have, and what it calls the same.
+# Names that the data set lacks, and the name that it uses instead.
 SYNONYMS = {
     "turkey": "türkiye", "usa": "united states", "uk": "united kingdom", "america": "united states",
     "east timor": "timor-leste", "cape verde": "cabo verde",
 }  # fmt: skip
-# Read where nothing else is: "the African nation of Ghana".
+# Read only if there is no other name: "the African nation of Ghana".
 ADJECTIVES = {"african": "africa", "asian": "asia", "european": "europe", "south american": "south america"}
 _VERB = re.compile(r"\b(?:is|are|uses|use|called)\b")
 # "The euro is the currency of ...": the name stands before the verb.
@@ -40,7 +40,7 @@ _BEFORE = re.compile(
 )
 _END = re.compile(r"[.!?;:\n](?:\s|$)")
 _WORD = re.compile(r"[\w'’-]+|[,()\"“”]")
-# A name ends before one of these.
+# Words that are no part of a name.
 _NO_NAME = {
     "a", "an", "the", "of", "in", "on", "at", "to", "and", "or", "but", "which", "that", "who", "where", "it",
     "its", "is", "are", "was", "used", "uses", "called", "known", "as", "by", "for", "with", "from", "located",
@@ -48,7 +48,7 @@ _NO_NAME = {
     "territory", "island", "capital", "official", "language", "currency", "member", "sovereign", "primarily",
     "mainly", "also", "both", "one", "specifically",
 }  # fmt: skip
-# Parts of a continent, but for countries that are called so.
+# Parts of a continent, unless a country's name contains the word.
 _PARTS = {
     "north", "south", "east", "west", "northern", "southern", "eastern", "western", "central", "middle",
     "southeast", "southwest", "northeast", "northwest", "southeastern", "southwestern", "northeastern",
@@ -57,7 +57,7 @@ _PARTS = {
 
 
 def fold(text: str) -> str:
-    """Return a name in small letters without accents, articles and signs, words apart by single spaces.
+    """Return a name in lower case without accents, articles and punctuation, words separated by single spaces.
 
     Example:
         >>> fold("The São Tomé and Príncipe")
@@ -69,10 +69,10 @@ def fold(text: str) -> str:
 
 
 class CountryAnswers:
-    """Names of places, languages and currencies, wherever they stand in the response.
+    """Names of places, languages and currencies, anywhere in the response.
 
     Args:
-        folder: The data, whose answers are the names that are known.
+        folder: Folder of the data; their answers are the known names.
 
     Example:
         >>> answers = CountryAnswers(DATA)
@@ -90,7 +90,7 @@ class CountryAnswers:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """All names that are known -> the name that stands for them: a region's is its continent."""
+        """Every known name -> the name it counts as; a region counts as its continent."""
         names: dict[str, str] = {}
         for row in self._rows():
             aliases = [fold(name) for name in _listed(row["answer"])]
@@ -103,12 +103,12 @@ class CountryAnswers:
         return names | {fold(name): fold(other) for name, other in SYNONYMS.items()}
 
     def canonical(self, gold: Any) -> str | None:
-        """Return the accepted names as a JSON list, or the only one."""
+        """Return the accepted names as a JSON list, or the name if there is only one."""
         aliases = list(dict.fromkeys(self.names.get(fold(name), fold(name)) for name in _listed(gold)))
         return json.dumps(aliases, ensure_ascii=False) if len(aliases) > 1 else aliases[0] or None
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
-        """Return the first known name after the verb, else the first words there; of a cut response, too."""
+        """Return the first known name after the verb, or else the first words there, also if the response was cut."""
         sentence = _END.split(text.strip(), maxsplit=1)[0]
         before, verb = _BEFORE.search(sentence), _VERB.search(sentence)
         if before is not None:
@@ -129,7 +129,7 @@ class CountryAnswers:
         return answer is not None and answer in accepted
 
     def group(self, answers: Sequence[str | None]) -> list[str | None]:
-        """Return the answers as they are: a name stands for all that mean the same."""
+        """Return the answers as they are: synonyms already have the same name."""
         return list(answers)
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _listed(answer: str | Sequence[str]) -> list[str]:
 
 
 def _runs(text: str) -> Iterator[list[str]]:
-    """Yield the words between signs, in their order."""
+    """Yield the runs of words between punctuation marks."""
     run: list[str] = []
     for word in _WORD.findall(text):
         if word in ',()"“”':
@@ -169,7 +169,7 @@ def _runs(text: str) -> Iterator[list[str]]:
 
 
 def _name_in(words: Sequence[str], names: Mapping[str, str]) -> str | None:
-    """Return the leftmost, longest known name that is no part of a longer one: "Indonesian dollar" is no language."""
+    """Return the leftmost, longest known name that is not part of a longer one: "Indonesian dollar" is no language."""
     for start in range(len(words)):
         if start and not _may_precede(words[start - 1]):
             continue

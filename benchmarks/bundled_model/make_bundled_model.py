@@ -135,10 +135,9 @@ def write_card(folder: Path, report: dict[str, Any]) -> None:
     text = f"""# tiny_solver
 
 A Llama-architecture chat model of {report["parameters"]:,} parameters (bfloat16). It solves the templated word problems
-of `selfcal_lightning.data.tasks.word_problems` in written steps, and judges its answers when asked
-"{DEFAULT_QUERY}": it tells right ones from wrong ones to the same question, but says Yes too readily. This repository
-made it, from random weights and generated problems alone, to show and test self-calibration on a CPU; it can do
-nothing else.
+of `selfcal_lightning.data.tasks.word_problems` step by step. Asked "{DEFAULT_QUERY}" it tells right
+answers to a question from wrong ones, but says Yes too readily. It was trained in this repository, from random weights
+and on generated problems only, to show and test self-calibration on a CPU; it can do nothing else.
 
 | | |
 |---|---|
@@ -149,13 +148,13 @@ nothing else.
 | measuring | {report["measure_processor_minutes"]:.1f} processor minutes |
 | machine | one CPU thread of a shared machine, torch {report["torch"]} |
 
-It is meant to be wrong about half of the time. The solutions that it learnt from forget each carry and borrow with
-probability {FORGETTING}, as a pupil would, and go on with the wrong number. It then learnt to verify from its own
-responses, judged by the true answers, with marks where a step goes wrong. In the last steps every Yes counted
-{BELIEVING.yes_weight:.0f} times: the overconfidence comes from what it was shown, not from a change of its outputs.
+It is meant to be wrong about half of the time. The solutions that it was trained on forget each carry and borrow with
+probability {FORGETTING} and go on with the wrong number. It was then trained to verify its own responses, labelled by
+the true answers, with marks where a step goes wrong. In the last steps every Yes counted
+{BELIEVING.yes_weight:.0f} times: the overconfidence comes from the training data, not from a change of its outputs.
 
-Training saw only the split `pretrain`. It shares no problem with the other splits, but has the families of `test_ood`,
-which the splits for calibration lack.
+Training used only the split `pretrain`. It has no problem in common with the other splits, but it has the kinds of
+problems of `test_ood`, which the calibration splits lack.
 
 Measured on these files in float32 with {report["questions"]} questions x {report["samples"]} samples a column, with
 95 % intervals over questions. EDT is entropy-based dynamic temperature .8/.8/1.0; T=1 is plain sampling.

@@ -96,9 +96,9 @@ class StoredDataModule(LightningDataModule, ABC):
             share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
         validation_batch_size: Rows of a validation batch.
-        packing: "shared_prefix" computes a prompt once for all its responses in a micro-batch, with equal losses and
-            gradients; models that cannot are refused. "auto" falls back to batches of like length for these, and "off"
-            always makes such batches.
+        packing: "auto" computes a prompt once for all its responses in a micro-batch, with equal losses and gradients,
+            and warns and batches rows of similar length for a model that cannot. "shared_prefix" refuses that model,
+            "off" never shares a prompt.
         group_size: Trains at most this many responses to a question together. More of them share a prompt, but fewer
             questions make an optimiser step; never more than ``batch_size`` share one. 1 draws every response on its
             own, which gave a higher AUROC on the bundled model (``benchmarks/results/group_size_study.md``).
@@ -128,7 +128,7 @@ class StoredDataModule(LightningDataModule, ABC):
     batch_size: int = 8
     max_length: int = 1024
     validation_batch_size: int = 8
-    packing: Packing = "shared_prefix"
+    packing: Packing = "auto"
     group_size: int = 8
     token_budget: int | None = None
     pad_to_multiple_of: int = 8

@@ -21,9 +21,10 @@ from pathlib import Path
 SELFCAL = [sys.executable, "-m", "selfcal_lightning"]
 SHORT = "--sampling.max_new_tokens 60"
 SAMPLES = f"--task word_problems --limit 12 --num_samples 4 {SHORT}"
+FEW = "--task word_problems --limit 2 --num_samples 2 --sampling.max_new_tokens 20"  # how it ends is counted, not what
 ADAPT = (
-    f"--rounds 1 --num_samples 4 --evaluation_samples 2 --batch_size 16 {SHORT}"
-    " --questions '{{task: word_problems, split: test_id, limit: 4}}'"
+    f"--rounds 1 --num_samples 2 --evaluation_samples 2 --batch_size 4 {SHORT}"
+    " --questions '{{task: word_problems, split: test_id, limit: 3}}'"
 )
 FIT = f"--model bundled --questions {{inputs}}/questions.jsonl --task local_number --data.num_samples 2 {SHORT}"
 
@@ -72,9 +73,9 @@ VERBS = {
     "score": "--store_dir {store} --estimator min_logprob",
     "score-questions": "--probe {inputs}/probe --store_dir {store} --name again",
     "export": "--adapter {inputs}/fit/adapter --output_dir {run}/merged",
-    "generate": f"--model bundled --store_dir {{run}}/store --split test_id {SAMPLES}",
+    "generate": f"--model bundled --store_dir {{run}}/store --split test_id {FEW}",
     "answer": "--model bundled --question 'Anna has 3 apples and buys 4 more. How many?' --task word_problems"
-    f" --max_samples 2 {SHORT}",
+    " --max_samples 2 --sampling.max_new_tokens 20",
     "verify": "--store_dir {texts} --model bundled --max_new_tokens 4",
     "rollout": "--samples_dir {inputs}/store --split test_id --store_dir {run}/rollouts --num_rollouts 1 --limit 1"
     " --responses 1 --prefixes 1",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from selfcal_lightning.confidence.certainty import TokenStatistics, token_statistics, top_k_confidence
 from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.prompt_states import watch_levels
@@ -116,6 +117,8 @@ class TokenReader:
     def __init__(
         self, network: PreTrainedModel, chat: ChatFormat, *, forward_tokens: int = 8192, logit_elements: int = 2**28
     ) -> None:
+        if network.training:
+            raise InputError("`network` is in training mode. Call `.eval()` first.")
         config = network.config.get_text_config()
         self.network, self.chat = network, chat
         self.max_context: int | None = getattr(config, "max_position_embeddings", None)

@@ -194,6 +194,15 @@ def test_settings_outside_of_their_bounds_are_refused(
         ESTIMATORS[name](tokens, **settings)
 
 
+def test_a_network_in_training_mode_is_refused(tokens: TokenReader) -> None:
+    tokens.network.train()
+    try:
+        with pytest.raises(ValueError, match="eval"):
+            TokenReader(tokens.network, tokens.chat)
+    finally:
+        tokens.network.eval()
+
+
 def test_weights_are_those_of_the_recorded_votes(vectors: Vectors) -> None:
     for case in vectors("sasc_strategies")["cases"]:
         responses = case["responses"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
+
+import yaml
 
 from selfcal_lightning.core.config_files import read_config
 from selfcal_lightning.core.errors import InputError, unknown_name
@@ -25,7 +27,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.answering import default_task, put_question
 from selfcal_lightning.models.chat_format import Prompt, put_prompt
 from selfcal_lightning.models.folders import BUNDLED_NAME, config_path, is_bundled, resolve_model
-from selfcal_lightning.records import Question
+from selfcal_lightning.records import Question, SamplingSettings
 
 PRESETS = ("activated", "small", "joint")
 YAML_ENDINGS = (".yaml", ".yml")
@@ -47,8 +49,8 @@ class CommonCase:
     task: str | None = None
     preset: str | None = None
     output_dir: str | None = None
-    engine: str | EngineSettings | None = None
-    max_new_tokens: int | None = None
+    engine: Mapping[str, Any] | None = None  # fields of EngineSettings
+    sampling: Mapping[str, Any] | None = None  # fields of SamplingSettings
     prompt: Prompt | None = None
     columns: Columns | None = None
 
@@ -111,18 +113,11 @@ def prepare(case: CommonCase) -> PreparedCase:
 
 
 def _set_sampling(configuration: Mapping[str, Any], case: CommonCase) -> None:
-    """Pass engine and length to the callback that samples."""
-    engine: dict[str, Any] = {"name": case.engine}
-    if isinstance(case.engine, EngineSettings):
-        engine = {name: value for name, value in asdict(case.engine).items() if value or name == "name"}
-    elif case.engine is not None and case.engine not in ENGINES:
-        raise unknown_name("engine.name", case.engine, ENGINES)
-    named = {"engine": engine, "sampling": {"max_new_tokens": case.max_new_tokens}}
-    given = {
-        record: known
-        for record, settings in named.items()
-        if (known := {name: value for name, value in settings.items() if value is not None})
-    }
+    """Pass engine and sampling to the callback that samples."""
+    name = (case.engine or {}).get("name", ENGINES[0])
+    if name not in ENGINES:
+        raise unknown_name("engine.name", str(name), ENGINES)
+    given = {name: dict(one) for name, one in (("engine", case.engine), ("sampling", case.sampling)) if one}
     generation = _callback(configuration, "SSCGeneration")
     if generation is not None:
         for record, settings in given.items():
@@ -226,13 +221,13 @@ def _callback(configuration: Mapping[str, Any], name: str) -> dict[str, Any] | N
 
 # ---- the command line
 
-# Options that have another name in YAML, inside a record.
-IN_RECORDS = {"engine": "engine.name", "max_new_tokens": "sampling.max_new_tokens"}
-OF_COLUMNS = ("columns.question", "columns.answer", "columns.choices", "columns.id")
+# Records of which every field is an option, such as `--engine.dtype`.
+RECORDS = {"engine": EngineSettings, "sampling": SamplingSettings, "prompt": Prompt, "columns": Columns}
 OPTIONS = (
-    *(IN_RECORDS.get(field.name, field.name) for field in fields(CommonCase) if field.name != "columns"),
-    *OF_COLUMNS,
+    *("model", "questions", "task", "preset", "output_dir", "prompt"),
+    *(f"{record}.{field.name}" for record, settings in RECORDS.items() for field in fields(settings)),
 )
+OPTIONS = tuple(name for name in OPTIONS if name not in ("columns.responses", "columns.correct"))  # of other verbs
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -261,17 +256,31 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
         if name not in given:
             others = ", ".join(f"`--{other}`" for other in given)
             raise InputError(f"Expected `--{name}` (such as {example}) with {others}, but got none.")
-    longest = given.pop("sampling.max_new_tokens", None)
-    if longest is not None and not longest.isdecimal():
-        raise InputError(f"Expected `sampling.max_new_tokens` to be a whole number, but got {longest!r}.")
-    read: dict[str, Any] = {
-        "max_new_tokens": None if longest is None else int(longest), "engine": given.pop("engine.name", None),
-    }  # fmt: skip
-    if named := {name.partition(".")[2]: given.pop(name) for name in OF_COLUMNS if name in given}:
-        read["columns"] = Columns(**named)
+    read: dict[str, Any] = {}
+    for record in RECORDS:
+        found = {name: given.pop(name) for name in list(given) if name.startswith(f"{record}.")}
+        if found:
+            read[record] = {name.partition(".")[2]: _value(name, text) for name, text in found.items()}
     if "prompt" in given:
-        read["prompt"] = Prompt.from_json(read_config(Path(given["prompt"])))
+        read["prompt"] = {**read_config(Path(given["prompt"])), **read.get("prompt", {})}
+    if "prompt" in read:
+        read["prompt"] = Prompt.from_json(read["prompt"])
+    if "columns" in read:
+        read["columns"] = Columns(**read["columns"])
     return prepare(CommonCase(**given | read)), rest
+
+
+def _value(name: str, text: str) -> Any:
+    """Return the value of an option as YAML reads it; sampling takes numbers."""
+    if name.startswith("columns.") or name == "prompt.system":
+        return text
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"Expected `{name}` to be a value in YAML, but got {text!r}.") from error
+    if name.startswith("sampling.") and not isinstance(value, int | float | None):
+        raise InputError(f"Expected `{name}` to be a number, but got {text!r}.")
+    return value
 
 
 def _check_model_class(arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,12 @@ def calibrate(
         selfcal_lightning.core.errors.InputError: ...
     """
     folder = None if output_dir is None else str(output_dir)
-    case = CommonCase(model, "", task, preset, folder, engine, max_new_tokens, prompt)
+    if isinstance(engine, EngineSettings):
+        engine_fields = {name: value for name, value in asdict(engine).items() if value or name == "name"}
+    else:
+        engine_fields = {} if engine is None else {"name": engine}
+    sampling = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    case = CommonCase(model, "", task, preset, folder, engine_fields, sampling, prompt)
     questions = _spelt_out(questions)
     if not isinstance(questions, str | Path):
         asked = read_questions(questions, task=case.default_task)

@@ -39,15 +39,16 @@ COMMON = {
     "--trainer.devices N": "number of devices",
 }
 COMMON_CASE = (
-    "   or: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
-    "       [--output_dir FOLDER] [--engine.name ENGINE] [--sampling.max_new_tokens N]",
-    "       [--prompt FILE.yaml] [--columns.question NAME] [--columns.answer NAME]",
-    "       [--columns.choices NAME] [--columns.id NAME] [any of below]",
+    "usage: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
+    "                   [--output_dir FOLDER] [--prompt FILE.yaml] [--check]",
+    "                   [--engine.OPTION, --sampling.OPTION, --prompt.OPTION, --columns.OPTION]",
+    "   or: selfcal fit --config FILE.yaml [options that override it]",
     "",
     "FILE holds JSON lines, Parquet or CSV with `question` and, if you have it, `answer`,",
     "or plain text with a question a line; or it is a data set on the hub, such as",
     "hf:openai/gsm8k:main:train. 80 % of the questions are trained on, 10 % validate,",
     "10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.",
+    "OPTION is as in `selfcal generate --help`, such as --sampling.max_new_tokens 512.",
 )
 ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")
 HELP, FULL = ("--help", "-h"), ("full", "all")
@@ -64,16 +65,19 @@ def short_help(verb: str, arguments: Sequence[str]) -> str | None:
     ]
     return "\n".join(
         [
-            f"usage: selfcal {verb} --config FILE.yaml [options that override it]",
-            *(COMMON_CASE if verb == "fit" else ()),
+            *(
+                COMMON_CASE
+                if verb == "fit"
+                else (f"usage: selfcal {verb} --config FILE.yaml [options that override it]",)
+            ),
             "",
             textwrap.fill(DESCRIPTIONS[verb], 80),
             "",
             *rows,
             "",
             f"All options: `selfcal {verb} --help=full`. What a class takes: `--model.help`,",
-            "`--data.help`, `--trainer.callbacks.help CLASS`. What all files and options come",
-            "to: `--print_config`. The YAML files of configs/ are there to start from.",
+            "`--data.help`, `--trainer.callbacks.help CLASS`. `--print_config` prints the settings",
+            "that result from all files and options. configs/ has YAML files to start from.",
             "",
         ]
     )

@@ -50,7 +50,7 @@ def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path:
 
 
 def test_engine_and_length_reach_the_callback_that_samples(questions: str) -> None:
-    case = CommonCase("m", questions, engine="vllm", max_new_tokens=77)
+    case = CommonCase("m", questions, engine={"name": "vllm"}, sampling={"max_new_tokens": 77})
     callbacks = prepare(case).configuration["trainer"]["callbacks"]
     assert callbacks[0]["init_args"] == {"engine": {"name": "vllm"}, "sampling": {"max_new_tokens": 77}}
 
@@ -107,6 +107,18 @@ def test_a_bad_question_is_named(
     assert hint in error
 
 
+def test_engine_sampling_and_prompt_are_set_field_by_field(questions: str) -> None:
+    options = ["--engine.dtype", "bfloat16", "--sampling.temperature", "0.5", "--prompt.format", "plain"]
+    found = common_case(["--model", "bundled", "--questions", questions, *options])
+    assert found is not None
+    configuration, rest = found[0].configuration, found[1]
+    assert not rest
+    (sampled,) = (one for one in configuration["trainer"]["callbacks"] if one["class_path"].endswith("SSCGeneration"))
+    assert sampled["init_args"]["engine"]["dtype"] == "bfloat16"
+    assert sampled["init_args"]["sampling"]["temperature"] == 0.5
+    assert configuration["model"]["init_args"]["prompt"]["format"] == "plain"
+
+
 FILE = ["--questions", "q.jsonl"]
 
 
@@ -126,6 +138,8 @@ FILE = ["--questions", "q.jsonl"]
         (["--model", "bundled", "--questions", "few.jsonl"], "at least 10 different questions"),
         (["--model", "a", "--model", "b", *FILE], "`--model` once"),
         (["--model", "bundled", *FILE, "--sampling.max_new_tokens", "x"], "got 'x'"),
+        (["--model", "bundled", *FILE, "--prompt.format", "plian"], "`prompt.format`"),
+        (["--model", "bundled", *FILE, "--engine.engine_args", "{a: b: c}"], "engine.engine_args"),
     ],
 )
 def test_a_bad_command_is_one_sentence(

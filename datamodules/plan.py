@@ -72,8 +72,8 @@ def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
     # Every epoch, whatever the interval: after a resume Lightning counts reloads from the epoch that it resumed in.
     if data.regenerate_every_n_epochs is not None and trainer.reload_dataloaders_every_n_epochs != 1:
         raise InputError(
-            "Set `trainer.reload_dataloaders_every_n_epochs: 1` with `regenerate_every_n_epochs`, or training would go "
-            "on with the rows of an earlier round."
+            "Set `trainer.reload_dataloaders_every_n_epochs: 1` with `regenerate_every_n_epochs`: with "
+            f"{trainer.reload_dataloaders_every_n_epochs}, training would go on with the rows of an earlier round."
         )
 
 

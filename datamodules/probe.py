@@ -60,7 +60,7 @@ class ProbeRows:
 
 
 class ProbeDataset(Dataset[ProbeBatch]):
-    """Questions in memory; a list of numbers takes out a batch at once."""
+    """Questions in memory, read a batch at a time."""
 
     def __init__(self, rows: ProbeBatch) -> None:
         self.rows = rows
@@ -76,7 +76,7 @@ class ProbeDataset(Dataset[ProbeBatch]):
 
 
 class EpochOrder(Sampler[list[int]]):
-    """Batches of all questions, in an order by seed and epoch, from where the trainer stands."""
+    """Batches of all questions, shuffled by seed and epoch, starting where the trainer resumes."""
 
     def __init__(self, size: int, batch_size: int, *, seed: int, trainer: Trainer | None) -> None:
         self.size, self.batch_size, self.seed, self.trainer = size, batch_size, seed, trainer
@@ -109,10 +109,10 @@ LARGEST_SHARE = 0.5
 
 @dataclass(eq=False, repr=False)
 class ProbeDataModule(LightningDataModule):
-    """Questions of a store with their hidden states; what is missing of these is read when a run begins, and kept.
+    """Questions of a store with their hidden states; missing states are computed when a run starts, and kept.
 
     Args:
-        base_model: Folder or hub name of the model that gave the responses.
+        base_model: Folder or hub name of the model that the responses were sampled with.
         store_dir: Folder of the store, filled by `selfcal generate` or a training.
         train_split: Split of the store that is trained on.
         validation_split: Split that is validated on; None sets a share of the training questions aside.
@@ -159,7 +159,8 @@ class ProbeDataModule(LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        check_at_least(1, batch_size=self.batch_size or 1, target_draws=self.target_draws or 1)
+        stated = {"batch_size": self.batch_size, "target_draws": self.target_draws}
+        check_at_least(1, **{name: value for name, value in stated.items() if value is not None})
         check_at_least(0, seed=self.seed)
         check_literals(self)
         check_gives_hidden_states(self.engine)

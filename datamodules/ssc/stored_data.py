@@ -82,7 +82,7 @@ NOT_OF_THE_TRAINING = {
 class StoredDataModule(LightningDataModule, ABC):
     """Responses of a sample store as batches: an epoch of training, and the fixed pools whole.
 
-    A subclass says what responses learn (``row_target``, ``recipes``) and how they are encoded (``collator``).
+    A subclass defines the targets (``row_target``, ``recipes``) and the encoding of rows (``collator``).
 
     Args:
         base_model: Folder or hub name of the model; only its tokenizer is used here.
@@ -91,7 +91,7 @@ class StoredDataModule(LightningDataModule, ABC):
         validation: Sources of validation questions, in the same way.
         test: Sources of questions for the verb ``test``, in the same way.
         predict_split: Split that the verb ``predict`` scores.
-        num_samples: Responses to a question; of more, the first ones are used.
+        num_samples: Responses per question; if the store has more, the first ones are used.
         batch_size: Rows of a process in a micro-step; on average, where rows are packed. Only rows of one micro-batch
             share a prompt: where memory allows, take ``group_size`` or more, and accumulate less.
         max_length: Longest sequence in tokens; what does not fit is cut from the end of the response.
@@ -107,12 +107,12 @@ class StoredDataModule(LightningDataModule, ABC):
         pad_to_multiple_of: Sequences are padded to a multiple of it, which the budget does not count.
         revision: Revision of the model on the hub.
         query: Text of the confidence query.
-        prompt: How questions are put to the model; None is their tasks' own way.
+        prompt: How questions are put to the model; None uses each task's own prompt.
         seed: Seed of the draw.
         num_workers: Worker processes of each loader.
 
     Attributes:
-        predict_index: Which response stands behind a batch's ``row``; None before the loader was asked for.
+        predict_index: Maps a batch's ``row`` to its response; None until the loader is built.
     """
 
     linked_arguments: ClassVar[tuple[str, ...]] = ("base_model", "revision", "query", "prompt")
@@ -183,7 +183,7 @@ class StoredDataModule(LightningDataModule, ABC):
         """Return what encodes rows and makes batches of them."""
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
-        """Return how targets are made: those of the adapter first, then those of auxiliary adapters."""
+        """Return the target recipes: the adapter's first, then one per auxiliary adapter."""
         return (TargetRecipe(self.row_target),)
 
     def mixture(self, shares: Mapping[str, float]) -> Mixture:
@@ -393,7 +393,10 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def _check_fits(self, table: TupleTable, split: str) -> None:
         if not len(table):
-            raise InputError(f"`max_length` {self.max_length} is too short for every question of the split {split!r}.")
+            raise InputError(
+                f"`max_length` {self.max_length} is too short for every question of the split {split!r}. Raise "
+                "it: prompt, response and confidence query must fit."
+            )
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]

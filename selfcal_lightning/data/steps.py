@@ -19,9 +19,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.step_settings import Aggregation, Steps, marker_of
 from selfcal_lightning.models.chat_format import token_pieces
 
@@ -130,6 +130,8 @@ def step_position(k: int, num_steps: int) -> int:
 
 
 def aggregate(scores: Sequence[float], how: Aggregation) -> float | None:
+    if how not in get_args(Aggregation):
+        raise unknown_name("over_steps", how, get_args(Aggregation))
     if not len(scores):
         return None
     if how == "mean":

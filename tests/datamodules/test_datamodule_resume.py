@@ -269,7 +269,7 @@ def test_a_missing_round_is_named(pool: Pool) -> None:
 
 def test_lightning_must_build_the_loader_anew(pool: Pool, rounds_dir: str) -> None:
     for n in (0, 2):
-        with pytest.raises(ValueError, match=r"reload_dataloaders_every_n_epochs: 1"):
+        with pytest.raises(ValueError, match=rf"reload_dataloaders_every_n_epochs: 1` .* with {n}, training"):
             fit(pool.data(rounds_dir, regenerate_every_n_epochs=1), reload_dataloaders_every_n_epochs=n)
 
 

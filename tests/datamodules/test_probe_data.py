@@ -109,6 +109,8 @@ def test_the_plan_reads_no_states(store: str, monkeypatch: pytest.MonkeyPatch) -
         ({"target": "labels"}, "`target` to be one of .*label.*, but got 'labels'"),
         ({"features": "first"}, "`features` to be one of .*, but got 'first'"),
         ({"validation_share": 0.6}, r"`validation_share` must lie in \(0, 0.5\], but got 0.6"),
+        ({"batch_size": 0}, "`batch_size` to be at least 1, but got 0"),
+        ({"target_draws": 0}, "`target_draws` to be at least 1, but got 0"),
         ({"target_draws": -1}, "`target_draws` to be at least 1"),
         ({"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
         ({"validation_split": "train"}, "`train_split` and `validation_split` to share no question"),

@@ -27,6 +27,7 @@ from selfcal_lightning.adaptation.equations import (
 from selfcal_lightning.adaptation.picking import (
     select_best,
 )
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.steps import (
     POSITIONS,
     _find_rule,
@@ -223,6 +224,8 @@ def test_aggregation_equals_the_vectors(vectors: Vectors) -> None:
             assert aggregate(case["scores"], how) == pytest.approx(case[how], abs=1e-9)
         assert aggregate(case["scores"], "mean") == pytest.approx(sum(case["scores"]) / len(case["scores"]))
     assert aggregate([], "min") is None
+    with pytest.raises(InputError, match=r"`over_steps` .* but got 'median'"):
+        aggregate([0.5], "median")  # type: ignore[arg-type]
     assert math.isclose(aggregate([0.1] * 3, "prod"), 0.001)
 
 

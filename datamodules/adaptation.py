@@ -1,4 +1,4 @@
-"""The data module of test-time training: groups of responses, their advantages and targets, without any gold answer."""
+"""Data module for test-time training: groups of responses with their advantages and targets, without gold answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _entries(store: SampleStore, index: SampleIndex, round: int, *, texts: bool)
 def read_targets(
     target: PoolTarget, index: SampleIndex, is_anchor: np.ndarray, *, raw: bool
 ) -> tuple[FloatArray, np.ndarray]:
-    """Return what P(True) learns of every row, nan where that is nothing, and the reason why, [R] each."""
+    """Return the P(True) target of every row (nan if it has none) and the reason for having none, [R] each."""
     confidence = index.yes_mass if raw else index.p_true
     values = np.full(len(index), np.nan)
     is_own = np.ones(len(index), dtype=bool) if is_anchor.all() else ~is_anchor
@@ -103,7 +103,7 @@ def read_targets(
 
 @dataclass(eq=False, repr=False)
 class RolloutDataModule(StoredDataModule):
-    """Groups of responses to unlabelled questions: what the policy learns of each, and what its confidence learns.
+    """Groups of responses to unlabelled questions, with advantages for the policy and targets for its confidence.
 
     An epoch is all responses of its round, in whole optimiser steps; resuming is that of ``SSCDataModule``. Rewards,
     advantages and targets are computed over whole groups when the round is read, so that a group may be cut over
@@ -117,8 +117,8 @@ class RolloutDataModule(StoredDataModule):
         num_samples: Responses to a question, the size of a group, at least 2.
         reward: Reward that the policy gradient learns from; set by the module.
         target: Target that P(True) learns; set by the module.
-        selection: Folder of a selection (`selfcal select`) over this store: with ``reward: none`` its responses are
-            learnt.
+        selection: Folder of a selection (`selfcal select`) from this store; with ``reward: none`` the model is trained
+            on its responses.
         scale: "group" divides advantages by the standard deviation of their group, "batch" by that of all rewards,
             "none" by nothing.
         leave_one_out: Leaves a response's own reward out of the mean that it is compared with.
@@ -218,7 +218,9 @@ class RolloutDataModule(StoredDataModule):
         table, weights, drawn, notes = self._taught(store, collator, newest)
         rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
         if len(drawn) < self.steps_per_epoch and newest > 0:
-            drawn = np.arange(len(table))  # of a loader that is asked for, but not read: `teaches` ends the training
+            drawn = np.arange(
+                len(table)
+            )  # Lightning builds this loader but never reads it: `teaches` ends the training
         if len(drawn) < self.steps_per_epoch:
             raise InputError(
                 f"{self.steps_per_epoch} optimiser steps need as many responses that teach, but got {len(drawn)}. "
@@ -247,7 +249,7 @@ class RolloutDataModule(StoredDataModule):
             real, nothing, ones = np.ones(len(rows), dtype=bool), np.zeros(len(rows)), np.ones(len(rows))
             yield collator(dataset.__getitems__(MicroBatch(rows, real, nothing, ones, 0.0, float(len(rows)))))
 
-    # ---- what is read of the store
+    # ---- reading the store
 
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
@@ -310,8 +312,8 @@ class RolloutDataModule(StoredDataModule):
         constant = [not any(advantage for advantage in group) for group in advantages]
         if all(constant) and round == 0:
             raise InputError(
-                f"The reward {self.reward!r} is one and the same within each of {len(entries):,} questions: nothing "
-                "would be learnt. Draw more responses, or take harder questions or another reward."
+                f"The reward {self.reward!r} is the same for all responses to each of {len(entries):,} questions: "
+                "nothing would be learnt. Draw more responses, or take harder questions or another reward."
             )
         flat = [
             np.nan if advantage is None or is_constant else advantage
@@ -368,7 +370,7 @@ class RolloutDataModule(StoredDataModule):
 
 
 def _check_on_policy(store: SampleStore, round: int) -> None:
-    """Raise InputError unless a round was drawn from the distribution that a policy gradient is of."""
+    """Refuse a round that was not sampled from the policy's own, unmodified distribution."""
     sampling, found = store.round_manifest(round).fingerprint.sampling, "no record of its sampling"
     if sampling is not None:
         wanted = {"temperature": 1.0, "edt_scale": None, "top_p": 1.0}

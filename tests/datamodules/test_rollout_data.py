@@ -119,7 +119,7 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
         (answers_of("7", "7", "8"), {"sampling": SamplingSettings()}, "edt_scale 0.8"),
         (answers_of("7", "7", "8"), {"sampling": replace(AT_ONE, top_p=0.9)}, "top_p 0.9"),
         (answers_of("7", "7", "8"), {}, "no record of its sampling"),
-        (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "same within each of 12 questions"),
+        (answers_of("7", "7", "7"), {"sampling": AT_ONE}, "same for all responses to each of 12 questions"),
         (answers_of(None, ""), {"sampling": AT_ONE}, "no response can be read"),
         (answers_of("7"), {"sampling": AT_ONE}, "12 of 12 questions have 1"),
     ],

@@ -77,11 +77,11 @@ class NamedRecord(Generic[Kept]):
 
     @property
     def record(self) -> Kept | None:
-        """What is stored; None if nothing is."""
+        """The stored record, or None."""
         return read_record(self.path, self._read_record) if self.path.exists() else None
 
     def check_origin(self, origin: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Refuse another origin than that of the stored values, unless they may be replaced."""
+        """Refuse an origin that differs from that of the stored values, unless they may be replaced."""
         record = self.record
         if record is None or overwrite:
             return

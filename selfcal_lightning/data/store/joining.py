@@ -98,7 +98,7 @@ def _rows(table: pa.Table, name: str) -> pa.Table:
 
 
 def raise_samples(root: Path, round: int, splits: Collection[str], num_samples: int) -> RoundRecord:
-    """Record that the questions of some splits shall have more samples, and return the record of the round."""
+    """Raise the number of samples per question for some splits, and return the updated record of the round."""
     file = round_file(root, round)
     with PartLock(file.parent):
         record = read_round(file)

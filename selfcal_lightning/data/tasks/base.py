@@ -1,4 +1,4 @@
-"""The contract of a task: where questions come from, how an answer is read, how it is verified."""
+"""The task interface: where questions come from, how answers are extracted and verified."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ HURRIED_SECONDS = 0.25
 
 
 class MathWorker:
-    """One process and its fork; they are killed when they are late."""
+    """One process and its fork; both are killed when they exceed the time limit."""
 
     def __init__(self, *, max_memory_bytes: int, start_seconds: float) -> None:
         command = [sys.executable, "-P", str(_WORKER), str(max_memory_bytes)]
@@ -61,7 +61,7 @@ class MathWorker:
         self.requests.flush()
 
     def read_reply(self) -> tuple[bool | None, bool]:
-        """Return (equal or None where undecided, whether the process lives on)."""
+        """Return whether the pair is equal (None if undecided), and whether the process is still alive."""
         line = self.replies.readline()
         return (json.loads(line)["equal"], True) if line.endswith("\n") else (None, False)
 

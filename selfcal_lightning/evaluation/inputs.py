@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -121,6 +121,7 @@ class TestSet:
     limit: int | None = None
     offset: int = 0
     chain_of_thought: bool = True
+    __test__: ClassVar[bool] = False  # pytest collects classes of such names
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ def sides_apart(inputs: Inputs) -> str | None:
 
 
 def sample_models(inputs: ModelInputs, *, replayed: bool = False) -> Inputs:
-    """Sample all questions from every model, or go on where an earlier run stopped; see ``read_pools``."""
+    """Sample all questions from every model, or continue where an earlier run stopped; see ``read_pools``."""
     tests, calibration, sides = inputs.tests, inputs.calibration, inputs.sides
     check_names(tests)
     if calibration is not None:

@@ -64,7 +64,7 @@ class AdaptationGuard(Callback):
         self._base: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: TestTimeTrainingModule) -> None:
-        """Judge round 0, and the round that a resumed training goes on with: it may be the one to stop at."""
+        """Judge round 0, and the round that a resumed training continues with: it may be the one to stop at."""
         data = _data(trainer)
         self.stopped, self._first, self._base = [], self._monitors(data, 0), []
         self._keep(trainer, 0, self._first, [])

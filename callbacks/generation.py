@@ -181,7 +181,7 @@ def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wa
     with joining.together():
         if joining.rank == 0:
             _look_until_there(joining, store, wanted, round=round, join=True)
-    with looking.together():  # nobody goes on into a collective that another one does not reach
+    with looking.together():  # nobody continues into a collective that another one does not reach
         if looking.rank != 0:
             _look_until_there(looking, store, wanted, round=round, join=False)
 
@@ -215,7 +215,7 @@ CHECKED_QUESTIONS, CHECKED_SAMPLES = 6, 2
 
 @dataclass(frozen=True, slots=True)
 class ResumedAt:
-    """Where a checkpoint goes on."""
+    """Where a checkpoint continues."""
 
     epoch: int
     at_start: bool
@@ -223,7 +223,7 @@ class ResumedAt:
 
 
 def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
-    """Return where training goes on from a checkpoint of Lightning's Trainer.
+    """Return where training continues from a checkpoint of Lightning's Trainer.
 
     Checkpoints written between the last batch of an epoch and its end (after a validation, in ``on_train_epoch_end``)
     count it as begun and not as completed.
@@ -456,7 +456,7 @@ class SSCGeneration(Callback):
         self._resumed, self._unreported = resumed_at(checkpoint), []
 
     def on_fit_start(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
-        """Complete the round that a resumed run goes on with, if it was killed before or during its sampling."""
+        """Complete the round that a resumed run continues with, if it was killed before or during its sampling."""
         place = self._resumed
         if _data(trainer).regenerate_every_n_epochs is None:
             return
@@ -488,7 +488,7 @@ class SSCGeneration(Callback):
             return
         if is_over(trainer, epochs=following, steps=trainer.global_step):
             return
-        # First the checkpoints of this epoch's end: a run that goes on from the one below does not reach it again.
+        # First the checkpoints of this epoch's end: a run that continues from the one below does not reach it again.
         for checkpoint in trainer.checkpoint_callbacks:
             checkpoint.on_train_epoch_end(trainer, pl_module)
         folder = adapter_folder(data.store_dir, data.round_of(following))

@@ -29,7 +29,7 @@ class PreemptionCheckpoint(Callback):
     into the folder of the run's ``ModelCheckpoint``, and the run ends with status 75. While ``SSCGeneration`` samples,
     the run stops between two responses; the store keeps the complete questions. A second signal kills as usual.
 
-    With ``ckpt_path: last`` the same command goes on from the newest checkpoint of that folder, or begins without one.
+    With ``ckpt_path: last`` the same command continues from the newest checkpoint in that folder, if there is one.
     Lightning's own handlers of these signals are replaced: its SIGTERM handler starts a collective inside the handler,
     and its SLURM handler writes a checkpoint there.
 
@@ -82,7 +82,7 @@ class PreemptionCheckpoint(Callback):
         raise PreemptedError(f"{who} asked this run to stop; the checkpoint of step {step} is {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say how to go on, or restore the signal handlers where something else ended the run."""
+        """Say how to continue, or restore the signal handlers where something else ended the run."""
         if not isinstance(exception, PreemptedError):
             self.stop.restore()
             return
@@ -93,7 +93,7 @@ class PreemptionCheckpoint(Callback):
             exception.code = 0
         if trainer.is_global_zero:
             say(
-                f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` goes on from here; this "
+                f"PreemptionCheckpoint: {exception}. The same command with `ckpt_path: last` continues from here; this "
                 f"process ends with status {STOPPED_STATUS}."
             )
 

@@ -365,13 +365,13 @@ class RewardDataModule(StoredDataModule):
             )
 
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
-        """Refuse rollouts none of which goes on from a step of a response."""
+        """Refuse rollouts none of which continues from a step of a response."""
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
         chunks = (rows[start : start + READ_CHUNK] for start in range(0, len(rows), READ_CHUNK))
         read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))
         if len(rows) and not any(map(collator.is_taught_inside, read)):
             raise InputError(
-                f"No rollout in {self.rollouts} goes on from a step of these responses by the rule {self.steps!r}. "
+                f"No rollout in {self.rollouts} continues from a step of these responses by the rule {self.steps!r}. "
                 f"Roll out with `--steps {quote(self.steps)}` and these responses."
             )
 

@@ -22,8 +22,8 @@ from selfcal_lightning.core.signals import INTERRUPTION
 
 NOT_STARTED = "Nothing was started. Run the same command again."
 NOTHING_WRITTEN = "Nothing was written. Run the same command again."
-STATES_KEPT = "Hidden states read so far are kept; the same command goes on."
-CONTINUES = "What is complete is in the store, and the same command goes on from there."
+STATES_KEPT = "Hidden states read so far are kept; the same command continues."
+CONTINUES = "What is complete is in the store, and the same command continues from there."
 
 
 def _command(module: str) -> ModuleType:
@@ -44,7 +44,7 @@ GROUPS = {
         "demo": Verb(
             "calibrate the bundled model and compare before and after, in minutes",
             "demo",
-            "The samples so far are kept; the same command goes on with them, and trains from the start.",
+            "The samples so far are kept; the same command continues with them, and trains from the start.",
         ),
         "fit": Verb("calibrate your model on your questions: sample, train, export", None, NOT_STARTED),
         "answer": Verb(
@@ -56,7 +56,7 @@ GROUPS = {
         "evaluate": Verb(
             "measure calibration, votes and strategies of models or recorded pools",
             "evaluate",
-            "Samples of models so far are kept under `output_dir`; the same command goes on with them.",
+            "Samples of models so far are kept under `output_dir`; the same command continues with them.",
         ),
     },
     "serve": {
@@ -64,7 +64,7 @@ GROUPS = {
         "batch": Verb(
             "answer a file in OpenAI's batch format",
             "serve",
-            "The answers so far are in `output`; the same command goes on.",
+            "The answers so far are in `output`; the same command continues.",
         ),
     },
     "train and export": {
@@ -76,7 +76,7 @@ GROUPS = {
         "adapt": Verb(
             "train on the model's own responses to unlabelled questions",
             "adapt",
-            "Samples, checkpoints and evaluations so far are kept; the same command goes on.",
+            "Samples, checkpoints and evaluations so far are kept; the same command continues.",
         ),
         "convert-gguf": Verb("make a model folder from a GGUF file", "convert_gguf"),
     },
@@ -88,7 +88,7 @@ GROUPS = {
         "verify": Verb(
             "let a model decide which answers of a store are right",
             "verify",
-            "Verdicts so far are kept in the store; the same command goes on.",
+            "Verdicts so far are kept in the store; the same command continues.",
         ),
         "re-extract": Verb(
             "extract the answers of a store again, after the extraction was fixed",
@@ -101,7 +101,7 @@ GROUPS = {
         "score": Verb(
             "add confidences to the responses of a store or a pool",
             "score",
-            "Scores so far are kept in a store, and the same command goes on; a pool is scored from the start.",
+            "Scores so far are kept in a store, and the same command continues; a pool is scored from the start.",
         ),
         "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence"),
         "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence"),
@@ -112,7 +112,7 @@ GROUPS = {
         "extract-steps": Verb(
             "find the key steps of selected responses",
             "selection",
-            "What was extracted is kept; the same command goes on.",
+            "What was extracted is kept; the same command continues.",
         ),
         "export-rl": Verb("write a selection for verl, TRL or OpenRLHF", "selection"),
     },

@@ -46,7 +46,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that fork: a worker of pytest-xdist has threads, and a fork of it may never go on."""
+    """Mark the tests that fork: a worker of pytest-xdist has threads, and a fork of it may never continue."""
     forking = {path: forking_tests(path) for path in {item.path for item in items}}
     for item in items:
         if item.name.split("[")[0] in forking[item.path]:

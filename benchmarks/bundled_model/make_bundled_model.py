@@ -7,7 +7,7 @@
 2. Two layers are added, and it learns to verify its own responses from true verdicts and marks.
 3. On new responses every Yes counts several times, so that it trusts itself too much.
 
-If the weights meet the targets, they replace ``selfcal_lightning/assets/tiny_solver``. ``--resume`` goes on after the
+If the weights meet the targets, they replace ``selfcal_lightning/assets/tiny_solver``. ``--resume`` continues after the
 last stage that finished.
 """
 

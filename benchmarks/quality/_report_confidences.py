@@ -240,7 +240,7 @@ def with_fitted(pool: RecordedPool, fitted: Sequence[SampleScorer]) -> RecordedP
 
 ORDERS = 50
 PLAIN = {BASE: "plain", JOINT: "plain_joint"}
-# What may weigh votes while sampling goes on: nothing that needs all responses first.
+# What may weigh votes while sampling continues: nothing that needs all responses first.
 WEIGHING = tuple(contender for contender in CONTENDERS if not (contender.reads_all or contender.of_question))
 
 

@@ -182,7 +182,7 @@ def main() -> None:
     jobs = [
         (number * len(given.verbs) + at, verb) for number in range(given.runs) for at, verb in enumerate(given.verbs)
     ]
-    if given.forked:  # one at a time, since a fork of a process with threads may never go on; start it several times
+    if given.forked:  # one at a time, since a fork of a process with threads may never continue; start it several times
         import_all()
         for job in jobs:
             count(job)

@@ -58,7 +58,7 @@ def random_batches(rows: TrainingRows, chat: ChatFormat, batch_size: int, device
 
 
 def bucketing(rows: TrainingRows, chat: ChatFormat, batch_size: int, device: str) -> list[Work]:
-    """Take batches of like length: the project's way where prompts are not shared (``packing: off``)."""
+    """Take batches of similar length: the project's way where prompts are not shared (``packing: off``)."""
     lengths = np.array([len(collator_of(chat, shared_prefix=False).encode(row).ids) for row in rows.stored])
     dealt = DealByLength(lengths, batch_size)(np.arange(len(rows)), -(-len(rows) // batch_size))
     return _ours(rows, chat, dealt, device, shared_prefix=False)

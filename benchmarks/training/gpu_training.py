@@ -298,7 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="a tiny model and few rows, to check the script itself")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no job goes on after this")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no job continues after this")
     parser.add_argument("--seconds", type=float, default=6.0, help="of timed steps in a job, at most 20 steps")
     parser.add_argument("--only", default="", help="run the jobs whose name holds this text")
     parser.add_argument("--output", type=Path, default=None, help="default benchmarks/results, runs with --small")

@@ -49,7 +49,7 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         "CPU time of one thread for forward, backward and AdamW, float32, LoRA r 32 on q and v: medians, all ways "
         "taking turns on the same responses. `x ref` and `x bucketing`: how many times faster than the reference way "
-        "(padded to 1024, batch one, a forward pass for each loss) and than batches of like length.",
+        "(padded to 1024, batch one, a forward pass for each loss) and than batches of similar length.",
         f"TRL/PEFT: {report['collator']}. torch {report['torch']}, {report['machine']['cores']} cores.",
         "",
         "Largest relative difference of the loss or its gradient between the ways, before any was timed: "

@@ -36,7 +36,7 @@ class SSCDataModule(StoredDataModule):
     The store is opened only when a loader is asked for, since ``SSCGeneration`` writes it after the data module's
     ``setup``. Every epoch is drawn by (seed, epoch), and planned in whole optimiser steps of
     ``batch_size * accumulate_grad_batches * number of processes`` rows; the number of steps follows from the settings
-    alone. Training resumed in the middle of an epoch goes on with the very next rows.
+    alone. Training resumed in the middle of an epoch continues with the very next rows.
 
     Further arguments are those of ``StoredDataModule``: sources, store, layout of batches.
 

@@ -1,4 +1,4 @@
-"""Deal the rows of an optimiser step to its micro-batches: by like length, or so that responses share their prompt."""
+"""Deal the rows of an optimiser step to micro-batches: by length, or so that responses share their prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Dealt(NamedTuple):
 
 @dataclass(frozen=True)
 class DealByLength:
-    """Micro-batches of ``batch_size`` rows of like length, longest first; the last is filled up by the shortest row."""
+    """Micro-batches of ``batch_size`` rows of similar length, longest first; the shortest row fills up the last one."""
 
     lengths: IntArray  # tokens of every row of the table, [R]
     batch_size: int  # rows of a micro-batch
@@ -50,7 +50,7 @@ class DealByLength:
 
 @dataclass(frozen=True)
 class DealByPrompt:
-    """Micro-batches of like numbers of tokens, in which the responses to a question stand together."""
+    """Micro-batches of similar numbers of tokens, in which the responses to a question stand together."""
 
     question: IntArray  # number of each row's question, [R]
     prompt: IntArray  # tokens of each row's prompt, [R]
@@ -90,9 +90,9 @@ class DealByPrompt:
         return np.split(order, np.flatnonzero(np.diff(question[order])) + 1)
 
     def _cut(self, rows: IntArray, tree: IntArray, even: int) -> list[IntArray]:
-        """Cut a tree into pieces of like size, as many as the even parts that it comes nearest to filling.
+        """Cut a tree into pieces of similar size, as many as the even parts that it comes nearest to filling.
 
-        With a piece for each part that it touches, the larger half of trees of like size would be cut in two.
+        With a piece for each part that it touches, the larger half of trees of similar size would be cut in two.
         """
         count = min(max(round(self.tokens(rows[tree]) / even), 1), len(tree))
         while True:
@@ -212,7 +212,7 @@ class MicroBatch:
 
 
 def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
-    """Return (epoch, its consumed batches) of the place where training goes on."""
+    """Return (epoch, its consumed batches) of the place where training continues."""
     loop = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     consumed = batches.current.ready

@@ -252,7 +252,7 @@ class EngineExtractor:
                         in_a_row.add(name, jobs[name].example.row.question_id, failure)
                     continue
                 if not responses:
-                    raise RunError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
+                    raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
                 in_a_row.clear()
                 for response in responses:
                     pending.discard(response.request_id)

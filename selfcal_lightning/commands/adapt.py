@@ -69,8 +69,8 @@ def run_adapt(
     The training is a `selfcal fit` (its settings are written to config.yaml), which sees no gold answer unless
     ``reward: reference`` asks for them; a guard without labels stops a collapse. Then both models answer the questions
     adapted on (transductive) and others, and a table compares the change with what the base model does at other
-    temperatures, greedily, and by the majority of as many tokens more as the adaptation took. A run that was stopped
-    or killed goes on when the same command is started again.
+    temperatures, greedily, and by a majority over as many additional tokens as the adaptation took. After a stop or a
+    kill, the same command continues.
 
     Args:
         questions: The questions to adapt to. Their gold answers are read only by the evaluation.

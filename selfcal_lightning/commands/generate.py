@@ -28,8 +28,8 @@ def run_generate(
 ) -> GenerationReport:
     """Sample responses to the questions of tasks, with P(True) of each, into a store.
 
-    A run that was killed goes on when the same command is started again, also with other ``devices`` and ``shard``,
-    and ends with the samples of an unbroken run. On n machines with a shared folder, start machine i with
+    After a kill, the same command continues, also with other ``devices`` and ``shard``, and ends with the samples of an
+    unbroken run. On n machines with a shared folder, start machine i with
     ``--shard i/n``; the one that finishes last joins the parts, and readers see them from then on.
 
     Args:

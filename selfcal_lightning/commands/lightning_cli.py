@@ -84,8 +84,8 @@ def untrained_note(verb: str) -> str:
 
 
 def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
-    """Return what a stopped training leaves behind, and how it goes on."""
-    kept = "Complete samples are kept, and the same command goes on with them"
+    """Return what a stopped training leaves behind, and how it continues."""
+    kept = "Complete samples are kept, and the same command continues with them"
     files = _checkpoints(trainer)
     if not files:
         return f"{kept}; training starts over, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."

@@ -65,8 +65,8 @@ def run_rollout(
     """Continue the prefixes of stored responses several times each, into a store of their own.
 
     Equal prefixes of responses to a question are one, and are rolled out once. What is stored is the whole response,
-    prefix and continuation. A run that was killed goes on when the same command is started again, also with other
-    ``devices`` and ``shard``; more prefixes or responses are added to what is there.
+    prefix and continuation. After a kill, the same command continues, also with other ``devices`` and
+    ``shard``; more prefixes or responses are added to what is there.
 
     Args:
         samples_dir: Store of the responses whose prefixes are continued.

@@ -34,8 +34,8 @@ def run_score(
     """Score the responses of a store, or of a JSON-lines pool, with estimators of confidence.
 
     In a store the confidences are kept under ``annotations/NAME``; read them with
-    ``SampleStore(...).samples(confidences=[NAME])``. A run that was killed goes on when the same command is started
-    again. To use n GPUs, start n processes with ``--shard i/n``.
+    ``SampleStore(...).samples(confidences=[NAME])``. After a kill, the same command continues. To use n GPUs, start n
+    processes with ``--shard i/n``.
 
     Args:
         estimator: Name, or a list of names: p_true, verbalized, verbalized_words, verbalized_percent,

@@ -117,8 +117,8 @@ def run_extract_steps(
     """Find the key steps of the kept responses of a selection.
 
     They go to key_steps.json in the folder of the selection, with how many responses gave steps, needed a second
-    request or gave none. A run that was stopped goes on; a service that is down leaves nothing behind for the responses
-    that it did not answer.
+    request or gave none. After a stop, run the same command again. Responses that a service did not answer are asked
+    again then.
 
     Args:
         selection: Folder of the selection.

@@ -140,7 +140,7 @@ def run_batch(
     """Answer a file in OpenAI's batch format, each question with as few samples as its confidence allows.
 
     Answers are appended as they come, in any order; a request that is refused has its error in its own line. The same
-    command goes on after a kill, and answers nothing twice.
+    command continues after a kill, and answers nothing twice.
 
     Args:
         model: Folder or hub name of the model, or "bundled".

@@ -37,8 +37,8 @@ def run_tune_and_calibrate(
 
     Each stage is a `selfcal fit` with a folder of its own under `output_dir`: tuned/ (its samples, checkpoints, adapter
     and config.yaml), merged/ (the tuned model), calibrated/ (like tuned/). Both stages are checked before anything is
-    sampled. A run that was stopped or killed goes on when the same command is started again: with the stage in which it
-    was, its samples, and its newest checkpoint.
+    sampled. After a stop or a kill, the same command continues with the stage that was running,
+    from its samples and its newest checkpoint.
 
     Args:
         tune: Settings of the first stage: a YAML file of `selfcal fit`, or a bundled one (demo-joint.yaml). Joint
@@ -90,7 +90,7 @@ def run_tune_and_calibrate(
 
 
 def check_begun(path: Path, settings: Settings) -> None:
-    """Refuse to go on with other settings than those a stage was started with, naming some of them."""
+    """Refuse to continue with other settings than those a stage was started with, naming some of them."""
     if not path.exists():
         return
     before, now = (dict(flatten(one)) for one in (yaml.safe_load(path.read_text()), yaml.safe_load(_as_yaml(settings))))

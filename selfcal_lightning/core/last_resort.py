@@ -41,7 +41,7 @@ def explain(error: BaseException, *, who: str, command: Sequence[str] = ()) -> s
     if isinstance(error, RuntimeError) and _has_peers() and _LOST_PEER.search(str(error)):
         return (
             f"{who}: error: Another process of this training was lost: {_one_line(error)[:200]} Its own log says why. "
-            "Start all of them again; with `ckpt_path: last` they go on from the last checkpoint."
+            "Start all of them again; with `ckpt_path: last` they continue from the last checkpoint."
         )
     way = f"`{TRACEBACK_VARIABLE}=1 {shlex.join(command)}`" if command else f"The same with {TRACEBACK_VARIABLE}=1"
     return (

@@ -195,7 +195,7 @@ def run_shown(number: str, arguments: Sequence[str]) -> None:
     if status := run_step(arguments):
         raise RunError(
             f"Step {number}, `selfcal {arguments[0]}`, ended with status {status}; its own message stands above. The "
-            "same command goes on from what is there."
+            "same command continues from what is there."
         )
 
 

@@ -79,7 +79,7 @@ INTERRUPTION = Interruption()
 
 @contextmanager
 def keeping(kept: Callable[[], str]) -> Iterator[None]:
-    """Set what an interruption of the block says: what is kept and how to go on."""
+    """Set what an interruption of the block says: what is kept and how to continue."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:

@@ -88,7 +88,7 @@ def ends_of(pieces: Sequence[str], steps: Steps, *, is_over: bool = True) -> lis
 
 
 def next_step_end(pieces: Sequence[str], steps: Steps, *, after: int = 0) -> StepEnd | None:
-    r"""Return the first end of a step after the first ``after`` tokens of a response that may go on, or None.
+    r"""Return the first end of a step after the first ``after`` tokens of a response that may continue, or None.
 
     The step at the end of the text has one only if its terminator is there.
 
@@ -180,7 +180,7 @@ def _headed_steps(text: str, is_over: bool) -> tuple[list[_Step], int]:
 
 
 def _headings(text: str, *, is_over: bool) -> Iterator[Span]:
-    """Yield the headings ``Step k:``, without one at the very end of a text that goes on."""
+    """Yield the headings ``Step k:``, without one at the very end of a text that continues."""
     for match in _HEADING.finditer(text):
         before = match.start() - 1
         while before >= 0 and text[before] in " \t":

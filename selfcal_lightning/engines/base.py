@@ -35,7 +35,7 @@ class RequestsFailedError(RunError):
         self.failures = dict(failures)
         shown = [f"request {name!r}: {failure.reason}" for name, failure in self.failures.items()][:SHOWN_FAILURES]
         more = [f"and {len(self.failures) - len(shown)} more"] if len(self.failures) > len(shown) else []
-        super().__init__(f"{len(self.failures)} request(s) failed; the others go on. " + "\n".join([*shown, *more]))
+        super().__init__(f"{len(self.failures)} request(s) failed; the others continue. " + "\n".join([*shown, *more]))
 
 
 class EngineStoppedError(RunError):
@@ -90,8 +90,8 @@ class Engine(Protocol):
             patience: Longest wait in seconds, after which the list may be empty.
 
         Raises:
-            RequestsFailedError: Requests were not answered; they are no longer in flight, all others go on.
-            EngineStoppedError: The engine cannot go on.
+            RequestsFailedError: Requests were not answered; they are no longer in flight, all others continue.
+            EngineStoppedError: The engine cannot continue.
         """
 
     def cancel(self, ids: Iterable[str]) -> dict[str, int]:
@@ -111,7 +111,7 @@ class Engine(Protocol):
         """Return p(token | prompt) from the full softmax, ``[len(prompts)][len(token_ids)]``.
 
         None stands for a prompt that the engine refuses, such as one that crashes it. An activated adapter reads the
-        query that a prompt ends with, and no other token. Samples in flight may go on meanwhile.
+        query that a prompt ends with, and no other token. Samples in flight may continue meanwhile.
 
         Args:
             prompts: Token ids.
@@ -181,7 +181,7 @@ def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Re
                     raise
                 continue
             if not responses:
-                raise RunError(f"Expected the engine to go on, but got nothing with {len(pending)} in flight.")
+                raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
             replies |= {response.request_id: response for response in responses}
             pending -= replies.keys()
     finally:

@@ -144,7 +144,7 @@ class AdaptiveConsistency:
     With the votes ``v_k`` of the answers so far, it stops once at least ``min_samples`` samples have voted and
 
     - ``count_ratio``, ``majority``: ``max_k v_k / sum_k v_k >= threshold`` (two papers' names for one rule);
-    - ``confidence_ratio``: the same with ``v_k`` the sum of the confidences; if all are 0, sampling goes on;
+    - ``confidence_ratio``: the same with ``v_k`` the sum of the confidences; if all are 0, sampling continues;
     - ``beta``: ``P(the leader is more likely than the runner-up) >= threshold``;
     - ``dirichlet``: ``P(the leader is the most likely of the top five) >= threshold``;
     - ``entropy``: normalised entropy of the votes ``<= threshold``; here *lower* is more certain.

@@ -358,7 +358,7 @@ class EngineSource:
                 self._row.add(name, self._place[name][0].question.id, failure)
             return dict.fromkeys(error.failures)
         if not responses and self._patience is None:
-            raise RunError(f"Expected the engine to go on, but got nothing with {self.in_flight} in flight.")
+            raise RunError(f"Expected the engine to continue, but got nothing with {self.in_flight} in flight.")
         if responses:
             self._row.clear()
         return {response.request_id: response for response in responses}

@@ -60,7 +60,7 @@ class Prompt:
         system: System text instead of that of ``base``; "" means none, null keeps it.
         examples: Example questions with responses, as turns before the question.
         format: "chat" uses the model's chat template; "plain" writes "Question: ..." and "Answer: ..." for
-            base models that have none, and ends a response where it goes on to the next question.
+            base models that have none, and ends a response where it continues to the next question.
     """
 
     base: Base = "task"
@@ -391,7 +391,7 @@ class ChatFormat:
         return tuple(ids)
 
     def _next_question_ids(self) -> set[int]:
-        """Return the tokens with which a response goes on to another question."""
+        """Return the tokens with which a response continues to another question."""
         found = set()
         for before in ("x\n", "x\n\n"):
             pieces = [(i, str(self.tokenizer.decode([i]))) for i in self._encode(f"{before}Question:", ())]

@@ -403,7 +403,7 @@ def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
     if (problem := shared_prefix_problem(config)) is not None:
         raise InputError(
             f"Expected a model whose responses can share a prompt, but got {name!r}: {problem}. Set `packing: auto` to "
-            "fall back to batches of like length, or `packing: off`."
+            "fall back to batches of similar length, or `packing: off`."
         )
 
 

@@ -165,7 +165,7 @@ def check_checkpoint_file(path: Path) -> None:
 
 
 def check_training_state(checkpoint: dict[str, Any]) -> None:
-    """Refuse to go on with training from weights alone."""
+    """Refuse to continue with training from weights alone."""
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if key not in checkpoint]
     if missing:
         raise InputError(

@@ -115,7 +115,7 @@ def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
 def train_into(folder: Path, tiny_model: str, store: Path, **settings: Any) -> dict[str, Any]:
     """Train three steps, or as ``steps`` says, and return the manifest of the adapter.
 
-    A checkpoint of the second step is left beside it; ``start`` is one to go on with.
+    A checkpoint of the second step is left beside it; ``start`` is one to continue with.
     """
     steps, start = settings.pop("steps", 3), settings.pop("start", None)
     callbacks = [AdapterExport(str(folder)), Save(folder.parent / "two.ckpt")]

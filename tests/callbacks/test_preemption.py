@@ -1,4 +1,4 @@
-"""PreemptionCheckpoint: a signal stops a run at an optimiser step, or while it samples, and the run goes on later."""
+"""PreemptionCheckpoint: a signal stops a run at an optimiser step, or while it samples, and the run continues later."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Asked(Callback):
 
 
 def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **settings: Any) -> dict[str, torch.Tensor]:
-    """Train for two epochs, or go on with that, and return what was learned."""
+    """Train for two epochs, or continue with that, and return what was learned."""
     rows = settings.pop("data", {})
     module = module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.3, activated=False))
     trainer = Trainer(

@@ -1,4 +1,4 @@
-"""``selfcal adapt``: rounds, export and evaluation in one command, which goes on where it was stopped."""
+"""``selfcal adapt``: rounds, export and evaluation in one command, which continues where it was stopped."""
 
 from __future__ import annotations
 

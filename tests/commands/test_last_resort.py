@@ -149,18 +149,18 @@ TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 STOPPED = {
     "generate": (
         ["--model", "bundled", "--store_dir", "store", "--task", "word_problems", "--limit", "2"],
-        OPEN, "0 questions with all their samples are in store; the same command goes on",
+        OPEN, "0 questions with all their samples are in store; the same command continues",
     ),
     "answer": (
         ["--model", "bundled", "--questions", "asked.txt"],
         "selfcal_lightning.commands.answer.run_strategy", "the same command asks all questions again",
     ),
     "evaluate": (
-        ["--model", "bundled", "--tests", TESTS, "--output_dir", "out"], OPEN, "the same command goes on",
+        ["--model", "bundled", "--tests", TESTS, "--output_dir", "out"], OPEN, "the same command continues",
     ),
     "score": (
         ["--pool", "pool.jsonl", "--output", "scored.jsonl", "--estimator", "response_consistency"],
-        "selfcal_lightning.confidence.scoring._score", "the same command goes on",
+        "selfcal_lightning.confidence.scoring._score", "the same command continues",
     ),
 }  # fmt: skip
 

@@ -118,12 +118,12 @@ def test_advertisements_stay_off_the_terminal(caplog: pytest.LogCaptureFixture, 
         caplog.clear()
         silence_lightning()
         Trainer(accelerator="cpu", default_root_dir=tmp_path)
-        rank_zero_info("Epochs go on.")
+        rank_zero_info("Epochs continue.")
     finally:
         logger.filters[:] = before
         logger.removeHandler(caplog.handler)
     assert "litlogger" not in caplog.text
-    assert "Epochs go on." in caplog.text
+    assert "Epochs continue." in caplog.text
 
 
 def test_a_class_of_an_unnamed_package_is_refused_before_it_is_imported(tmp_path: Path) -> None:

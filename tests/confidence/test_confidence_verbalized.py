@@ -120,7 +120,7 @@ def test_no_probability_is_none_and_may_be_asked_for_again(chat: ChatFormat) -> 
 def test_what_has_no_room_is_not_asked(chat: ChatFormat) -> None:
     room = len(chat.prompt_ids([Message("user", "1 + 2?")])) + len(chat.response_ids(TEXTS[0])) + 160
     engine = Scripted(lambda request: r"\boxed{1}", max_context=room)
-    long = "So it goes on. " * 40
+    long = "So it continues. " * 40
     entry = entry_of(chat, (TEXTS[0], long))
     assert Verbalized(engine, chat, max_new_tokens=32).score([entry]) == [[1.0, None]]
     assert Verbalized(engine, chat, max_new_tokens=32).score([]) == []

@@ -71,7 +71,7 @@ def test_what_one_of_four_reads_as_a_number_is_read(vectors: Vectors) -> None:
 
 
 def test_whatever_a_reference_reads_is_read(vectors: Vectors) -> None:
-    """It cuts 3/4 to 3 and loses a brace; a full stop inside a line ends its short answers, and ours go on."""
+    """It cuts 3/4 to 3 and loses a brace; a full stop inside a line ends its short answers, and ours continue."""
     readers = {"gsm8k": read_number, "aime25": read_number, "mmlu": read_letter, "math500": read_expression}
     for case in vectors("answer_extraction_appier")["cases"]:
         found = readers.get(case["dataset"], read_short_text)(case["response"])

@@ -260,7 +260,7 @@ def test_grouping_changes_the_order_alone(group_size: int) -> None:
         zip(draw.rows, draw.calibration_weight, draw.generation_weight, strict=True)
     )
     runs = np.diff(np.flatnonzero(np.concatenate([[True], np.diff(question[grouped.rows]) != 0, [True]])))
-    # Two groups of one question may meet by chance; nearly all runs are single groups of like size.
+    # Two groups of one question may meet by chance; nearly all runs are single groups of similar size.
     assert np.median(runs) >= min(group_size, 8) * 0.6
     assert (runs <= group_size).mean() > 0.9
     again = group_by_question(draw, question, group_size=group_size, seed=0, epoch=0)

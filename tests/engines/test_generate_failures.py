@@ -57,7 +57,7 @@ class _StuckEngine(FakeEngine):
 
 def test_an_engine_that_breaks_the_contract_is_not_waited_for(tmp_path: Path) -> None:
     engine = _StuckEngine()
-    with pytest.raises(RuntimeError, match="Expected the engine to go on, but got nothing with 6 in flight"):
+    with pytest.raises(RuntimeError, match="Expected the engine to continue, but got nothing with 6 in flight"):
         run(tmp_path, fake_questions(2), engine=engine)
     assert not engine._waiting, "what was in flight is cancelled"
 

@@ -260,7 +260,7 @@ def test_rollouts_of_other_steps_are_refused(
         for steps in ("sentence", "line")
     )
     same._table(sampled, index, same.collator(), same.recipes())
-    with pytest.raises(InputError, match=r"goes on from a step .* by the rule 'line'.*--steps line"):
+    with pytest.raises(InputError, match=r"continues from a step .* by the rule 'line'.*--steps line"):
         other._table(sampled, index, other.collator(), other.recipes())
 
 

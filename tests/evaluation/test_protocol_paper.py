@@ -77,7 +77,7 @@ def test_metric_table_of_the_reference(vectors: Callable[[str], dict[str, Any]])
         for expected in case["out"]["metric_csv"]:
             found = rows[expected["X"]]
             for method, value in expected.items():
-                # The reference's windows end where a question never agrees (see above); ours go on.
+                # The reference's windows end where a question never agrees (see above); ours continue.
                 if method not in ("X", "ESC"):
                     assert found[method] == pytest.approx(value, abs=1e-6), (case["name"], expected["X"], method)
 

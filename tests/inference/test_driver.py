@@ -207,7 +207,7 @@ def test_an_error_leaves_nothing_in_flight() -> None:
             return []
 
     engine = Stuck()
-    with pytest.raises(RuntimeError, match="Expected the engine to go on, but got nothing with 5 in flight"):
+    with pytest.raises(RuntimeError, match="Expected the engine to continue, but got nothing with 5 in flight"):
         run_strategy(EarlyStopping(), fake_questions(9), live(engine))
     assert not engine._waiting
 

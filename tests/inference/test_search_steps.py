@@ -65,7 +65,7 @@ class Reciting:
     def _answer(self, request: Request) -> Response:
         self.asked += 1
         rest = self.text[len(request.prefix_ids) :]
-        assert self.text.startswith(bytes(request.prefix_ids)), "it goes on from what it wrote"
+        assert self.text.startswith(bytes(request.prefix_ids)), "it continues from what it wrote"
         stop = next((place + 1 for place, token in enumerate(rest) if token in request.step_ids), None)
         room = request.sampling.max_new_tokens - len(request.prefix_ids)
         drawn = tuple(rest[: min(room, stop or len(rest))])

@@ -250,7 +250,7 @@ def test_beta_gains_are_ratios_of_beta_functions() -> None:
 
 
 def test_tiny_gains_are_still_ordered() -> None:
-    """B(a + 1, b + k) / B(a, b) of a nearly certain question underflows soon; it still goes on getting samples."""
+    """B(a + 1, b + k) / B(a, b) of a nearly certain question underflows soon; it still continues getting samples."""
     found = beta_allocation([1e9, 1e9], [1e-3, 1e-3], 80, maximum=50)
     assert found.tolist() == [40, 40]
 

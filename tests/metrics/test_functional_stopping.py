@@ -101,7 +101,7 @@ def test_entropy_by_hand() -> None:
     assert normalised_entropy([3, 1]) == pytest.approx(-(0.75 * math.log2(0.75) + 0.25 * math.log2(0.25)), abs=1e-12)
     # Two equal votes and the phantom: H(2/3, 1/3) in bits.
     assert normalised_entropy([2]) == pytest.approx(-(2 / 3) * math.log2(2 / 3) - (1 / 3) * math.log2(1 / 3), abs=1e-12)
-    # Exactly 3/4; like the reference's float, ours must stay above it, since its rule goes on here.
+    # Exactly 3/4; like the reference's float, ours must stay above it, since its rule continues here.
     assert 0.75 < normalised_entropy([8, 3, 1]) < 0.75 + 1e-15
     # Without a vote everything is open.
     assert normalised_entropy([0, 0]) == 1.0

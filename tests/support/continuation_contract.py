@@ -1,4 +1,4 @@
-"""What every engine must do with requests that go on from a prefix or end with a step; see ``engine_contract``."""
+"""What every engine must do with requests that continue from a prefix or end with a step; see ``engine_contract``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ WAITING = ("nonzero", "_local_scalar_dense", "_unique2", "unique_dim", "masked_s
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations whose result the host has to see before it goes on, by the line of the project they come from.
+    """Counts operations whose result the host has to see before it continues, by the line of our code.
 
     Attributes:
         where: How often, by operation and line.

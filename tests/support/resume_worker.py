@@ -1,6 +1,6 @@
 """A training run to stop, kill and resume, as a process of its own: small, but with the real data, dropout and noise.
 
-The same command is the first start and every later one: it goes on from the newest checkpoint in its folder. What it
+The same command is the first start and every later one: it continues from the newest checkpoint in its folder. What it
 leaves there: ``rank-R.jsonl`` (a line for every micro-batch, over all starts), ``end-R.json`` (states at the end of
 training) and ``adapter/``. Under torchrun it takes the processes that it finds; without, Lightning starts as many as
 ``WORLD_SIZE`` says.
@@ -147,7 +147,7 @@ def strategy_of(name: str) -> str | Strategy:
 
 
 def main() -> None:
-    """Run, or go on."""
+    """Run, or continue."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
@@ -168,7 +168,7 @@ def main() -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     folder = arguments.folder
     folder.mkdir(exist_ok=True)
-    # Another seed where there is a checkpoint to go on from, so that a run which does not restore the states shows.
+    # Another seed where there is a checkpoint to continue from, so that a run which does not restore the states shows.
     seed = (1 if (folder / "checkpoints").exists() else 0) + 10 * int(os.environ.get("RANK", "0"))
     random.seed(seed)
     np.random.seed(seed)

@@ -300,7 +300,7 @@ def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model
     again = trained(str(tmp_path / f"{steps}.ckpt"))
     assert (again.trainer.global_step, again.trainer.should_stop) == (steps, True)
     assert all(torch.equal(one, adapter_state(ended.model)[name]) for name, one in adapter_state(again.model).items())
-    assert trained(target="anchor").trainer.global_step == 2 * steps, "P(True) goes on alone"
+    assert trained(target="anchor").trainer.global_step == 2 * steps, "P(True) continues alone"
 
 
 @pytest.mark.slow

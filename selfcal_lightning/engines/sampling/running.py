@@ -223,7 +223,7 @@ def run_workers(
             raise RunError(
                 f"Expected {len(workers)} workers to finish, but worker {failed[0]} ended with status "
                 f"{workers[failed[0]].returncode} ({len(failed)} failed; see their messages above). What was committed "
-                "is kept: start the same command again to go on."
+                "is kept: start the same command again to continue."
             )
         return [json.loads(report.read_text()) for report in reports]
 
@@ -388,7 +388,7 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
 def _what_is_kept(store_dir: Path) -> str:
     store = SampleStore(store_dir)
     number = len(store.question_ids(include_parts=True)) if part_entries(store_dir) else 0
-    return f"{number:,} questions with all their samples are in {store_dir}; the same command goes on from there."
+    return f"{number:,} questions with all their samples are in {store_dir}; the same command continues from there."
 
 
 def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:

@@ -280,7 +280,7 @@ class _Sampler:
                 self.in_a_row.add(name, state.question.id, failure)
             return []
         if not responses:
-            raise RunError(f"Expected the engine to go on, but got nothing with {len(self._in_flight)} in flight.")
+            raise RunError(f"Expected the engine to continue, but got nothing with {len(self._in_flight)} in flight.")
         self.in_a_row.clear()
         self._store_refused()
         return responses

@@ -346,7 +346,7 @@ class TransformersEngine:
         return responses
 
     def _restart_with_half(self) -> None:
-        """Put what is in flight back into the queue, give the cache back and go on with half the slots."""
+        """Put what is in flight back into the queue, give the cache back and continue with half the slots."""
         flying = [self._rows.held(slot) for slot in self._rows.live()]
         self.max_batch //= 2
         _LOG.warning("Out of GPU memory with %d slots; going on with %d.", 2 * self.max_batch, self.max_batch)

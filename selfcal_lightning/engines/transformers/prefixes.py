@@ -1,7 +1,7 @@
 """Which tokens of several contexts are read together: padded rows, shared beginnings, and nested contexts.
 
 A nested row holds the longest context and, for every context that begins it, the tail that is put after that one. A
-tail sees its own context and itself, and nothing of how the longest one goes on.
+tail sees its own context and itself, and nothing of how the longest one continues.
 """
 
 from __future__ import annotations

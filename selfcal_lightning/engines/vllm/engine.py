@@ -58,7 +58,7 @@ class VLLMEngine:
     long, it is restarted and gets the unfinished requests again, whose seeds make the same texts. Requests that were in
     flight at a crash then run in ever smaller groups until the one that kills the engine is alone. After
     ``max_attempts`` crashes it is quarantined: ``poll`` raises a ``RequestsFailedError`` that names it, and all others
-    go on.
+    continue.
 
     Args:
         model: Folder or hub name of the model, or "bundled".
@@ -395,7 +395,7 @@ class VLLMEngine:
             self._in_flight.fail(flight.name, failure)
 
     def _on_crash(self, reason: str, *, fatal: bool = False) -> None:
-        """End the child, queue its work again and decide whether to go on; the next piece of work starts another."""
+        """End the child, queue its work again and decide whether to continue; the next piece of work starts another."""
         process, self._process = self._process, None
         report = cast(WorkerProcess, process).bury()
         self._totals["crashes"] += 1

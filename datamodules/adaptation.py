@@ -358,7 +358,7 @@ class RolloutDataModule(StoredDataModule):
         kept: Iterable[Any] = examples(selection, store_dir=self.store_dir)
         chosen = {(example.row.question_id, example.row.index) for example in kept}
         if (found := selection.manifest["store"]["round"]) != self.round:
-            raise InputError(f"`round` is {self.round}, but the selection is of round {found}. Set `round`.")
+            raise InputError(f"`round` is {self.round}, but the selection was made from round {found}. Set `round`.")
         pairs = zip(table.index.question_id.tolist(), table.index.sample_index.tolist(), strict=True)
         weights = np.array([pair in chosen for pair in pairs], dtype=np.float64)
         if not weights.any():
@@ -390,7 +390,7 @@ def _check_learnt(reward: str, target: str | None, selection: str | None, every:
     if selection is not None and reward != "none":
         raise InputError(f"A `selection` needs `reward: none`, but got {reward!r}.")
     if selection is not None and every is not None:
-        raise InputError(f"A `selection` is of one round: leave out `regenerate_every_n_epochs` {every}.")
+        raise InputError(f"A `selection` covers one round: leave out `regenerate_every_n_epochs` {every}.")
     if reward in ANNOTATIONS and every is not None:
         raise InputError(
             f"`reward: {reward}` reads what `selfcal score --estimator {ANNOTATIONS[reward]}` wrote for one round: "

@@ -338,7 +338,7 @@ class StoredDataModule(LightningDataModule, ABC):
     def _pool_loader(self, split: Split) -> LateDataLoader:
         """Return the loader of this process's questions of a split: every response once."""
         store, collator = self._store(), self.collator()
-        # Confidences are compared with the target itself, without its teacher.
+        # Confidences are compared with the target itself, without soft labels.
         rounds, recipes = (self.round if split == "train" else 0,), (TargetRecipe(self.row_target),)
         table, _ = self._build(store, collator, split, rounds, recipes)
         if table.num_cut or table.dropped:

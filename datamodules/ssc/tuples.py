@@ -59,13 +59,13 @@ class TargetRecipe:
 
 
 def read_recipe(target: str, teacher: str | None, teacher_share: float) -> TargetRecipe:
-    """Return the recipe of these settings; the file of the teacher is read."""
+    """Return the recipe of these settings; reads the file of the soft-label source."""
     check_teacher(teacher, teacher_share, target=target)
     return TargetRecipe(target, None if teacher is None else Fusion.load(Path(teacher)), teacher_share)
 
 
 def check_teacher(teacher: str | None, teacher_share: float, *, target: str | None) -> None:
-    """Raise InputError unless teacher, share and target go together."""
+    """Refuse a soft-label source and a share that do not fit each other or the target."""
     if not 0.0 <= teacher_share <= 1.0:
         raise InputError(f"`teacher_share` must lie in [0, 1], but got {teacher_share}.")
     if teacher is None and teacher_share > 0.0:
@@ -76,7 +76,7 @@ def check_teacher(teacher: str | None, teacher_share: float, *, target: str | No
         raise InputError(f"`teacher_share` must be above 0 with the `teacher` {teacher}, but got 0.")
     if teacher is not None and target in BEFORE_ANSWERING:
         raise InputError(
-            f"The target {target!r} is learnt before there is a response: no `teacher`, but got {teacher}."
+            f"The target {target!r} is learnt before there is a response and takes no `teacher`, but got {teacher}."
         )
 
 
@@ -93,7 +93,7 @@ def check_agreement(num_samples: int, target: str) -> None:
 def check_auxiliary(
     auxiliary: Mapping[str, AuxiliarySettings], *, target: str, num_buckets: int | None, num_samples: int
 ) -> None:
-    """Refuse auxiliary adapters that would not become what they would alone."""
+    """Refuse auxiliary adapters that would not train as they would alone."""
     for name, one in auxiliary.items():
         check_teacher(one.teacher, one.teacher_share, target=one.target or target)
         if one.target is None:
@@ -103,27 +103,27 @@ def check_auxiliary(
         check_agreement(num_samples, one.target)
         if (one.target in BEFORE_ANSWERING) != (target in BEFORE_ANSWERING):
             raise InputError(
-                f"Targets side by side must be all of responses or all of questions, but got {target!r} and "
-                f"{one.target!r} of {name!r}."
+                "The adapter and its auxiliary adapters must all learn from responses or all from questions, but got "
+                f"{target!r} and {one.target!r} of {name!r}."
             )
     if auxiliary and num_buckets not in (None, 1):
         raise InputError(
-            f"`num_buckets` must be 1 with adapters side by side, but got {num_buckets}: buckets of the first one's "
-            "target are not those of the others."
+            f"`num_buckets` must be 1 with auxiliary adapters, but got {num_buckets}: rows are bucketed by the first "
+            "adapter's target, not by theirs."
         )
 
 
 def mix_in_teacher(target: FloatArray, index: SampleIndex, recipe: TargetRecipe) -> FloatArray:
-    """Return the target of every row mixed with what the recipe's teacher says of it, nan where either is, [R]."""
+    """Return every row's target mixed with its soft label, nan where either is nan, [R]."""
     if recipe.teacher is None:
         return target
     taught = recipe.teacher.transform(_feature_columns(index, recipe.teacher.features))
-    # A share of 1 takes the rows of the target too: an unreadable response is taught nothing.
+    # With a share of 1, too, only rows with a target count: an unreadable response gets no soft label.
     return np.where(np.isnan(target), np.nan, (1.0 - recipe.share) * np.nan_to_num(target) + recipe.share * taught)
 
 
 def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
-    """Return the features of every row, nan where it lacks one, [R, F]."""
+    """Return the features of every row, nan where one is missing, [R, F]."""
     known = index.num_tokens > 0
     columns = {
         NUM_TOKENS: np.where(index.num_tokens >= 0, index.num_tokens, np.nan).astype(np.float64),
@@ -135,8 +135,8 @@ def _feature_columns(index: SampleIndex, features: Sequence[str]) -> FloatArray:
     missing = sorted({name for feature in features if (name := confidence_behind(feature)) not in columns})
     if missing:
         raise InputError(
-            f"The `teacher` reads {', '.join(missing)} of a response, which the store lacks. Put it there by `selfcal "
-            "score --store_dir`, or fit another teacher."
+            f"The `teacher` reads {', '.join(missing)} of a response, which the store lacks. Add it with `selfcal "
+            "score --store_dir`, or fit another soft-label source."
         )
     values = [(feature, columns[confidence_behind(feature)]) for feature in features]
     return np.column_stack([log_odds(one, feature) if feature.startswith(LOGIT) else one for feature, one in values])

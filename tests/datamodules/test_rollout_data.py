@@ -199,7 +199,7 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
     pool.write("two-rounds", answers_of("8", "8", "9", "7"), sampling=AT_ONE, round=1)
     run_select(store, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
     learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
-    with pytest.raises(InputError, match="`round` is 1, but the selection is of round 0"):
+    with pytest.raises(InputError, match="`round` is 1, but the selection was made from round 0"):
         batches(data_of(pool, store, round=1, **learnt))
     run_select(store, str(tmp_path / "second"), pick="share", keep="share", keep_count=5, round=1)
     (batch,) = batches(data_of(pool, store, round=1, reward="none", selection=str(tmp_path / "second")))

@@ -120,9 +120,11 @@ def test_an_adapter_that_was_not_taught_is_another_model(answered: Path, tmp_pat
 def test_what_does_not_go_together(pool: Pool) -> None:
     with pytest.raises(InputError, match="`generation_ratio` must be 0 with the target 'agreeing_pairs'"):
         pool.data("nowhere", target="agreeing_pairs", generation_ratio=0.3).check_fit()
-    with pytest.raises(InputError, match=r"no `teacher`, but got teacher.json"):
+    with pytest.raises(InputError, match=r"takes no `teacher`, but got teacher.json"):
         check_teacher("teacher.json", 0.5, target="top_share")
-    with pytest.raises(InputError, match="all of responses or all of questions, but got 'label' and 'agreeing_pairs'"):
+    with pytest.raises(
+        InputError, match="all learn from responses or all from questions, but got 'label' and 'agreeing_pairs'"
+    ):
         check_auxiliary(
             {"a": AuxiliarySettings(target="agreeing_pairs")}, target="label", num_buckets=None, num_samples=4
         )

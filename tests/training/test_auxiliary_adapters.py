@@ -196,7 +196,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
     [
         ({"target": "votes"}, {}, r"`auxiliary\.other\.target` to be one of .*but got 'votes'"),
         ({"query": DEFAULT_QUERY * 3}, {}, "query of 'other' in `auxiliary` must be at most as long as `query`"),
-        ({}, {"num_buckets": 4}, "`num_buckets` must be 1 with adapters side by side, but got 4"),
+        ({}, {"num_buckets": 4}, "`num_buckets` must be 1 with auxiliary adapters, but got 4"),
         ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
     ],
 )

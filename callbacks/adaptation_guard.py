@@ -26,12 +26,12 @@ from selfcal_lightning.training.settings import check_positive
 
 
 class AdaptationGuard(Callback):
-    """Compares every round with round 0, without labels, and ends the training of a policy that collapses.
+    """Compares every round with round 0, without labels, and stops training when the policy collapses.
 
-    The reward cannot tell: the share of the majority rises in good runs and in bad ones. Tested are whether the
-    responses still agree with those of round 0 and can be read (once the next round was sampled), and, after every
-    epoch, how likely the responses of round 0 still are. When a limit is passed, the adapter becomes that of the last
-    good round (or the base model), training stops, and that adapter is exported.
+    The reward does not show a collapse: the majority's share rises in good runs and in bad ones. So the guard checks,
+    when a new round has been sampled, whether its responses still agree with those of round 0 and can be read, and
+    after every epoch how likely the model still finds the responses of round 0. When a limit is crossed, it restores
+    the adapter of the last good round (or the base model), stops training and exports that adapter.
 
     List it after ``SSCGeneration`` among the callbacks. Its values are logged as ``guard/...``.
 

@@ -43,18 +43,18 @@ TRAINED = ("adapter", "model", "module")  # kinds of exports that a training wri
 
 
 class AdapterExport(Callback):
-    """Writes what the module trains (an adapter, all weights, or its own) and ``selfcal_manifest.json``.
+    """Exports the trained weights (an adapter, all weights, or a module's own) with a ``selfcal_manifest.json``.
 
-    An earlier export is replaced in one step if it is of the same run or was trained with the same settings; one with
-    other settings is kept under its name with the date at which it was made.
+    An earlier export is replaced atomically if it comes from the same run or the same settings; one with other settings
+    is kept, renamed to include its date.
 
     Args:
         output_dir: Folder for the weights at the end of training; null is ``adapter`` in the trainer's log folder.
             Auxiliary adapters go to ``<output_dir>-<name>``.
         monitor: A value of ``CalibrationMetrics``, such as "val/calibration/ECE" or, of one task,
             "val/gsm8k/calibration/ECE"; of a probe one of ``CapabilityMetrics``, or without labels "val/target/MSE" or
-            "val/loss". After every validation that betters it, the weights go to ``<output_dir>-best``. None exports at
-            the end only.
+            "val/loss". After every validation that improves it, the weights go to ``<output_dir>-best``. None exports
+            only at the end.
         mode: Lower ("min") or higher ("max") values of ``monitor`` are better.
     """
 

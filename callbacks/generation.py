@@ -322,26 +322,26 @@ Splits = dict[str, list[Question]]
 
 
 class SSCGeneration(Callback):
-    """Samples round 0, the base model's responses with their P(True), where the store lacks it, and later rounds.
+    """Samples round 0 (the base model's responses with their P(True)) if the store lacks it, and later rounds.
 
     Round 0 is sampled in ``setup``, before the module loads its weights, so that the engine has the GPU to itself.
     Questions, store folder and number of samples are read from the data module, model, revision and query from the
-    module. Every process samples its own share of the questions; then they wait for each other. What the store holds
-    is reused, also after a kill.
+    module. Every process samples its own share of the questions; then they wait for each other. Responses in the store
+    are reused, also after a kill.
 
     Later rounds (``regenerate_every_n_epochs`` of the data module) are sampled at the end of an epoch with the current
     adapter, of the training questions only. That adapter and a checkpoint of the trainer are first written to
     ``adapters/`` in the store's folder, and the checkpoint as ``last-round.ckpt`` next to those of a
-    ``ModelCheckpoint``, where ``ckpt_path: last`` finds it; a run that is killed and resumed, from there or
-    from earlier on, completes the round with that adapter. An engine that does not serve it is refused.
-    ``round/...`` logs what a round is like and how far its targets moved.
+    ``ModelCheckpoint``, where ``ckpt_path: last`` finds it. A run that is killed and resumed completes the round with
+    that adapter. An engine that does not serve that adapter is refused. ``round/...`` logs statistics of each round and
+    how far its targets moved.
 
     Args:
         engine: Which engine, and how: transformers, or vllm (an extra), which runs in a process of its own on the
             trainer's GPU (compute mode "default"). With ``tensor_parallel_size: 2`` among its ``engine_args`` process p
             of a machine samples with the GPUs 2p and 2p + 1. In later rounds the transformers engine runs the trainer's
             own model where ``dtype`` is "auto" or the trainer's, and loads the base model once more for another.
-        sampling: How responses are drawn.
+        sampling: Sampling settings.
         seed: Seeds sampling; every sample has its own seed, derived from this one.
         gpu_memory_utilization: Share of the GPU's memory for vLLM; null is vLLM's default. In later rounds it caps what
             vLLM takes of the memory that the trainer leaves free.

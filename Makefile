@@ -41,7 +41,7 @@ setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve`
 demo: $(VENV)/.ready  ## calibrate the bundled model and compare before and after (three to four minutes on two idle cores)
 	$(BIN)/selfcal demo
 
-demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (nine minutes on two cores)
+demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (about ten minutes on two cores)
 	$(BIN)/python benchmarks/real/report_real.py --demo
 
 test: $(VENV)/.ready  ## all tests but the slow ones
@@ -75,7 +75,7 @@ report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 
 report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 200 adapted + 264 others x 8, three seeds (70 CPU minutes; continues from what is there)
 	$(BIN)/python benchmarks/adapt/report_adapt.py
 
-report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: 499 questions x 8, three seeds (hours; continues from what is there)
+report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: two tasks x 8 responses, three seeds (hours; continues from what is there)
 	$(BIN)/python benchmarks/real/report_real.py
 
 lint: $(VENV)/.ready  ## ruff, import-linter, and mypy on the files that pyproject.toml names

@@ -1,23 +1,42 @@
-"""``make report-real``: an activated adapter on SmolLM2-135M-Instruct, against cheaper confidences."""
+"""``make report-real``: an activated adapter on a real language model, against every cheaper confidence.
+
+Two tasks: facts about countries, and arithmetic in words by reasoning-gym. Responses end where the model ends them. The
+figures are those of the test questions; nothing is chosen or fitted on them. Goes on from what is there.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from _real_jobs import JOINT, LEAVE_ONE_OUT, PROBE, TARGETS, TUNED, Jobs, Sizes
+from _real_jobs import (
+    FACTS,
+    JOINT,
+    LABEL,
+    LEAVE_ONE_OUT,
+    MAX_NEW_TOKENS,
+    PROBE,
+    TASKS,
+    TOKEN_STATISTICS,
+    Jobs,
+    Sizes,
+    all_jobs,
+)
 from matplotlib.figure import Figure
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.study import Options, Study
-from shared.tables import table
+from shared.tables import show, table, triple
 
 from selfcal_lightning.capability.probe import with_question_confidence
 from selfcal_lightning.confidence.base import MEAN_LOGPROB, P_TRUE, add_scores, confidence_of
@@ -30,93 +49,201 @@ from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.inference.threshold_fitting import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
-from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, estimate_of, resample_weights
+from selfcal_lightning.metrics.bootstrap import (
+    Estimate,
+    bootstrap_interval,
+    calibration_error_bounds,
+    estimate_of,
+    resample_weights,
+)
 from selfcal_lightning.metrics.calibration import ErrorBounds
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import QuestionSamples, Sample
 
-VARIANTS = ("activated", JOINT, TUNED)
-# The demonstration's account of time is made of these. One core with AVX512-BF16 was measured, shared with other work:
-# 12 responses sampled (bfloat16), 4 trained on (float32) and 26 scored (bfloat16) a CPU second. Two idle ones are
-# reckoned to train half as fast again, and to gain nothing where rows are few.
-CONVERT_SECONDS, OVERHEAD_SECONDS = 30.0, 120.0
-SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 12.0, 6.0, 25.0
-DEMO = {
-    "output": Path("runs/demo-real"), "train": 130, "test": 110, "seeds": [0], "variants": ["activated"],
-    "targets": [LEAVE_ONE_OUT],
-}  # fmt: skip
+# The demonstration's account of time: responses sampled, trained on and scored in a second by two idle cores.
+CONVERT_SECONDS, OVERHEAD_SECONDS = 15.0, 60.0
+SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 7.0, 5.0, 18.0
+DEMO = {"output": Path("runs/demo-real"), "tasks": [FACTS], "train": 120, "validation": 40, "test": 100, "seeds": [0]}
+
+Pool = list[QuestionSamples]
+ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
+LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
+BLOCKS = (2, 4, 8)
+WEIGHTS = {"": None, "_likelihood": LIKELIHOOD, "_p_true": P_TRUE}
+NONE, SPLIT, TRAINING = "none", "validation", "training"
 
 
-def complete(parser: argparse.ArgumentParser, options: Options) -> None:
-    sizes = Sizes(options.train, options.test, options.calibration, options.num_samples, options.train_samples)
-    options.jobs = Jobs(options.output, options.model, sizes)
-    if options.demo:
-        options.results = options.output
+@dataclass(frozen=True)
+class Rival:
+    """A confidence: how it is called, how many samples it takes, and what labels."""
+
+    label: str
+    samples: int = 1
+    labels: str = NONE
 
 
-def account(jobs: Jobs) -> str:
-    """Return what the demonstration is going to do, and about how long each part takes on two idle cores."""
-    sizes = jobs.sizes
-    train, test = ((count or 0) * sizes.num_samples for count in (sizes.train, sizes.test))
-    fitted = sizes.calibration * sizes.num_samples
-    rows = (
-        ("convert the model, once", CONVERT_SECONDS),
-        (f"sample {train:,} training, {test:,} test and {fitted:,} calibration responses",
-         (train + test + fitted) / SAMPLED_A_SECOND),
-        (f"train an adapter on {train:,} responses, without labels", train / TRAINED_A_SECOND),
-        (f"score {test + fitted:,} responses by it", (test + fitted) / SCORED_A_SECOND),
-        ("load programs and models, compute the tables", OVERHEAD_SECONDS),
-    )  # fmt: skip
-    lines = [f"  {text:<76}{seconds / 60:5.1f} min" for text, seconds in rows]
-    total = sum(seconds for _, seconds in rows) / 60
-    return "\n".join([f"On two idle cores, about {total:.0f} minutes:", *lines, f"Log: {jobs.folder / 'log.txt'}"])
-
-
-def run(options: Options) -> None:
-    jobs = options.jobs
-    if options.demo:
-        print(account(jobs), flush=True)
-    jobs.convert()
-    for split in ("train", "validation"):
-        jobs.sample(jobs.model, jobs.samples, split)
-    jobs.sample(jobs.model, jobs.test, "test", seed=1)
-    if not options.demo:
-        jobs.probe()
-    if "activated" in options.variants:
-        for target in options.targets:  # the headline's first
-            for seed in options.seeds:
-                jobs.score_both(jobs.activate(target, seed), f"{target}_{seed}")
-        if not options.demo:
-            target, seed = options.targets[0], options.seeds[0]
-            jobs.sample_twice(jobs.folder / target / f"seed-{seed}" / "adapter", jobs.texts(target, seed))
-    for seed in options.joint_seeds if {JOINT, TUNED} & set(options.variants) else ():
-        merged = jobs.tune(seed)
-        jobs.sample(merged, jobs.own_test(seed), "test", seed=1)
-        if TUNED in options.variants:
-            jobs.sample(merged, jobs.own_samples(seed), "train")
-            adapter = jobs.activate(LEAVE_ONE_OUT, seed, model=merged, samples=jobs.own_samples(seed))
-            jobs.score(jobs.own_test(seed), adapter, TUNED, split="test")
+RIVALS = {
+    P_TRUE: Rival("P(True) of the base model"),
+    "p_true_scaled": Rival("P(True), scaled by temperature", labels=SPLIT),
+    LIKELIHOOD: Rival("likelihood (mean log-probability)"),
+    "likelihood_scaled": Rival("likelihood, scaled by Platt", labels=SPLIT),
+    **{
+        f"{name}_scaled": Rival(f"{name.replace('_', ' ')}, scaled by Platt", labels=SPLIT) for name in TOKEN_STATISTICS
+    },
+    KIND: Rival("mean agreement of the kind of question"),
+    PROBE: Rival("linear probe of the prompt"),
+    "share_2": Rival("share of 2 votes", 2),
+    "share_4": Rival("share of 4 votes", 4),
+    "share_4_likelihood": Rival("share of 4 votes, weighted by the likelihood", 4),
+    "share_4_p_true": Rival("share of 4 votes, weighted by P(True)", 4),
+    "share_8": Rival("share of 8 votes", 8),
+    "share_8_likelihood": Rival("share of 8 votes, weighted by the likelihood", 8),
+    ENTROPY: Rival("semantic entropy of 8 samples", 8),
+    COCOA: Rival("likelihood x share of 8 votes (CoCoA)", 8),
+    ADAPTER: Rival("**activated adapter**"),
+    FUSED: Rival("fusion of adapter and likelihood", labels=SPLIT),
+    "share_4_adapter": Rival("share of 4 votes, weighted by the adapter", 4),
+    UPPER: Rival("activated adapter trained on labels (upper bound)", labels=TRAINING),
+}
+SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
+VOTES = {"counted": "counted", P_TRUE: "P(True) of the base model", LIKELIHOOD: "likelihood", ADAPTER: "**adapter**"}
+SHOWN_VOTES = (2, 3, 4, 8)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/real/smollm2"), help="folder of the converted model")
-    parser.add_argument("--joint_seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--train", type=int, default=415, help="training questions; 415 are all")
-    parser.add_argument("--test", type=int, default=None, help="test questions; all 499 where left out")
-    parser.add_argument("--calibration", type=int, default=50, help="labelled questions for scalers and fusions")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    for split in ("train", "validation", "test"):
+        parser.add_argument(f"--{split}", type=int, default=None, help=f"{split} questions; all where left out")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
-    parser.add_argument("--train_samples", type=int, default=None, help="to a training question; as many if left out")
+    parser.add_argument("--without", nargs="*", choices=(LABEL, JOINT), default=[], help="arms to leave out")
     parser.add_argument("--demo", action="store_true", help="a small run of minutes; the report goes to --output")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
 
 
-Pool = list[QuestionSamples]
-METRICS = (AUROC, ECE, BRIER, WITHIN_QUESTION_AUROC, PASS_AT_1)
-LIKELIHOOD, SCALED, SHARE = "likelihood", "likelihood_platt", "share_of_4"
-GROUP = 4
+def complete(parser: argparse.ArgumentParser, options: Options) -> None:
+    if options.num_samples < max(BLOCKS):
+        parser.error(f"--num_samples must be at least {max(BLOCKS)}, got {options.num_samples}.")
+    sizes = Sizes(options.train, options.test, options.validation, options.num_samples)
+    options.jobs = all_jobs(options.output, options.model, options.tasks, sizes)
+    if options.demo:
+        options.results = options.output
+
+
+def run(options: Options) -> None:
+    print(account(options), flush=True)
+    for jobs in options.jobs:
+        jobs.convert()
+        for split in ("train", "validation"):
+            jobs.sample(jobs.samples, split)
+        jobs.sample(jobs.test, "test", seed=1)
+        for seed in options.seeds:
+            jobs.score(jobs.activate(LEAVE_ONE_OUT, seed), f"{LEAVE_ONE_OUT}_{seed}")
+        if options.demo:
+            continue
+        jobs.probe()
+        jobs.score_tokens()
+        jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, options.seeds[0]))
+        if LABEL not in options.without:
+            jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0")
+        if JOINT not in options.without:
+            jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1)
+
+
+def account(options: Options) -> str:
+    """Return what is going to be done, and about how long each part takes on two idle cores."""
+    rows: list[tuple[str, float]] = [("convert the model, once", CONVERT_SECONDS)]
+    for jobs in options.jobs:
+        train, test, validation = (
+            options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
+            for split in ("train", "test", "validation")
+        )
+        adapters = len(options.seeds) if options.demo else len(options.seeds) + 2 - len(options.without)
+        sampled = train + test + validation + (0 if options.demo or JOINT in options.without else test)
+        rows += [
+            (f"{jobs.task}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
+            (f"{jobs.task}: train {adapters} adapter(s) on {train:,} responses", adapters * train / TRAINED_A_SECOND),
+            (f"{jobs.task}: score {test + validation:,} responses by each, and the rest",
+             (adapters + 1) * (test + validation) / SCORED_A_SECOND + OVERHEAD_SECONDS),
+        ]  # fmt: skip
+    lines = [f"  {text:<76}{seconds / 60:6.1f} min" for text, seconds in rows]
+    total = sum(seconds for _, seconds in rows) / 60
+    return "\n".join([
+        f"On two idle cores, about {total:.0f} minutes; what is there is not done again.", *lines,
+        f"Logs: {options.output}/TASK/log.txt",
+    ])  # fmt: skip
+
+
+def assemble(options: Options) -> dict[str, Any]:
+    tasks = {jobs.task: report_on(jobs, options.seeds) for jobs in options.jobs}
+    if options.demo:  # too small for targets
+        for task in tasks.values():
+            task.pop("criteria", None)
+    return {
+        "tasks": tasks,
+        "samples": options.num_samples,
+        "model": named_model(options.jobs[0]),
+        "minutes": options.minutes,
+    }
+
+
+def named_model(jobs: Jobs) -> str:
+    """Return the model that sampled the test responses, as its store records it."""
+    model = SampleStore(jobs.test).round_manifest().fingerprint.model
+    return f"{model.model} (sha256 of the weights {model.weights_sha256[:12]})"
+
+
+def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return the figures of one task."""
+    scored = [name for name in annotation_names(jobs.test) if _is_whole(jobs.test, "test", name)]
+    there = [seed for seed in seeds if f"{LEAVE_ONE_OUT}_{seed}" in scored]
+    adapters = [f"{LEAVE_ONE_OUT}_{seed}" for seed in there]
+    pool, fused = _pool(jobs, scored, adapters)
+    columns: dict[str, Columns] = {}
+    variants = {ADAPTER: adapters, FUSED: fused, "share_4_adapter": [f"share_4_{name}" for name in adapters],
+                UPPER: [f"{LABEL}_0"] if f"{LABEL}_0" in scored else []}  # fmt: skip
+    for name in RIVALS:
+        names = variants.get(name, [name])
+        if names and all(one in pool[0].samples[0].confidences or one == P_TRUE for one in names):
+            columns[name] = Columns.of(pool, names)
+    votes = _votes(pool, adapters)
+    responses = [sample for entry in pool for sample in entry.samples]
+    report: dict[str, Any] = {
+        "seeds": there,
+        "questions": len(pool),
+        "clusters": len({cluster(entry) for entry in pool}),
+        "responses": len(responses),
+        "train": len(_entries(jobs.samples, "train")),
+        "validation": len(_entries(jobs.samples, "validation")),
+        "unreadable": float(np.mean([one.answer is None for one in responses])),
+        "cut": float(np.mean([one.finish == "length" for one in responses])),
+        "response_tokens": _mean_tokens(pool),
+        "query_tokens": len(ChatFormat(load_tokenizer(str(jobs.model))).query.suffix_ids),
+        "pass_at_1": triple(columns[P_TRUE].estimate(PASS_AT_1)),
+        "confidences": {name: column.as_json() for name, column in columns.items()},
+        "votes": {name: [triple(estimate_of(row)) for row in curve] for name, curve in votes.items()},
+        "generators": _generators(jobs, pool, columns, votes),
+        "costs": jobs.costs(),
+        "read": time.strftime("%Y-%m-%d", time.gmtime((jobs.test / "manifest.json").stat().st_mtime)),
+        "sha256": hashlib.sha256((jobs.test / "manifest.json").read_bytes()).hexdigest(),
+    }
+    if adapters:
+        report["vote_gains"] = {
+            other: [triple(estimate_of(row)) for row in votes[ADAPTER] - votes[other]]
+            for other in votes
+            if other != ADAPTER
+        }
+        report["tokens"] = _tokens_to_accuracy(report, votes)
+        report["differences"] = {
+            name: {metric: triple(columns[ADAPTER].above(column, metric)) for metric in (AUROC, BRIER)}
+            for name, column in columns.items()
+            if name != ADAPTER
+        }
+        report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.texts))
+    if jobs.task == FACTS:
+        report["known_names"] = _by_known_names(pool, adapters)
+    return report
 
 
 @dataclass(frozen=True)
@@ -125,7 +252,28 @@ class Columns:
 
     metrics: Mapping[str, Floats]
     error: ErrorBounds
-    by_seed: Mapping[str, tuple[float, ...]]
+    by_seed: tuple[float, ...]
+    within_kind: float | None
+
+    @classmethod
+    def of(cls, pool: Pool, names: Sequence[str]) -> Columns:
+        """Measure a confidence that has one name for each seed; resamples draw clusters of questions."""
+        clusters = {entry.question.id: cluster(entry) for entry in pool}
+        kinds = {entry.question.id: kind(entry) for entry in pool}
+        rows, errors, within = [], [], []
+        for name in names:
+            scored = scored_responses(pool, name=name)
+            pair = scored.confidence, scored.correct
+            grouped, by_kind = (np.array([which[one] for one in scored.question_index]) for which in (clusters, kinds))
+            row = metric_columns((*pair, grouped), (AUROC, BRIER, PASS_AT_1), num_resamples=RESAMPLES)
+            one = WITHIN_QUESTION_AUROC
+            row |= metric_columns((*pair, scored.question_index), (one,), num_resamples=RESAMPLES)
+            rows.append(row)
+            errors.append(calibration_error_bounds(*pair, grouped, num_resamples=RESAMPLES))
+            within.append(bootstrap_interval(*pair, by_kind, metrics=[one], num_resamples=1)[one].value)
+        mean = {metric: np.mean([row[metric] for row in rows], axis=0) for metric in rows[0]}
+        by_seed = tuple(float(row[AUROC][0]) for row in rows)
+        return cls(mean, mean_bounds(errors), by_seed, None if None in within else float(np.mean(within)))
 
     def estimate(self, metric: str) -> Estimate:
         if metric == ECE:
@@ -136,50 +284,156 @@ class Columns:
         """Return by how much a metric is above that of another confidence, on the same resamples."""
         return estimate_of(self.metrics[metric] - other.metrics[metric])
 
-
-def columns_of(pool: Pool, names: Sequence[str]) -> Columns:
-    return columns_over([(pool, name) for name in names])
-
-
-def columns_over(seeds: Sequence[tuple[Pool, str]]) -> Columns:
-    """Return the mean of the metrics of a confidence over seeds, each on responses of its own to the same questions."""
-    rows: list[dict[str, Floats]] = []
-    errors: list[ErrorBounds] = []
-    for pool, name in seeds:
-        scored = scored_responses(pool, name=name)
-        given = scored.confidence, scored.correct, scored.question_index
-        rows.append(metric_columns(given, METRICS, num_resamples=RESAMPLES))
-        errors.append(calibration_error_bounds(*given, num_resamples=RESAMPLES))
-    mean = {metric: np.mean([row[metric] for row in rows], axis=0) for metric in METRICS}
-    by_seed = {metric: tuple(float(row[metric][0]) for row in rows) for metric in METRICS}
-    by_seed[ECE] = tuple(one.value for one in errors)
-    return Columns(mean, mean_bounds(errors), by_seed)
+    def as_json(self) -> dict[str, Any]:
+        shown = {metric: triple(self.estimate(metric)) for metric in SHOWN}
+        return shown | {"by_seed": [round(value, 4) for value in self.by_seed], "within_kind": self.within_kind}
 
 
-def with_plain_confidences(pool: Pool) -> Pool:
-    """Put on each response its likelihood a token, and the share of its answer among four samples, its own included.
+def cluster(entry: QuestionSamples) -> str:
+    """Return what resamples draw: the country that a fact is about, else the question."""
+    name = entry.question.id.rsplit("/", 1)[-1]
+    return name.split("-")[0] if entry.question.task == FACTS else name
 
-    The samples of a question are taken four by four, in their order; a response without a readable answer agrees with
-    nothing, and has a share of 0.
+
+def kind(entry: QuestionSamples) -> str:
+    """Return the kind of question: capital, currency ... or sum, product ..."""
+    name = entry.question.id.rsplit("/", 1)[-1]
+    return name.rsplit("-", 1)[-1] if entry.question.task == FACTS else name.split("-")[0]
+
+
+def _entries(store: Path, split: str, names: Sequence[str] = ()) -> Pool:
+    entries = SampleStore(store).samples(split=split, confidences=names)
+    return sorted(entries, key=lambda entry: entry.question.id)
+
+
+def _is_whole(store: Path, split: str, name: str) -> bool:
+    if name not in annotation_names(store):
+        return False
+    return not np.isnan(SampleStore(store).index(split=split, confidences=[name]).confidences[name]).all()
+
+
+def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[Pool, list[str]]:
+    """Return the test responses with all confidences, and the names of the fusions."""
+    priors = agreement_of_kinds(_entries(jobs.samples, "train"))
+    pool = with_cheap(_entries(jobs.test, "test", scored), priors, adapters)
+    if PROBE in question_annotation_names(jobs.test):
+        keys = [(entry.question.id, question_digest(entry.question)) for entry in pool]
+        pool = list(with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
+    known = [name for name in adapters if _is_whole(jobs.samples, "validation", name)]
+    validation = with_cheap(_entries(jobs.samples, "validation", known), priors, ())
+    scorers: list[Any] = [
+        fit_scaler(validation, "temperature", source=P_TRUE, name="p_true_scaled"),
+        fit_scaler(validation, "platt", source=LIKELIHOOD, name="likelihood_scaled"),
+    ]
+    statistics = [name for name in TOKEN_STATISTICS if name in scored]
+    if statistics:
+        measured = _entries(jobs.samples, "validation", statistics)
+        scorers += [fit_scaler(measured, "platt", source=name, name=f"{name}_scaled") for name in statistics]
+    fused = [f"fused_{name}" for name in known]
+    scorers += [
+        fit_fusion(validation, [MEAN_LOGPROB, f"logit:{name}"], name=f"fused_{name}") for name in known
+    ]  # fmt: skip
+    return mapped(pool, lambda samples: [add_scores(one, scorers) for one in samples]), fused
+
+
+def mapped(pool: Pool, change: Callable[[Sequence[Sample]], Iterable[Sample]]) -> Pool:
+    return [replace(entry, samples=tuple(change(entry.samples))) for entry in pool]
+
+
+def agreement_of_kinds(training: Pool) -> dict[str, float]:
+    """Return the mean agreement of the training responses with the others to their question, by kind of question."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for entry in training:
+        answers = Counter(sample.answer for sample in entry.samples if sample.answer is not None)
+        others = len(entry.samples) - 1
+        found[kind(entry)] += [max(answers[one.answer] - 1, 0) / others for one in entry.samples]
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def with_cheap(pool: Pool, priors: Mapping[str, float], adapters: Sequence[str]) -> Pool:
+    """Add the confidences that need neither labels nor another run of the model.
+
+    Shares are those of blocks: the samples of a question two by two, four by four, in their order. A response without
+    a readable answer agrees with nothing and has a share of 0.
     """
-    return [replace(entry, samples=tuple(_plain(entry.samples))) for entry in pool]
+    weights = {**WEIGHTS, **{f"_{name}": name for name in adapters}}
+    found = []
+    for entry in pool:
+        samples = [replace(one, confidences={**one.confidences, **_single(one)}) for one in entry.samples]
+        added: list[dict[str, float]] = [{KIND: priors[kind(entry)]} for _ in samples]
+        for size in BLOCKS:
+            for start in range(0, len(samples) - size + 1, size):
+                block = samples[start : start + size]
+                for suffix, name in weights.items():
+                    for place, share in enumerate(shares(block, name), start):
+                        added[place][f"share_{size}{suffix}"] = share
+        entropy = entropy_confidence(samples)
+        for one, more in zip(samples, added, strict=True):
+            more[ENTROPY] = entropy
+            more[COCOA] = one.confidences[LIKELIHOOD] * more[f"share_{max(BLOCKS)}"]
+        both = zip(samples, added, strict=True)
+        found.append(
+            replace(entry, samples=tuple(replace(one, confidences={**one.confidences, **more}) for one, more in both))
+        )
+    return found
 
 
-def with_fitted(pool: Pool, calibration: Pool, fusions: Mapping[str, Sequence[str]]) -> Pool:
-    """Put on each response the likelihood scaled by Platt, and fusions, all fitted to the labels of ``calibration``."""
-    scorers = [fit_scaler(calibration, "platt", source=LIKELIHOOD, name=SCALED)]
-    scorers += [fit_fusion(calibration, _features(parts), name=name) for name, parts in fusions.items()]
-    return [replace(entry, samples=tuple(add_scores(one, scorers) for one in entry.samples)) for entry in pool]
+def _single(sample: Sample) -> dict[str, float]:
+    mean = confidence_of(sample, MEAN_LOGPROB)
+    return {LIKELIHOOD: 0.0 if mean is None else min(1.0, math.exp(mean))}
+
+
+def shares(block: Sequence[Sample], name: str | None) -> list[float]:
+    """Return the share of each response's answer in the votes of a block, weighted by a confidence."""
+    totals: dict[str, float] = defaultdict(float)
+    weights = [1.0 if name is None else confidence_of(one, name) or 0.0 for one in block]
+    for one, weight in zip(block, weights, strict=True):
+        if one.answer is not None:
+            totals[one.answer] += weight
+    whole = sum(weights)
+    return [0.0 if one.answer is None or not whole else totals[one.answer] / whole for one in block]
+
+
+def entropy_confidence(samples: Sequence[Sample]) -> float:
+    """Return 1 minus the entropy of the answers over its largest value; each unreadable one is its own answer."""
+    counts = Counter(one.answer if one.answer is not None else f"unreadable {one.index}" for one in samples)
+    shares_ = np.array(list(counts.values())) / len(samples)
+    return float(1.0 + (shares_ * np.log(shares_)).sum() / math.log(len(samples)))
+
+
+def _votes(pool: Pool, adapters: Sequence[str]) -> dict[str, Floats]:
+    """Return the accuracy of votes of 1, 2 ... samples with its resamples [K, 1 + R], by weight."""
+    budgets = range(1, min(len(entry.samples) for entry in pool) + 1)
+    weights: dict[str, Sequence[str | None]] = {"counted": [None], P_TRUE: [P_TRUE], LIKELIHOOD: [LIKELIHOOD]}
+    weights |= {ADAPTER: list(adapters)} if adapters else {}
+    return {name: vote_columns(pool, names, budgets) for name, names in weights.items()}
 
 
 def vote_columns(pool: Pool, names: Sequence[str | None], budgets: Sequence[int]) -> Floats:
-    """Return the accuracy of votes at each budget with its resamples [K, 1 + R], over random orders of the samples."""
     hits = np.mean([grid_outcome(SelfConsistency(confidence=name), pool, budgets).correct for name in names], axis=0)
-    return hits @ resample_weights(len(pool), num_resamples=RESAMPLES)
+    _, place = np.unique([cluster(entry) for entry in pool], return_inverse=True)
+    sizes = np.bincount(place)
+    sums = np.array([np.bincount(place, weights=row) for row in hits])
+    weights = resample_weights(len(sizes), num_resamples=RESAMPLES)
+    found: Floats = (sums @ weights) / (sizes @ weights)
+    return found
 
 
-def mean_tokens(pool: Pool) -> float:
+def _mean_tokens(pool: Pool) -> float:
     return float(np.mean([sample.num_tokens or 0 for entry in pool for sample in entry.samples]))
+
+
+def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) -> dict[str, Any]:
+    """Return the tokens to the accuracy of 8 counted votes over those of 8 counted votes, by weight."""
+    response, query = report["response_tokens"], report["query_tokens"]
+    goal, found = votes["counted"][max(BLOCKS) - 1], {}
+    for name, curve in votes.items():
+        each = response + (query if name in (P_TRUE, ADAPTER) else 0)
+        reached = np.array([samples_to_reach(curve[:, at], goal[at]) for at in range(curve.shape[1])])
+        ratio = reached * each / (max(BLOCKS) * response)
+        ends = ratio[0], np.quantile(ratio, 0.025, method="lower"), np.quantile(ratio, 0.975, method="higher")
+        found[name] = [float(end) if math.isfinite(end) else None for end in ends]
+    return found
 
 
 def samples_to_reach(curve: Floats, accuracy: float) -> float:
@@ -194,346 +448,231 @@ def samples_to_reach(curve: Floats, accuracy: float) -> float:
     return place + (accuracy - low) / (high - low)
 
 
-def _plain(samples: Sequence[Sample]) -> list[Sample]:
-    found = []
-    for start in range(0, len(samples), GROUP):
-        group = samples[start : start + GROUP]
-        for sample in group:
-            same = sum(sample.answer is not None and other.answer == sample.answer for other in group)
-            mean = confidence_of(sample, MEAN_LOGPROB)
-            further = {SHARE: same / len(group), **({} if mean is None else {LIKELIHOOD: min(1.0, math.exp(mean))})}
-            found.append(replace(sample, confidences={**sample.confidences, **further}))
-    return found
-
-
-def _features(parts: Sequence[str]) -> list[str]:
-    """Return confidences as features: probabilities by their log-odds."""
-    return [part if part == MEAN_LOGPROB else f"logit:{part}" for part in parts]
-
-
-SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
-SHOWN_VOTES = (2, 3, 4, 8)
-BASE_FUSION = "fused_base"
-LABELS = {
-    P_TRUE: "P(True) of the base model",
-    LIKELIHOOD: "likelihood (mean log-probability)",
-    SCALED: "likelihood, Platt on the calibration questions",
-    SHARE: "share of four votes (three more samples)",
-    BASE_FUSION: "fusion of likelihood and the base's P(True)",
-    PROBE: "label-free linear probe of the prompt",
-}
-
-
-def assemble(options: Options) -> dict[str, Any]:
-    jobs, seeds, target = options.jobs, options.seeds, options.targets[0]
-    there = {target: [seed for seed in seeds if _is_scored(jobs, f"{target}_{seed}")] for target in TARGETS}
-    names = {target: [f"{target}_{seed}" for seed in found] for target, found in there.items()}
-    pool, left_out, fused = _base_pool(jobs, [name for group in names.values() for name in group])
-    probed = _is_probed(jobs)
-    rows = {name: columns_of(pool, [name]) for name in LABELS if probed or name != PROBE}
-    for target, group in names.items():
-        if group:
-            rows[f"activated {target}"] = columns_of(pool, group)
-        if group and set(group) <= set(fused):
-            rows[f"fused {target}"] = columns_of(pool, [f"fused_{name}" for name in group])
-    votes = _votes(pool, names)
-    report: dict[str, Any] = {
-        "sizes": {
-            "questions": len(pool),
-            "responses": sum(len(entry.samples) for entry in pool),
-            "train": options.train,
-            "calibration": options.calibration,
-            "samples": options.num_samples,
-            "train_samples": jobs.sizes.samples_of("train"),
-        },
-        "seeds": there,
-        "unreadable": float(np.mean([one.answer is None for entry in pool for one in entry.samples])),
-        "confidences": {name: _row(columns) for name, columns in rows.items()},
-        "votes": {name: [asdict(estimate_of(line)) for line in curve] for name, curve in votes.items()},
-        "gains": {
-            name: [asdict(estimate_of(line)) for line in curve - votes["counted"]]
-            for name, curve in votes.items()
-            if name != "counted"
-        },
-        "equal_accuracy": _equal_accuracy(jobs, pool, votes),
-        "generators": _generators(jobs, seeds, pool, rows, votes),
-        "same_texts": _same_texts(jobs.texts(target, seeds[0])),
-        "minutes": options.minutes,
-    }
-    report["held_to"] = _held_to(report, rows)
-    report["not_run"] = _not_run(jobs, seeds, there)
-    if left_out:
-        report["not_run"].append(f"{left_out} sampled test questions, of which responses were not scored")
-    if len(fused) < sum(map(len, names.values())):
-        report["not_run"].append("the fusion of likelihood and adapter: calibration questions were not scored")
-    return report
-
-
-def _is_scored(jobs: Jobs, name: str) -> bool:
-    return (jobs.test / "manifest.json").is_file() and name in annotation_names(jobs.test)
-
-
-def _is_probed(jobs: Jobs) -> bool:
-    return PROBE in question_annotation_names(jobs.test)
-
-
-def _is_whole(place: Path, split: str, name: str) -> bool:
-    if name not in annotation_names(place):
-        return False
-    return not np.isnan(SampleStore(place).index(split=split, confidences=[name]).confidences[name]).any()
-
-
-def _base_pool(jobs: Jobs, names: Sequence[str]) -> tuple[Pool, int, list[str]]:
-    fused = [name for name in names if _is_whole(jobs.samples, "validation", name)]
-    test = list(SampleStore(jobs.test).samples(split="test", confidences=names))
-    scored = [entry for entry in test if all(name in one.confidences for name in names for one in entry.samples)]
-    if _is_probed(jobs):
-        keys = [(entry.question.id, question_digest(entry.question)) for entry in scored]
-        scored = list(with_question_confidence(scored, question_values(jobs.test, PROBE, keys), name=PROBE))
-    calibration = list(SampleStore(jobs.samples).samples(split="validation", confidences=fused))
-    fusions = {BASE_FUSION: (MEAN_LOGPROB, P_TRUE), **{f"fused_{name}": (MEAN_LOGPROB, name) for name in fused}}
-    pools = [with_plain_confidences(pool) for pool in (scored, calibration)]
-    return with_fitted(*pools, fusions), len(test) - len(scored), fused
-
-
-def _votes(pool: Pool, names: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-    budgets = range(1, min(len(entry.samples) for entry in pool) + 1)
-    weights: dict[str, Sequence[str | None]] = {"counted": [None], **{name: [name] for name in (P_TRUE, LIKELIHOOD)}}
-    weights |= {f"activated {target}": group for target, group in names.items() if group}
-    return {name: vote_columns(pool, group, budgets) for name, group in weights.items()}
-
-
-def _equal_accuracy(jobs: Jobs, pool: Pool, votes: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return what each weighing takes to the accuracy of counted votes, in samples and in tokens."""
-    chat = ChatFormat(load_tokenizer(str(jobs.model)))
-    response, query = mean_tokens(pool), len(chat.query.suffix_ids)
-    found: dict[str, Any] = {"response_tokens": response, "query_tokens": query, "rows": {}}
-    counted = votes["counted"]
-    for width in (3, 4, 8):
-        if width > len(counted):
-            continue
-        for name, curve in votes.items():
-            reached = np.array([samples_to_reach(curve[:, i], counted[width - 1, i]) for i in range(curve.shape[1])])
-            cost = response + (query if name not in ("counted", LIKELIHOOD) else 0)
-            found["rows"][f"{width} {name}"] = {"samples": _finite(reached), "tokens": _finite(reached * cost)}
-    return found
-
-
-def _finite(column: np.ndarray) -> dict[str, float | None]:
-    low, high = np.quantile(column, 0.025, method="lower"), np.quantile(column, 0.975, method="higher")
-    ends = {"value": column[0], "low": low, "high": high}
-    return {name: float(end) if math.isfinite(end) else None for name, end in ends.items()}
-
-
 def _generators(
-    jobs: Jobs, seeds: Sequence[int], base: Pool, rows: Mapping[str, Columns], votes: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    """Return each generator on its own responses: the base, the jointly tuned one, and that with its own adapter."""
-    found: dict[str, Any] = {}
-    shown = {"base": P_TRUE, "base, activated": f"activated {LEAVE_ONE_OUT}"}
-    for label, name in shown.items():
-        if name in rows:
-            found[label] = _generator(rows[name], votes["counted"], votes[name])
-    places = [jobs.own_test(seed) for seed in seeds if (jobs.own_test(seed) / "manifest.json").is_file()]
-    for label, name in ((JOINT, P_TRUE), (TUNED, TUNED)):
-        whole = [place for place in places if name == P_TRUE or _is_whole(place, "test", name)]
-        further = [] if name == P_TRUE else [name]
-        pools = [_in_order(SampleStore(place).samples(split="test", confidences=further)) for place in whole]
-        if pools and all(len(pool) == len(base) for pool in pools):
-            widths = range(1, len(pools[0][0].samples) + 1)
-            mean = [np.mean([vote_columns(pool, [one], widths) for pool in pools], axis=0) for one in (None, name)]
-            found[label] = _generator(columns_over([(pool, name) for pool in pools]), *mean) | {"seeds": len(pools)}
+    jobs: Jobs, pool: Pool, columns: Mapping[str, Columns], votes: Mapping[str, Floats]
+) -> dict[str, dict[str, list[float | None]]]:
+    """Return each generator with its own confidence: the base model by P(True) and by the adapter, the joint one."""
+    found = {}
+    for label, name in (("base, P(True)", P_TRUE), ("base, activated adapter", ADAPTER)):
+        if name in columns:
+            found[label] = _generator(columns[name], votes["counted"], votes[name])
+    if (jobs.joint_test / "manifest.json").is_file():
+        own = _entries(jobs.joint_test, "test")
+        if len(own) == len(pool):
+            curves = (vote_columns(own, [name], range(1, max(BLOCKS) + 1)) for name in (None, P_TRUE))
+            found["joint, P(True)"] = _generator(Columns.of(own, [P_TRUE]), *curves)
     return found
 
 
-def _in_order(entries: Iterable[QuestionSamples]) -> Pool:
-    return sorted(entries, key=lambda entry: entry.question.id)
+def _generator(columns: Columns, counted: Floats, weighted: Floats) -> dict[str, list[float | None]]:
+    row = {metric: triple(columns.estimate(metric)) for metric in (PASS_AT_1, AUROC, ECE, BRIER)}
+    return row | {"votes_4": triple(estimate_of(counted[3])), "weighted_4": triple(estimate_of(weighted[3]))}
 
 
-def _generator(columns: Columns, counted: np.ndarray, weighted: np.ndarray) -> dict[str, Any]:
-    at = min(4, len(counted)) - 1
-    shown = {"votes_4": counted[at], "weighted_votes_4": weighted[at]}
-    return _row(columns) | {name: asdict(estimate_of(line)) for name, line in shown.items()}
-
-
-def _same_texts(folder: Path) -> dict[str, Any] | None:
-    """Return how many responses were sampled with and without the adapter beside the model, and how many differ."""
+def _same_texts(folder: Path) -> list[float | None]:
+    """Return how many of the responses sampled twice, with and without an activated adapter, differ."""
     if not all((folder / name / "manifest.json").is_file() for name in ("base", "activated")):
-        return None
-    sides = [list(SampleStore(folder / name).samples()) for name in ("base", "activated")]
-    texts = [[sample.token_ids for entry in side for sample in entry.samples] for side in sides]
-    return {"responses": len(texts[0]), "different": sum(a != b for a, b in zip(*texts, strict=True))}
+        return [None, None, None]
+    both = [[one.token_ids for entry in _entries(folder / name, "test") for one in entry.samples]
+            for name in ("base", "activated")]  # fmt: skip
+    return [float(sum(a != b for a, b in zip(*both, strict=True))), None, None]
 
 
-def _held_to(report: Mapping[str, Any], rows: Mapping[str, Columns]) -> dict[str, Any]:
-    name = f"activated {LEAVE_ONE_OUT}"
-    if name not in rows:
-        return {}
-    found: dict[str, Any] = {}
-    for other in (LIKELIHOOD, SHARE):
-        gain = rows[name].above(rows[other], AUROC)
-        found[f"AUROC above that of the {LABELS[other]}"] = _met(gain, gain.low is not None and gain.low > 0)
-    for other in (LIKELIHOOD, SHARE):
-        gain = rows[name].above(rows[other], BRIER)
-        found[f"Brier below that of the {LABELS[other]}"] = _met(gain, gain.value is not None and gain.value < 0)
-    for width in (2, 3):
-        gain = report["gains"][name][width - 1]
-        found[f"weighted votes above counted ones at {width} samples"] = gain | {"met": gain["low"] > 0}
-    same = report["same_texts"]
-    found["texts identical (float32, sampled twice)"] = {
-        "value": None if same is None else same["different"], "low": None, "high": None,
-        "met": same is not None and same["different"] == 0,
-    }  # fmt: skip
+def _criteria(
+    report: Mapping[str, Any], columns: Mapping[str, Columns], votes: Mapping[str, Floats], same: list[float | None]
+) -> list[dict[str, Any]]:
+    """Return the targets with what was measured."""
+    adapter = columns[ADAPTER]
+    label_free = [name for name, rival in RIVALS.items() if rival.labels == NONE and rival.samples == 1]
+    label_free = [name for name in label_free if name in columns and name != ADAPTER]
+    best = min(label_free, key=lambda name: columns[name].estimate(BRIER).value or 1.0)
+    rows = [
+        ("AUROC above the likelihood by .10 or more", triple(adapter.above(columns[LIKELIHOOD], AUROC)), 0, 0.10),
+        ("AUROC against 4 likelihood-weighted votes: interval above -.01",
+         triple(adapter.above(columns["share_4_likelihood"], AUROC)), 1, -0.01),
+        (f"Brier below every label-free confidence of one sample (best: {RIVALS[best].label})",
+         triple(adapter.above(columns[best], BRIER)), 2, 0.0),
+        ("accuracy of 4 votes above likelihood-weighted ones: interval above 0",
+         triple(estimate_of(votes[ADAPTER][3] - votes[LIKELIHOOD][3])), 1, 0.0),
+        ("tokens to the accuracy of 8 counted votes, as a ratio: at most .6", report["tokens"][ADAPTER], 0, 0.6),
+        ("responses that differ with the adapter (float32, sampled twice): 0", same, 0, 0.0),
+    ]  # fmt: skip
+    below = {2, 4, 5}
+    found = []
+    for number, (name, measured, place, bound) in enumerate(rows):
+        value = measured[place]
+        met = None if value is None else value <= bound if number in below else value > bound
+        found.append({"name": name, "measured": measured, "met": met})
+    return found
+
+
+def _by_known_names(pool: Pool, adapters: Sequence[str]) -> dict[str, Any]:
+    """Return some figures with answers read by a list of all names, as this report read them before."""
+    from _known_names import KnownNames  # registers the task when it is imported
+
+    reader = KnownNames()
+
+    def reread(entry: QuestionSamples) -> QuestionSamples:
+        samples = []
+        for one in entry.samples:
+            answer = reader.extract(one.text, finished=one.finish != "length")
+            verdict = reader.verify(answer, str(entry.question.reference))
+            samples.append(replace(one, answer=answer, correct=verdict))
+        return replace(entry, samples=tuple(samples))
+
+    found = {}
+    for label, entries in (("by form", pool), ("by a list of names", [reread(entry) for entry in pool])):
+        entries = with_cheap(entries, agreement_of_kinds(entries), adapters)
+        names: dict[str, Sequence[str]] = {LIKELIHOOD: [LIKELIHOOD], "share_4": ["share_4"]}
+        names |= {ADAPTER: adapters} if adapters else {}
+        found[label] = {name: triple(Columns.of(entries, group).estimate(AUROC)) for name, group in names.items()}
+        share = float(np.mean([one.confidences["share_8"] for entry in entries for one in entry.samples]))
+        right = float(np.mean([bool(one.correct) for entry in entries for one in entry.samples]))
+        found[label] |= {"pass_at_1": right, "share_of_8": share}
     return found
 
 
 def is_met(options: Options, report: Mapping[str, Any]) -> bool:
     """Return whether all targets are met; the demonstration is too small to be held to them."""
-    return options.demo or (bool(report["held_to"]) and all(row["met"] for row in report["held_to"].values()))
+    return options.demo or all(row["met"] for task in report["tasks"].values() for row in task.get("criteria", ()))
 
 
-def _met(gain: Estimate, met: bool) -> dict[str, Any]:
-    return asdict(gain) | {"met": met}
-
-
-def _not_run(jobs: Jobs, seeds: Sequence[int], there: Mapping[str, Sequence[int]]) -> list[str]:
-    missing = [f"activated, {target}, seed {seed}" for target in TARGETS for seed in seeds if seed not in there[target]]
-    if not any((jobs.own_test(seed) / "manifest.json").is_file() for seed in seeds):
-        missing.append("joint training")
-    if not any((jobs.folder / TUNED / f"seed-{seed}" / "adapter").is_dir() for seed in seeds):
-        missing.append("tuned generator with an activated confidence")
-    return missing if _is_probed(jobs) else [*missing, "a label-free linear probe of the prompt"]
-
-
-def _row(columns: Columns) -> dict[str, Any]:
-    return {
-        metric: asdict(columns.estimate(metric)) | {"by_seed": list(columns.by_seed[metric])}
-        for metric in (*SHOWN, PASS_AT_1)
-    }
+TITLES = {FACTS: "Facts about countries", "arithmetic": "Arithmetic in words"}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    sizes = report["sizes"]
-    seeds = "; ".join(f"{target}: {found}" for target, found in report["seeds"].items())
-    train = f"{sizes['train']} training questions" if sizes["train"] else "all training questions"
     lines = [
-        f"Command: `{report['command']}`. SmolLM2-135M-Instruct, sampled in bfloat16; {train} x "
-        f"{sizes['train_samples']} responses; {sizes['calibration']} calibration and "
-        f"{sizes['questions']} test questions, {sizes['responses']:,} responses of the base model, all confidences on "
-        f"the same responses; {report['unreadable']:.1%} unreadable, which count as wrong. 95 % intervals over "
-        f"questions; activated adapters are means over their seeds ({seeds}). Scalers and fusions are fitted on "
-        "labelled calibration questions, adapters without labels.",
+        f"Command: `{report['command']}`. Model: {report['model']}, sampled in bfloat16 at temperature 0.4, "
+        f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
+        "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
+        "countries. Rows of the adapter are means over training seeds. *samples*: how many responses to the question "
+        "a confidence needs; *labels*: which labelled questions it needs.",
         "",
-        "| confidence | " + " | ".join([*SHOWN.values(), "AUROC by seed"]) + " |",
-        f"|---|{'---:|' * len(SHOWN)}---|",
+        *_overview(report["tasks"]),
     ]
-    for name, row in report["confidences"].items():
-        cells = " | ".join(show(row[metric]) for metric in SHOWN)
-        seeds = row[AUROC]["by_seed"]
-        by_seed = ", ".join(f"{value:.3f}" for value in seeds) if len(seeds) > 1 else ""
-        lines.append(f"| {_label(name)} | {cells} | {by_seed} |")
-    widths = [width for width in SHOWN_VOTES if width <= len(report["votes"]["counted"])]
-    rows = []
-    for name, curve in report["votes"].items():
-        rows.append([_label(name), *(show(curve[width - 1]) for width in widths)])
-        if name in report["gains"]:
-            gains = (show(report["gains"][name][width - 1], signed=True) for width in widths)
-            rows.append(["- above counted votes", *gains])
-    lines += ["", *table(["votes weighted by", *(f"{width} samples" for width in widths)], rows)]
-    lines += _equal_lines(report["equal_accuracy"]) + _generator_lines(report["generators"])
-    if report["held_to"]:
-        lines += ["", "| held to | measured | met |", "|---|---:|---|"]
-    else:
-        lines += ["", "Nothing is held to anything: no activated adapter was scored."]
-    for name, row in report["held_to"].items():
-        met = "not run" if row["value"] is None else "yes" if row["met"] else "**no**"
-        lines.append(f"| {name} | {show(row, signed=row['low'] is not None)} | {met} |")
-    if report["not_run"]:
-        lines += ["", "Not run:", "", *(f"- {name}" for name in report["not_run"])]
+    for name, task in report["tasks"].items():
+        lines += ["", f"## {TITLES[name]}", "", *_task_lines(name, task)]
     return "\n".join(lines) + "\n"
 
 
-def _equal_lines(equal: Mapping[str, Any]) -> list[str]:
+def _overview(tasks: Mapping[str, Any]) -> list[str]:
+    """Return the table that says when the adapter is worth it."""
+    heads = ["task", "AUROC: best free confidence of 1 response", "4 votes weighted by the likelihood", "adapter",
+             "adapter above these votes", "accuracy: 1 response", "4 votes", "by the likelihood",
+             "by the adapter"]  # fmt: skip
+    rows = []
+    for name, task in tasks.items():
+        if ADAPTER not in task["confidences"]:
+            continue
+        found, votes = task["confidences"], task["votes"]
+        free = [one for one, rival in RIVALS.items() if rival.samples == 1 and rival.labels == NONE]
+        best = max((one for one in free if one in found and one != ADAPTER), key=lambda one: found[one][AUROC][0])
+        rows.append([
+            TITLES[name], f"{found[best][AUROC][0]:.3f} ({RIVALS[best].label})",
+            f"{found['share_4_likelihood'][AUROC][0]:.3f}", f"{found[ADAPTER][AUROC][0]:.3f}",
+            show(task["differences"]["share_4_likelihood"][AUROC], "+"), f"{votes['counted'][0][0]:.3f}",
+            *(f"{votes[weight][3][0]:.3f}" for weight in ("counted", LIKELIHOOD, ADAPTER)),
+        ])  # fmt: skip
+    return table(heads, rows, left=1) if rows else ["No adapter was scored."]
+
+
+def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
     lines = [
+        f"{task['train']} training questions without labels, {task['validation']} labelled ones for scalers and "
+        f"fusions, {task['questions']} test questions ({task['responses']:,} responses, read on {task['read']}, "
+        f"manifest {task['sha256'][:12]}). A response has {task['response_tokens']:.1f} tokens in the mean, "
+        f"{task['cut']:.1%} were cut, {task['unreadable']:.1%} are unreadable and count as wrong. Training seeds: "
+        f"{', '.join(map(str, task['seeds'])) or 'none'}.",
         "",
-        f"What it takes to the accuracy of counted votes (a response has {equal['response_tokens']:.1f} tokens in the "
-        f"mean, reading P(True) takes {equal['query_tokens']} more over the cache; between two samples by a line):",
-        "",
-        "| counted votes of | weighted by | samples | tokens |",
-        "|---:|---|---:|---:|",
+        *table(
+            ["confidence", "samples", "labels", *SHOWN.values(), "AUROC within kinds"],
+            [
+                [
+                    RIVALS[one].label,
+                    str(RIVALS[one].samples),
+                    RIVALS[one].labels,
+                    *(show(row[key]) for key in SHOWN),
+                    "-" if row["within_kind"] is None else f"{row['within_kind']:.3f}",
+                ]
+                for one, row in task["confidences"].items()
+            ],
+            left=3,
+        ),
     ]
-    for name, row in equal["rows"].items():
-        width, _, weight = name.partition(" ")
-        samples, tokens = show(row["samples"], digits=2), show(row["tokens"], digits=0)
-        lines.append(f"| {width} | {_label(weight)} | {samples} | {tokens} |")
-    return lines
-
-
-def _generator_lines(generators: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "",
-        "| generator, on its own responses | pass@1 | votes of 4 | weighted | AUROC | ECE | Brier |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+    if ADAPTER in task["confidences"] and len(task["seeds"]) > 1:
+        by_seed = ", ".join(f"{value:.3f}" for value in task["confidences"][ADAPTER]["by_seed"])
+        lines += ["", f"AUROC of the adapter by training seed: {by_seed}."]
+    rows = []
+    for weight, curve in task["votes"].items():
+        rows.append([VOTES[weight], *(show(curve[size - 1]) for size in SHOWN_VOTES)])
+    for other, gain in task.get("vote_gains", {}).items():
+        rows.append([f"adapter above {VOTES[other]}", *(show(gain[size - 1], "+") for size in SHOWN_VOTES)])
+    lines += ["", *table(["votes weighted by", *(f"{size} samples" for size in SHOWN_VOTES)], rows)]
+    if "tokens" in task:
+        ratios = [
+            [VOTES[weight], show(ratio, digits=2)] for weight, ratio in task["tokens"].items() if weight != "counted"
+        ]
+        lines += ["", f"Tokens to the accuracy of 8 counted votes, over theirs (the query takes {task['query_tokens']} "
+                  "tokens a response):", "", *table(["votes weighted by", "ratio of tokens"], ratios)]  # fmt: skip
+    generators = [
+        [label, *(show(row[key]) for key in (PASS_AT_1, "votes_4", "weighted_4", AUROC, ECE, BRIER))]
+        for label, row in task["generators"].items()
     ]
-    for name, row in generators.items():
-        keys = (PASS_AT_1, "votes_4", "weighted_votes_4", AUROC, ECE, BRIER)
-        seeds = f", {row['seeds']} seed(s)" if "seeds" in row else ""
-        lines.append(f"| {name}{seeds} | {' | '.join(show(row[key]) for key in keys)} |")
+    heads = ["generator and confidence", "pass@1", "4 votes", "4 weighted votes", "AUROC", "ECE", "Brier"]
+    lines += ["", *table(heads, generators)]
+    if "known_names" in task:
+        rows = [
+            [label, f"{row['pass_at_1']:.3f}", f"{row['share_of_8']:.3f}",
+             *(show(row[one]) for one in (LIKELIHOOD, "share_4", ADAPTER) if one in row)]
+            for label, row in task["known_names"].items()
+        ]  # fmt: skip
+        heads = ["answers are read", "right", "mean share of 8 votes", "AUROC: likelihood", "4 votes", "adapter"]
+        lines += ["", *table(heads[: len(rows[0])], rows)]
+    if task["costs"]:
+        rows = [[what, f"{seconds:.0f}"] for what, seconds in task["costs"].items()]
+        lines += ["", *table(["job", "CPU seconds"], rows)]
+    if "criteria" in task:
+        rows = [
+            [
+                row["name"],
+                show(row["measured"], digits=3),
+                "not run" if row["met"] is None else "yes" if row["met"] else "**no**",
+            ]
+            for row in task["criteria"]
+        ]
+        lines += ["", *table(["target", "measured", "met"], rows)]
     return lines
-
-
-def _label(name: str) -> str:
-    if name in LABELS:
-        return LABELS[name]
-    kind, _, target = name.partition(" ")
-    words = {"activated": "**activated adapter**", "fused": "fusion of likelihood and the activated adapter"}
-    return f"{words[kind]}, target {target}" if target else name
-
-
-def show(entry: Mapping[str, Any], *, digits: int = 3, signed: bool = False) -> str:
-    """Write a value with its interval; a dash where there is none."""
-    if entry["value"] is None:
-        return "never" if digits != 3 else "–"
-    sign = "+" if signed else ""
-    text = f"{entry['value']:{sign}.{digits}f}" if isinstance(entry["value"], float) else str(entry["value"])
-    if entry.get("low") is None and entry.get("high") is None:
-        return text
-    ends = [f"{end:{sign}.{digits}f}" if end is not None else "never" for end in (entry["low"], entry["high"])]
-    return f"{text} [{', '.join(ends)}]"
 
 
 def figure(report: Mapping[str, Any]) -> Figure:
-    drawing = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = drawing.subplots(1, 2)
-    # Scaled by Platt, the likelihood ranks as it does unscaled.
-    shown = [name for name in report["confidences"] if name != SCALED and not name.endswith(" ssc")]
-    rows = list(reversed(shown))
-    for place, name in enumerate(rows):
-        entry = report["confidences"][name][AUROC]
-        error = [[entry["value"] - entry["low"]], [entry["high"] - entry["value"]]]
-        colour = "#c0392b" if name.startswith("activated") else "#7f8c8d"
-        left.errorbar(entry["value"], place, xerr=error, fmt="o", color=colour, capsize=3)
-    left.set_yticks(range(len(rows)), [_label(name).replace("**", "").partition(",")[0] for name in rows], fontsize=8)
-    left.set_xlabel("AUROC of single responses")
-    for name, curve in report["votes"].items():
-        if not name.endswith(" ssc"):
-            strong = name.startswith("activated")
-            colour = "#c0392b" if strong else None
-            values = [one["value"] for one in curve]
-            label = _label(name).replace("**", "").partition(",")[0]
-            right.plot(range(1, len(curve) + 1), values, marker="o", markersize=3, color=colour, label=label)
-    right.set_xlabel("samples a question")
-    right.set_ylabel("accuracy of the vote")
-    right.legend(fontsize=8, frameon=False)
-    for axes in (left, right):
-        axes.grid(True, color="#e4e4e4", linewidth=0.6)
-        axes.set_axisbelow(True)
+    drawing = Figure(figsize=(11, 4.2 * len(report["tasks"])), layout="constrained")
+    for (left, right), (name, task) in zip(
+        drawing.subplots(len(report["tasks"]), 2, squeeze=False), report["tasks"].items(), strict=True
+    ):
+        rows = [one for one in reversed(task["confidences"]) if not one.endswith("_scaled")]
+        for place, one in enumerate(rows):
+            value, low, high = task["confidences"][one][AUROC]
+            colour = "#c0392b" if one == ADAPTER else "#2c6fad" if RIVALS[one].samples > 1 else "#7f8c8d"
+            left.errorbar(value, place, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=3)
+        left.set_yticks(range(len(rows)), [RIVALS[one].label.replace("**", "") for one in rows], fontsize=7)
+        left.set_xlabel("AUROC of responses (blue: needs several samples)")
+        left.set_title(TITLES[name], fontsize=10)
+        for weight, curve in task["votes"].items():
+            colour = "#c0392b" if weight == ADAPTER else None
+            right.plot(range(1, len(curve) + 1), [one[0] for one in curve], marker="o", markersize=3, color=colour,
+                       label=VOTES[weight].replace("**", ""))  # fmt: skip
+        right.set_xlabel("samples a question")
+        right.set_ylabel("accuracy of the vote")
+        right.legend(fontsize=8, frameon=False, title="votes weighted by", title_fontsize=8)
+        for axes in (left, right):
+            axes.grid(True, color="#e4e4e4", linewidth=0.6)
+            axes.set_axisbelow(True)
     return drawing
 
 
 if __name__ == "__main__":
     study = Study(
         "real/report_real.py", {}, run, assemble, as_markdown, figure, arguments, complete, collect="--figures",
-        layout={"dpi": 110, "indent": 1}, image="report_real.png", met=is_met,
+        alone="make report-real", layout={"dpi": 110, "indent": 1}, image="report_real.png", met=is_met,
     )  # fmt: skip
     raise SystemExit(study.main())

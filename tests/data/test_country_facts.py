@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,25 @@ NUM_QUESTIONS = {"train": 415, "validation": 50, "test": 499}
 
 
 @pytest.fixture(scope="module")
-def facts() -> Iterator[Task]:
-    """The task, while these tests run."""
-    sys.path.insert(0, str(EXAMPLE))
-    import country_facts
+def example() -> Iterator[Callable[[str], Task]]:
+    """Tasks of the example by name, while these tests run."""
+    names = []
 
-    yield TASKS[country_facts.CountryFacts.name]
-    del TASKS[country_facts.CountryFacts.name], sys.modules["country_facts"]
+    def task(name: str) -> Task:
+        importlib.import_module(name)
+        names.append(name)
+        return TASKS[name]
+
+    sys.path.insert(0, str(EXAMPLE))
+    yield task
+    for name in set(names):
+        del TASKS[name], sys.modules[name]
     sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture(scope="module")
+def facts(example: Callable[[str], Task]) -> Task:
+    return example("country_facts")
 
 
 def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
@@ -46,16 +58,19 @@ def test_splits_share_no_country_and_questions_stand_alone(facts: Task) -> None:
     ("text", "answer"),
     [
         ("The capital of Poland is Warsaw.", "warsaw"), ("Dhaka is the capital of Bangladesh, a", "bangladesh"),
-        ("Ghana is a sovereign state located in West Africa, bordered by the", "africa"),
+        ("Ghana is a sovereign state located in West Africa, bordered by the", "west africa"),
         ("Lesotho is a continent located in the southern part of Africa", "africa"),
-        ("South Africa is in Southern Africa.", "africa"),
+        ("It is in the South-Eastern Asia region", "south east asia"), ("It is in Western Africa.", "west africa"),
         ("Tunis is the capital of the African nation of Tunisia.", "tunisia"),
+        ("Angola is a Portuguese-speaking nation, and its language is that.", "portuguese"),
         ("In Indonesia, the currency is the Indonesian dollar (URD). It", "indonesian dollar"),
         ("The New Zealand dollar is the official currency of New Zealand, and it", "new zealand dollar"),
         ("The currency used in Tanzania is the Tanzanian Shillings, also", "tanzanian shilling"),
+        ("The currency used in Cyprus is the euro.", "euro"), ("The euro is the currency of Cyprus.", "euro"),
         ("The official language of Iraq is Arabic, which is the primary language of", "arabic"),
-        ("The capital of Lebanon is Beirreq.", "beirreq"), ("The capital of Maldives is Malé.", "male"),
-        ("Ankara is the capital of Turkey.", "turkiye"), ("", None),
+        ("The capital of Angola is Luena, capital of the Republic of Angola.", "luena"),
+        ("Luanda is the capital of the Democratic Republic of the Congo.", "democratic republic of the congo"),
+        ("The capital of Maldives is Malé.", "male"), ("Ankara is the capital of Turkey.", "turkey"), ("", None),
     ],
 )  # fmt: skip
 def test_answers_are_found_in_sentences(facts: Task, text: str, answer: str | None) -> None:
@@ -74,12 +89,15 @@ def test_different_wrong_answers_never_agree(facts: Task) -> None:
 def test_accepted_names(facts: Task) -> None:
     by_id = {question.id.split("/")[-1]: question for question in facts.load("test")}
     assert facts.verify("asia", by_id["ISR-continent"].reference)
+    assert facts.verify("west asia", by_id["ISR-continent"].reference)
     assert facts.verify("spanish", by_id["PAN-language"].reference)
+    turkey = next(question for question in facts.load("train") if question.id.endswith("TUR-of"))
+    assert {"turkiye", "turkey"} <= set(json.loads(turkey.reference))
     assert not facts.verify("africa", by_id["ISR-continent"].reference)
     assert not facts.verify(None, by_id["PAN-language"].reference)
 
 
-def test_the_readings_are_no_worse_than_those_of_recorded_responses(facts: Task, shared: Path) -> None:
+def test_without_a_list_of_names_as_much_is_read_as_with_one(facts: Task, shared: Path) -> None:
     lines = (shared / "data" / "countries" / "smollm2_responses.jsonl").read_text().splitlines()
     questions = {q.id.split("/")[-1]: q for split in NUM_QUESTIONS for q in facts.load(split)}
     rows = [json.loads(line) for line in lines]
@@ -88,8 +106,17 @@ def test_the_readings_are_no_worse_than_those_of_recorded_responses(facts: Task,
         for row in rows
     ]
     lost = sum(row["correct"] and not verdict for row, verdict in zip(rows, verdicts, strict=True))
-    assert lost <= 0.01 * len(rows)  # of another reader's right answers, such as "US dollar" for a dollar
+    assert lost <= 0.03 * len(rows)  # such as "the Horn of Africa", in which only a list of names finds a continent
     assert np.mean(verdicts) > np.mean([row["correct"] for row in rows])
+
+
+def test_arithmetic_is_read_from_its_last_number_and_shares_no_question(example: Callable[[str], Task]) -> None:
+    task = example("arithmetic")
+    texts = [[question.text for question in task.load(split)] for split in ("train", "validation", "test")]
+    assert [len(part) for part in texts] == [320, 80, 400]
+    assert len(set().union(*texts)) == 800
+    read = {"7 - 9 = -2": "-2", "The GCD of 36 and 1,030 is 2.": "2", "It is 1,030.50, so": "1030.5", "None.": None}
+    assert {text: task.extract(text) for text in read} == read
 
 
 def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:

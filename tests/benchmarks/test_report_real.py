@@ -1,0 +1,59 @@
+"""The cheap confidences of the report on a real model, on responses small enough to reckon by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+ANSWERS = ("a", "a", "b", None, "a", "c", "c", "c")
+LIKELIHOODS = (0.5, 0.25, 0.25, 1.0, 0.5, 0.5, 0.25, 0.25)
+
+
+@pytest.fixture
+def entry() -> QuestionSamples:
+    samples = tuple(
+        Sample("x/test/POL-capital", i, 0, "", (0, 0), "stop", answer, answer == "a", logprob=2 * math.log(likelihood))
+        for i, (answer, likelihood) in enumerate(zip(ANSWERS, LIKELIHOODS, strict=True))
+    )
+    question = Question("x/test/POL-capital", "country_facts", (Message("user", "?"),), "a")
+    return QuestionSamples(question, samples, "test")
+
+
+def test_shares_are_those_of_blocks(script: Callable[[str], ModuleType], entry: QuestionSamples) -> None:
+    report = script("report_real")
+    (found,) = report.with_cheap([entry], {"capital": 0.3}, [])
+
+    def values(name: str) -> list[float]:
+        return [sample.confidences[name] for sample in found.samples]
+
+    assert values("likelihood") == pytest.approx(LIKELIHOODS)
+    assert values("share_2") == [1.0, 1.0, 0.5, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert values("share_4") == [0.5, 0.5, 0.25, 0.0, 0.25, 0.75, 0.75, 0.75]
+    # The first four weigh .5, .25, .25 and, unreadable, 1: in all 2.
+    assert values("share_4_likelihood")[:4] == pytest.approx([0.375, 0.375, 0.125, 0.0])
+    assert values("share_8")[0] == 3 / 8
+    assert values("cocoa")[0] == pytest.approx(0.5 * 3 / 8)
+    assert values("kind") == [0.3] * 8
+    entropy = -(2 * 3 / 8 * math.log(3 / 8) + 2 * 1 / 8 * math.log(1 / 8))
+    assert values("semantic_entropy")[0] == pytest.approx(1 - entropy / math.log(8))
+
+
+def test_agreement_of_a_kind_leaves_the_response_itself_out(
+    script: Callable[[str], ModuleType], entry: QuestionSamples
+) -> None:
+    # Of the seven others, 2 agree with each a, 2 with each c, none with b, and nothing with the unreadable one.
+    assert script("report_real").agreement_of_kinds([entry]) == {"capital": pytest.approx(6 * 2 / 7 / 8)}
+
+
+def test_samples_to_reach_an_accuracy_lie_between_samples(script: Callable[[str], ModuleType]) -> None:
+    import numpy as np
+
+    reach = script("report_real").samples_to_reach
+    assert reach(np.array([0.2, 0.4, 0.5]), 0.45) == pytest.approx(2.5)
+    assert reach(np.array([0.2, 0.4]), 0.1) == 1.0
+    assert math.isinf(reach(np.array([0.2, 0.4]), 0.5))

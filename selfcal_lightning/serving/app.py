@@ -195,9 +195,10 @@ class Service:
             return Draws(ids, sampling, self.seed if seed is None else seed, key, tuple(tools or ()))
 
         deadline = time.monotonic() + (options.deadline_s or limits.deadline_s)
+        # An answer that may be withheld, or turn out to be a tool call, is sent when it is complete.
+        streams = bool(body.stream) and strategy.max_samples == 1 and options.on_low == "answer" and not tools
         return Job(
-            name, strategy, reader, draw, tuple(messages), max_tokens, deadline,
-            streams=bool(body.stream) and strategy.max_samples == 1, fitted=fitted,
+            name, strategy, reader, draw, tuple(messages), max_tokens, deadline, streams=streams, fitted=fitted
         )  # fmt: skip
 
     def reply(self, body: ChatBody, job: Job, outcome: Outcome) -> Reply:

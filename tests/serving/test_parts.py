@@ -143,6 +143,29 @@ def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> Non
         asyncio.run(make())
 
 
+@pytest.mark.parametrize(
+    ("fields", "streams"),
+    [
+        ({}, True),
+        ({"stream": False}, False),
+        ({"selfcal": {"max_samples": 2}}, False),
+        ({"selfcal": {"max_samples": 1, "on_low": "abstain"}}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}, True),
+    ],
+)
+def test_tokens_are_passed_on_only_where_the_answer_cannot_change(fields: dict, streams: bool) -> None:
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
+    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None))
+    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
+    asked |= {"selfcal": {"max_samples": 1}}
+
+    async def make() -> bool:
+        return service.make_job(read_body(ChatBody, asked | fields)).streams
+
+    assert asyncio.run(make()) == streams
+
+
 def test_without_the_extra_both_verbs_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
 

@@ -63,7 +63,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 # The demonstration's account of time: responses sampled, trained on and scored in a second by two idle cores.
 CONVERT_SECONDS, OVERHEAD_SECONDS = 15.0, 60.0
 SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 7.0, 5.0, 18.0
-DEMO = {"output": Path("runs/demo-real"), "tasks": [FACTS], "train": 120, "validation": 40, "test": 100, "seeds": [0]}
+DEMO = {"output": Path("runs/demo-real"), "tasks": [FACTS], "train": 110, "validation": 35, "test": 90, "seeds": [0]}
 
 Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"

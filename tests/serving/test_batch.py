@@ -15,6 +15,7 @@ import pytest
 from selfcal_lightning.commands.serve import run_batch
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.serving.batch import open_output
 
 
 def write_requests(path: Path, number: int) -> None:
@@ -73,15 +74,24 @@ def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("lines", "output", "said"),
+    ("lines", "said"),
     [
-        ('{"custom_id": "a"}\n{"custom_id": "a"}\n', "", "in.jsonl:2.*custom_id.*'a' again"),
-        ('{"method": "POST"}\n', "", "in.jsonl:1.*custom_id"),
-        ("", "", "in.jsonl.*empty"),
+        ('{"custom_id": "a"}\n{"custom_id": "a"}\n', "in.jsonl:2.*custom_id.*'a' again"),
+        ('{"method": "POST"}\n', "in.jsonl:1.*custom_id"),
+        ("", "in.jsonl.*empty"),
     ],
 )
-def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines: str, output: str, said: str) -> None:
+def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines: str, said: str) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(lines)
     with pytest.raises(InputError, match=said):
         run_batch("bundled", str(source), str(target))
+
+
+@pytest.mark.parametrize(("line", "said"), [('{"custom_id": "b"}\n', "'b'"), ("no answer\n", "out.jsonl:1")])
+def test_a_file_with_something_else_is_not_written_to(tmp_path: Path, line: str, said: str) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text(line)
+    with pytest.raises(InputError, match=said):
+        open_output(target, {"a": {}})
+    assert target.read_text() == line

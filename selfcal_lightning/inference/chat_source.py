@@ -95,6 +95,7 @@ class ChatSource:
         allow_http: Whether prompts and key may go to another machine unencrypted.
         scorers: Fitted scorers that add confidences to every sample.
         on_failed: Called with a message when a request failed.
+        capabilities: What the server shows, where that is known; None asks it.
     """
 
     query_tokens = 0
@@ -114,6 +115,7 @@ class ChatSource:
         allow_http: bool = False,
         scorers: Sequence[SampleScorer] = (),
         on_failed: Callable[[str], None] | None = None,
+        capabilities: Capabilities | None = None,
     ) -> None:
         self._model, self._tasks, self._draws, self._patience = model, tasks, draws, patience
         self.target, self._deadline, self.scorers, self._on_failed = max_batch or 64, deadline, scorers, on_failed
@@ -128,7 +130,7 @@ class ChatSource:
         self._next = 0
         self.prompt_tokens: dict[str, int] = {}  # of a question's prompt, as the server counts them
         try:
-            self.capabilities = self._jobs.run(self._probe())
+            self.capabilities = capabilities or self._jobs.run(self._probe())
         except ServerError:
             self.close()
             raise
@@ -243,6 +245,13 @@ class ChatSource:
         )
 
 
+def written_call(call: Mapping[str, Any]) -> str:
+    """Return a tool call of the OpenAI protocol as Hermes, Qwen and others write it in a text."""
+    function = call["function"]
+    made = {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}
+    return f"\n<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+
+
 class _Answer(NamedTuple):
     text: str
     finish: str | None
@@ -257,10 +266,7 @@ def _read(answer: Any) -> _Answer:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         message = choice["message"]
         text = message.get("content") or ""
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            made = {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}
-            text += f"\n<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+        text += "".join(map(written_call, message.get("tool_calls") or ()))
         rows: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
         logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else None
         tokens = usage.get("completion_tokens")
@@ -276,16 +282,13 @@ def _read(answer: Any) -> _Answer:
 CHAT_ARGS = ("api_key_env", "max_retries", "deadline", "allow_http")
 
 
-def served_name(model: str, options: EngineOptions) -> str:
-    """Return the server's name of a model."""
-    return str(options.engine_args.get("served_model") or model)
-
-
-def shows_ids(model: str, base_url: str, options: EngineOptions) -> bool:
-    """Ask a server once what it shows, say so, and return whether it speaks token ids."""
+def served_model(model: str, options: EngineOptions) -> tuple[Callable[..., ChatSource], Capabilities]:
+    """Ask a server once what it shows of a model and say so; return that, and what makes sources of its samples."""
     known = {name: value for name, value in options.engine_args.items() if name in CHAT_ARGS}
+    name, base_url = options.engine_args.get("served_model") or model, options.base_url or "http://127.0.0.1:8000/v1"
+    make = partial(ChatSource, str(name), base_url=base_url, max_batch=options.max_batch, **known)
     unused: Any = None
-    probe = ChatSource(served_name(model, options), base_url=base_url, tasks=unused, draws=unused, **known)
-    say(probe.capabilities.describe())
+    probe = make(tasks=unused, draws=unused)
     probe.close()
-    return probe.capabilities.ids
+    say(probe.capabilities.describe())
+    return partial(make, capabilities=probe.capabilities), probe.capabilities

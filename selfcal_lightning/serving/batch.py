@@ -6,8 +6,8 @@ import asyncio
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,18 +16,9 @@ from selfcal_lightning.core.files import as_json_line, line_error, read_json_lin
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.records import sample_seed
 from selfcal_lightning.serving.app import Service
-from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body
+from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
 
 URL = "/v1/chat/completions"
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """How many lines were answered, were refused, and stood already."""
-
-    answered: int
-    refused: int
-    found: int
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
@@ -68,26 +59,25 @@ def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[
     return file, done
 
 
-async def run_requests(service: Service, source: Path, target: Path) -> BatchResult:
-    """Answer the requests of ``source`` that ``target`` does not have, and append what comes as it comes."""
+async def run_requests(service: Service, source: Path, target: Path) -> str:
+    """Answer the requests of ``source`` that ``target`` does not have, append what comes, and say how many."""
     requests = read_requests(source)
     file, done = open_output(target, requests)
-    room = asyncio.Semaphore(2 * service.desk.source.target)
-    counts = {"answered": 0, "refused": 0}
+    room, statuses = asyncio.Semaphore(2 * service.desk.source.target), Counter[int]()
 
     async def answer(name: str, line: Mapping[str, Any], bar: Progress) -> None:
         async with room:
             # Not random, so that a batch that was killed gives what an unbroken one gives.
-            own_id = f"batch_req_{sample_seed(service.seed, 0, name, 0):x}"
+            own_id = f"batch_req_{sample_seed(service.settings.seed, 0, name, 0):x}"
             try:
                 status, content = 200, await _answer(service, line, name=own_id, key=name)
-            except Refused as refusal:
+            except (Refused, InputError) as error:
+                refusal = refusal_of(error)
                 status, content = refusal.status, refusal.as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
-            written = {"id": own_id, "custom_id": name, "response": response, "error": None}
-            file.write(as_json_line(written).encode())
+            file.write(as_json_line({"id": own_id, "custom_id": name, "response": response, "error": None}).encode())
             file.flush()
-            counts["answered" if status == 200 else "refused"] += 1
+            statuses[status] += 1
             bar.update(1)
 
     waiting = {name: line for name, line in requests.items() if name not in done}
@@ -96,7 +86,9 @@ async def run_requests(service: Service, source: Path, target: Path) -> BatchRes
             for name, line in waiting.items():
                 group.create_task(answer(name, line, bar))
         os.fsync(file.fileno())
-    return BatchResult(**counts, found=len(done))
+    await service.desk.close(0.1)
+    found = f" ({len(done):,} were there already)" if done else ""
+    return f"{statuses[200]:,} answered and {statuses.total() - statuses[200]:,} refused{found}"
 
 
 async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: str) -> dict[str, Any]:
@@ -105,6 +97,5 @@ async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: 
     body: ChatBody = read_body(ChatBody, line["body"])
     if body.stream:
         raise Refused(400, "A batch does not stream.", param="stream")
-    job = service.make_job(body, name=name, key=key)
-    await service.desk.begin(job)
-    return service.reply(body, job, await service.outcome(job)).completion()
+    job = await service.begin(body, name=name, key=key)
+    return service.reply(body, job, await job.outcome()).completion()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.engines.base import RequestsFailedError
+from selfcal_lightning.inference.chat_source import written_call
 from selfcal_lightning.records import Message
 
 # They change nothing in what is answered, or say what is so anyway.
@@ -83,18 +84,11 @@ class Turn(BaseModel):
         if other := [part.type for part in parts if part.text is None]:
             raise Refused(400, f"Expected `content` to hold text only, but got {other[0]!r}.", param="messages")
         text = "".join(part.text or "" for part in parts)
-        for call in self.tool_calls or ():
-            text += f"\n<tool_call>\n{_called(call)}\n</tool_call>"
-        return Message("system" if self.role == "developer" else self.role, text.strip("\n") if text else "")
-
-
-def _called(call: Mapping[str, Any]) -> str:
-    try:
-        function = call["function"]
-        arguments = json.loads(function["arguments"] or "{}")
-        return json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
+        try:
+            text += "".join(map(written_call, self.tool_calls or ()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
+        return Message("system" if self.role == "developer" else self.role, text.strip("\n"))
 
 
 class ChatBody(BaseModel):
@@ -120,6 +114,16 @@ class ChatBody(BaseModel):
     def stops(self) -> list[str]:
         """The texts that end a response."""
         return [self.stop] if isinstance(self.stop, str) else [text for text in self.stop or () if text]
+
+    @property
+    def strategy(self) -> str | None:
+        """The strategy that the object ``selfcal`` or the model's name asks for."""
+        return self.selfcal.strategy or split_name(self.model)[1]
+
+    @property
+    def threshold(self) -> float | None:
+        """The threshold, in the same way."""
+        return split_name(self.model)[2] if self.selfcal.threshold is None else self.selfcal.threshold
 
 
 class ConfidenceBody(Strict):
@@ -198,6 +202,8 @@ def split_name(name: str) -> tuple[str, str | None, float | None]:
     return model, strategy or None, value
 
 
-def as_refusal(error: InputError) -> Refused:
-    """Return our own refusal of a setting as the client's."""
-    return Refused(400, str(error))
+def refusal_of(error: Refused | InputError | RequestsFailedError) -> Refused:
+    """Return an error as what the client is told."""
+    if isinstance(error, Refused):
+        return error
+    return Refused(400, str(error)) if isinstance(error, InputError) else Refused(502, "The engine cannot read this.")

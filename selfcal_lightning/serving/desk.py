@@ -11,11 +11,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
@@ -25,7 +25,7 @@ from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
-from selfcal_lightning.records import Message, Question, Sample, Verdict
+from selfcal_lightning.records import Message, Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving.bodies import Refused
 
 PATIENCE = 0.01  # seconds between two looks at newcomers, deadlines and tokens to pass on
@@ -76,14 +76,6 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Event:
-    """What happens to a question: a sample came, text grew, it was answered, or it failed."""
-
-    kind: Literal["sample", "text", "done", "failed"]
-    content: Any = None
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A verdict, the samples that the strategy saw, and why it ended."""
 
@@ -99,18 +91,21 @@ class Outcome:
 
 @dataclass(eq=False)
 class Job:
-    """A question in work, and what may be spent on it."""
+    """A question in work, what may be spent on it, and what is known of it so far."""
 
     id: str
     strategy: Strategy
     reader: Reader
-    draw: Callable[[], Draws]
+    sampling: SamplingSettings
     messages: tuple[Message, ...] = ()
+    seed: int = 0
+    key: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
     max_tokens: float = math.inf
     deadline: float = math.inf
     streams: bool = False
     fitted: FittedThreshold | None = None
-    draws: Draws | None = None
+    is_prepared: bool = False
     started: bool = False
     ended_by: str | None = None
     error: Exception | None = None
@@ -118,19 +113,30 @@ class Job:
     sent: int = 0
     prompt_tokens: int = 0
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[str | int | Outcome | Refused] = field(default_factory=asyncio.Queue)
 
-    def tell(self, event: Event) -> None:
-        """Hand an event to asyncio."""
+    def tell(self, news: str | int | Outcome | Refused) -> None:
+        """Hand asyncio more text, the number of samples so far, or what became of the question."""
         with suppress(RuntimeError):  # the loop has ended
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+            self.loop.call_soon_threadsafe(self.news.put_nowait, news)
+
+    async def next(self) -> str | int | Outcome:
+        """Return what the thread tells next, or raise what it refuses."""
+        if isinstance(news := await self.news.get(), Refused):
+            raise news
+        return news
+
+    async def outcome(self) -> Outcome:
+        while not isinstance(news := await self.next(), Outcome):
+            pass
+        return news
 
     def affordable(self, seen: Sequence[Sample]) -> int:
         """Return how many samples to draw at once: as many as the limit of tokens has room for, by those before."""
-        if math.isinf(self.max_tokens) or self.draws is None:
+        if math.isinf(self.max_tokens):
             return sys.maxsize
         spent = sum(sample.num_tokens or 0 for sample in seen)
-        each = spent / len(seen) if spent else self.draws.sampling.max_new_tokens
+        each = spent / len(seen) if spent else self.sampling.max_new_tokens
         return max(int((self.max_tokens - spent) / each), 1)
 
     def solve(self, question: Question) -> Solving:
@@ -161,20 +167,20 @@ class Job:
 class Desk:
     """Runs the driver in a thread. Questions come and go while it runs.
 
-    Attributes:
-        engine: The engine, only for the thread (``do``); None where a server shows nothing but text.
-        source: Where samples come from, in the same way.
-        died: What ended the engine; None while it works.
+    ``engine`` (None where a server shows nothing but text) and ``source`` are only for the thread, by ``do``. ``died``
+    is what ended the engine.
     """
 
     name, max_samples = "as requested", 1
 
-    def __init__(self, make_source: Callable[..., Any], *, engine: Any, chat: Any, confidence: str) -> None:
+    def __init__(
+        self, make_source: Callable[..., Any], *, engine: Any = None, chat: Any = None, confidence: str
+    ) -> None:
         self.jobs: dict[str, Job] = {}
         self.confidence, self.engine, self.chat = confidence, engine, chat
         self.source = make_source(
             tasks=lambda name: cast(Task, self.jobs[name].reader),
-            draws=lambda question: self._draws(self.jobs[question.id]),
+            draws=lambda question: self._draw(self.jobs[question.id]),
             patience=PATIENCE,
             on_failed=_LOG.warning,
         )
@@ -197,23 +203,21 @@ class Desk:
             Refused: It cannot be put to the model.
         """
         self.jobs[job.id] = job
+
+        def add() -> None:
+            self._driver.add(Question(job.id, job.id, job.messages))
+            job.is_prepared = True
+
         try:
-            await self.do(lambda: self._driver.add(Question(job.id, job.id, job.messages)))
+            await self.do(add)
         except InputError as error:
             del self.jobs[job.id]
             raise Refused(400, str(error), param="messages") from None
 
-    async def answer(self, job: Job) -> AsyncIterator[Event]:
-        """Yield what happens to a question that was begun; left early, it is given up."""
-        try:
-            while True:
-                event = await job.events.get()
-                yield event
-                if event.kind in ("done", "failed"):
-                    return
-        finally:
-            if job.id in self.jobs:
-                self._inbox.put(lambda: self._give_up(job))
+    def leave(self, job: Job) -> None:
+        """Give a question up that nobody waits for any more."""
+        if job.id in self.jobs:
+            self._inbox.put(lambda: self._give_up(job))
 
     async def do(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the thread between two polls and return what it returns."""
@@ -256,48 +260,48 @@ class Desk:
             _LOG.exception("The engine has stopped.")
             self.died = error
             for job in list(self.jobs.values()):
-                self._end(job, Event("failed", Refused(503, f"The engine has stopped: {error}")))
+                self._end(job, Refused(503, f"The engine has stopped: {error}"))
         finally:
             self._ends = True
             (self.engine or self.source).close()
             while not self._inbox.empty():  # somebody waits for what they would have done
                 self._inbox.get()()
 
-    def _draws(self, job: Job) -> Draws:
-        if job.draws is None:
-            job.draws = job.draw()
-            job.prompt_tokens = len(job.draws.prompt_ids)
-        return job.draws
+    def _draw(self, job: Job) -> Draws:
+        """Say how the samples of a question are drawn; the prompt is written here, since the tokeniser is ours."""
+        ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
+        job.prompt_tokens = len(ids)
+        return Draws(ids, job.sampling, job.seed, job.key, job.tools)
 
     def _on_arrival(self, sample: Sample) -> None:
         job = self.jobs[sample.question_id]
         job.arrived.append(sample)
         job.prompt_tokens = job.prompt_tokens or self.source.prompt_tokens.get(job.id, 0)
-        job.tell(Event("sample", len(job.arrived)))
+        job.tell(len(job.arrived))
 
     def _give_up(self, job: Job) -> None:
         waste = self._driver.cancel(job.id)
         self.cancelled_tokens += sum(each.tokens or 0 for each in waste.values())
         self.jobs.pop(job.id, None)
 
-    def _end(self, job: Job, event: Event) -> None:
+    def _end(self, job: Job, found: Outcome | Refused) -> None:
         self.jobs.pop(job.id, None)
-        job.tell(event)
+        job.tell(found)
 
     def _on_verdict(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
         job = self.jobs[verdict.question_id]
         if job.error is not None:
-            return self._end(job, Event("failed", Refused(400, str(job.error))))
+            return self._end(job, Refused(400, str(job.error)))
         lost = (verdict.tokens_generated or 0) - sum(sample_tokens(s, self.source.query_tokens) or 0 for s in samples)
         self.cancelled_tokens += lost
         reason = job.ended_by or ("early" if verdict.stopped_early else "budget")
-        return self._end(job, Event("done", Outcome(verdict, tuple(samples), reason)))
+        return self._end(job, Outcome(verdict, tuple(samples), reason))
 
     def _look_around(self) -> None:
         """Pass tokens on, and end what has spent its time or its tokens."""
         now, price = time.monotonic(), self.source.query_tokens
         for job in list(self.jobs.values()):  # a copy: asyncio adds to it meanwhile
-            if job.draws is None or job.ended_by is not None:
+            if not job.is_prepared or job.ended_by is not None:
                 continue
             drawn = self.source.drawn_so_far(job.id) if job.streams or job.max_tokens < math.inf else []
             if now >= job.deadline:
@@ -308,7 +312,7 @@ class Desk:
                 self._driver.conclude(job.id)
             elif job.ended_by is not None:
                 self._driver.cancel(job.id)
-                self._end(job, Event("failed", Refused(504, "The deadline came before the first sample was drawn.")))
+                self._end(job, Refused(504, "The deadline came before the first sample was drawn."))
             elif job.streams and drawn and not job.arrived:
                 self._pass_on(job, self.chat.decode(drawn[0]))
 
@@ -318,5 +322,5 @@ class Desk:
         text = job.reader.cut(text).rstrip(UNFINISHED)
         text = text[: max(len(text) - longest, 0)]
         if len(text) > job.sent:
-            job.tell(Event("text", text[job.sent :]))
+            job.tell(text[job.sent :])
             job.sent = len(text)

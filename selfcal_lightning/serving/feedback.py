@@ -15,6 +15,7 @@ from selfcal_lightning.core.files import as_json_line, read_json_lines
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Refused
+from selfcal_lightning.serving.desk import Desk, Outcome
 
 LABELS = "labels.jsonl"
 REMEMBERED = 10_000  # answers that feedback may still come for
@@ -61,7 +62,7 @@ class Feedback:
 class Metrics:
     """What Prometheus reads."""
 
-    def __init__(self, feedback: Feedback, queue: Any, cancelled: Any) -> None:
+    def __init__(self, feedback: Feedback, desk: Desk) -> None:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry, "namespace": "selfcal"}
         self.requests = Counter("requests", "Requests by route and status.", ["route", "status"], **own)
@@ -71,11 +72,20 @@ class Metrics:
         self.seconds = Histogram("answer_seconds", "Time to an answer.", **own)
         self.failed = Counter("failed_samples", "Samples that the engine could not give.", **own)
         self.disconnects = Counter("disconnects", "Clients that went before their answer.", **own)
-        Gauge("queue", "Questions in work or waiting.", **own).set_function(queue)
-        Gauge("cancelled_tokens", "Tokens drawn and thrown away since the start.", **own).set_function(cancelled)
+        Gauge("queue", "Questions in work or waiting.", **own).set_function(lambda: len(desk.jobs))
+        cancelled = Gauge("cancelled_tokens", "Tokens drawn and thrown away since the start.", **own)
+        cancelled.set_function(lambda: desk.cancelled_tokens)
         gauges = {name: Gauge(f"feedback_{name}", text, **own) for name, text in FROM_LABELS.items()}
         for name, gauge in gauges.items():
             gauge.set_function(partial(from_labels, feedback, name))
+
+    def count(self, outcome: Outcome, stated: float | None) -> None:
+        """Count an answer."""
+        self.stops.labels(outcome.stop_reason).inc()
+        self.samples.observe(outcome.verdict.samples_used)
+        self.failed.inc(outcome.failed)
+        if stated is not None:
+            self.confidence.observe(stated)
 
 
 FROM_LABELS = {"labels": "Labels.", "accuracy": "Share of right.", "ece": "ECE.", "brier": "Brier score."}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from selfcal_lightning.confidence.agreement import TwoSampleHybrid, hybrid
@@ -20,6 +20,7 @@ from selfcal_lightning.serving.desk import Job, Outcome
 
 STATED = "stated"  # what an answer's confidence is called in the pool of labels
 PIECE = 48  # characters in a chunk of an answer that is known already
+OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
 ABSTAINED = "The answer is withheld: its confidence is too low."
 
 
@@ -63,12 +64,12 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, ready to be written."""
+    """An answer, ready to be written; ``best`` is the sample that it is."""
 
     job: Job
     model: str
-    text: str
-    calls: tuple[dict[str, Any], ...]
+    best: Sample | None
+    message: dict[str, Any]
     finish_reason: str
     usage: dict[str, Any]
     selfcal: dict[str, Any]
@@ -84,37 +85,24 @@ class Reply:
             "x-selfcal-request-id": self.job.id,
         }
 
-    @property
-    def _calls(self) -> list[dict[str, Any]]:
-        written = [json.dumps(call["arguments"], ensure_ascii=False) for call in self.calls]
-        return [
-            {"id": f"call_{self.job.id[-12:]}_{i}", "type": "function", "function": {"name": c["name"], "arguments": w}}
-            for i, (c, w) in enumerate(zip(self.calls, written, strict=True))
-        ]
-
     def completion(self) -> dict[str, Any]:
         """Return the whole answer."""
-        content = None if self.calls or self.selfcal["abstained"] else self.text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.selfcal["abstained"]:
-            message["refusal"] = ABSTAINED
-        if self.calls:
-            message["tool_calls"] = self._calls
-        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason, "logprobs": None}
+        choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
         head = chunk_head(self.job.id, self.model) | {"object": "chat.completion"}
         return {**head, "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
 
     def chunks(self, *, begun: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the chunks of what was not passed on yet; ``begun`` says whether the role was."""
-        head = chunk_head(self.job.id, self.model)
+        head, message = chunk_head(self.job.id, self.model), self.message
         if not begun:
             yield head | {"choices": [delta(role="assistant", content="")]}
-        if self.selfcal["abstained"]:
-            yield head | {"choices": [delta(refusal=ABSTAINED)]}
-        elif self.calls:
-            yield head | {"choices": [delta(tool_calls=[{"index": i, **c} for i, c in enumerate(self._calls)])]}
+        if message["refusal"] is not None:
+            yield head | {"choices": [delta(refusal=message["refusal"])]}
+        elif "tool_calls" in message:
+            calls = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            yield head | {"choices": [delta(tool_calls=calls)]}
         else:
-            rest = self.text[self.job.sent :]
+            rest = message["content"][self.job.sent :]
             for start in range(0, len(rest), PIECE):
                 yield head | {"choices": [delta(content=rest[start : start + PIECE])]}
         yield head | {"choices": [delta() | {"finish_reason": self.finish_reason}], "selfcal": self.selfcal}
@@ -132,6 +120,41 @@ def delta(**content: Any) -> dict[str, Any]:
     return {"index": 0, "delta": content, "finish_reason": None, "logprobs": None}
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The response that is given, its answer, how sure the server is, by which confidence, and what chose it."""
+
+    best: Sample | None
+    answer: str | None
+    stated: float | None
+    source: str | None
+    by: str = "strategy"
+
+
+def choose(job: Job, outcome: Outcome, used: list[Sample], values: list[float | None], read: str | None) -> Choice:
+    """Return what a verdict gives; ``values`` are the confidences ``read`` of the samples ``used``.
+
+    Where no two responses agree there is no vote, and the most confident response is given.
+    """
+    verdict, own = outcome.verdict, job.strategy.confidence
+    sure = max((value for value in values if value is not None), default=None)
+    nothing_agreed = len(used) > 1 and len({one.answer for one in used if one.answer is not None}) == len(used)
+    if nothing_agreed and sure is not None and own is None:
+        best = used[values.index(sure)]
+        found = Choice(best, best.answer, sure, read, by="confidence")
+    else:
+        given = best_response(verdict, outcome.samples, read) or next(iter(used), None)
+        found = Choice(given, verdict.answer, verdict.confidence, own or "vote_share")
+        if len(used) == 1 or found.stated is None:  # one vote always agrees with itself
+            stated = None if given is None or verdict.answer is None else values[used.index(given)]
+            found = replace(found, stated=stated, source=read)
+    if read == VERBALIZED and own is None and found.best is not None:
+        both = hybrid([one.answer for one in used], values, num_samples=len(used))[used.index(found.best)]
+        if both is not None:
+            found = replace(found, stated=both, source=TwoSampleHybrid.name)
+    return found
+
+
 def make_reply(
     job: Job,
     outcome: Outcome,
@@ -144,74 +167,68 @@ def make_reply(
 ) -> Reply:
     """Return the answer that a verdict gives.
 
-    Where no two responses agree there is no vote, and the most confident response is given. ``confidence`` is what the
-    server reads of each response, whether or not the strategy does.
+    ``confidence`` is what the server reads of each response, whether or not the strategy does.
     """
     verdict, fitted = outcome.verdict, job.fitted
     used = [sample for sample in outcome.samples[: verdict.samples_used] if not is_failed(sample)]
     read = job.strategy.confidence or confidence
-    nothing_agreed = len(used) > 1 and len({s.answer for s in used if s.answer is not None}) == len(used)
     values = [None if read is None else confidence_of(sample, read) for sample in used]
-    sure = max((value for value in values if value is not None), default=None)
-    by_confidence = nothing_agreed and sure is not None and job.strategy.confidence is None
-    best: Sample | None
-    stated: float | None
-    if by_confidence:
-        best = used[values.index(sure)]
-        answer, stated, source = best.answer, sure, read
-    else:
-        best = best_response(verdict, outcome.samples, read) or next(iter(used), None)
-        answer, stated = verdict.answer, verdict.confidence
-        source = job.strategy.confidence or "vote_share"
-        if len(used) == 1 or stated is None:  # one vote always agrees with itself
-            stated, source = values[used.index(best)] if best is not None and answer is not None else None, read
-    if read == VERBALIZED and job.strategy.confidence is None and best is not None:
-        found = hybrid([sample.answer for sample in used], values, num_samples=len(used))[used.index(best)]
-        stated, source = (found, TwoSampleHybrid.name) if found is not None else (stated, source)
-    raw = stated
+    chosen = choose(job, outcome, used, values, read)
+    best, stated, source = chosen.best, chosen.stated, chosen.source
     if stated is not None and (scaled := calibration.of_answer(stated)) is not None:
         stated, source = scaled
+    is_low = chosen.answer is None or (threshold is not None and (stated is None or stated < threshold))
     guarantee = None
     if fitted is not None and fitted.target == "risk" and outcome.stop_reason in OF_STRATEGY:
-        guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
-    is_low = answer is None or (threshold is not None and (stated is None or stated < threshold))
-    if guarantee is not None and fitted is not None:
         is_low = not fitted.answers(verdict)
-    abstained = is_low and options.on_low == "abstain"
+        if not is_low:
+            guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
+    shown = not (is_low and options.on_low == "abstain")
     text = "" if best is None else job.reader.cut(best.text)
-    calls = [] if best is None or abstained else job.reader.tool_calls(text)
-    cut = best is not None and best.finish == "length" and len(text) == len(best.text)
-    prompt_tokens = job.prompt_tokens
-    drawn = verdict.tokens_generated or 0
-    described = calibration.describe(source)
+    is_cut = best is not None and best.finish == "length" and len(text) == len(best.text)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if not shown:
+        message |= {"content": None, "refusal": ABSTAINED}
+    elif calls := _written(job, job.reader.tool_calls(text)):
+        message |= {"content": None, "tool_calls": calls}
+    drawn, described = verdict.tokens_generated or 0, calibration.describe(source)
     return Reply(
         job,
         model,
-        "" if abstained else text,
-        tuple(calls),
-        "tool_calls" if calls else "length" if cut else "stop",
-        {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn},
+        best,
+        message,
+        "tool_calls" if "tool_calls" in message else "length" if is_cut else "stop",
+        {"prompt_tokens": job.prompt_tokens, "completion_tokens": drawn, "total_tokens": job.prompt_tokens + drawn},
         {
             "confidence": stated,
-            "raw_confidence": raw,
+            "raw_confidence": chosen.stated,
             "source": source,
             "calibrated": described is not None,
             "calibration": described,
-            "answer": None if abstained else answer,
-            "chosen_by": "confidence" if by_confidence else "strategy",
-            "candidates": [] if abstained else _candidates(used, values),
+            "answer": chosen.answer if shown else None,
+            "chosen_by": chosen.by,
+            "candidates": _candidates(used, values) if shown else [],
             "samples_used": verdict.samples_used,
             "samples_cancelled": max(verdict.samples_generated - verdict.samples_used, 0),
             "samples_failed": outcome.failed,
             "stop_reason": outcome.stop_reason,
-            "guarantee": None if is_low else guarantee,
-            "abstained": abstained,
-            **({"samples": _all(job, used, values)} if options.return_ == "all" and not abstained else {}),
+            "guarantee": guarantee,
+            "abstained": not shown,
+            **({"samples": _all(job, used, values)} if options.return_ == "all" and shown else {}),
         },
     )
 
 
-OF_STRATEGY = ("early", "budget")  # what was cut short is another procedure than the one a guarantee was fitted for
+def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return calls of tools as the protocol writes them."""
+    return [
+        {
+            "id": f"call_{job.id[-12:]}_{i}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+        }
+        for i, call in enumerate(calls)
+    ]
 
 
 def _candidates(used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:

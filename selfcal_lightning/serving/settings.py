@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.records import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,36 @@ class Limits:
         for name in ("deadline_s", "max_body_mb", "read_s", "stop_s"):
             if not getattr(self, name) > 0.0:
                 raise InputError(f"Expected `{name}` to be above 0, but got {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How requests are answered, by `selfcal serve` and `selfcal batch`.
+
+    Attributes:
+        model: Folder or hub name of the model, or "bundled".
+        name: Name of the model for clients; null is the last part of `model`.
+        task: How answers are read, such as local_number; null is free chat, where equal texts agree.
+        strategy: Strategy of requests that name none; null is that of the threshold file, or early_stopping.
+        strategy_args: Fields of that strategy, such as `--strategy_args.threshold 0.9`.
+        scorers: Files of fitted confidences (`selfcal fit-confidence`).
+        threshold_file: File of a fitted threshold (`selfcal fit-threshold`).
+        limits: Limits of the server; a request may ask for less.
+        sampling: Sampling settings of requests that give none; null uses those of the calibration.
+        seed: Seeds requests that bring no seed of their own.
+        query: The confidence query; that of the calibration.
+        engine: Which engine runs the model, and how.
+    """
+
+    model: str
+    name: str | None = None
+    task: str | None = None
+    strategy: str | None = None
+    strategy_args: dict[str, Any] = field(default_factory=dict)
+    scorers: list[str] | str = field(default_factory=list)
+    threshold_file: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    sampling: SamplingSettings | None = None
+    seed: int = 0
+    query: str = DEFAULT_QUERY
+    engine: EngineOptions = field(default_factory=EngineOptions)

@@ -19,13 +19,13 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.records import Sample, SamplingSettings, Verdict
+from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
 from selfcal_lightning.serving.desk import Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback
 from selfcal_lightning.serving.replies import Reply
-from selfcal_lightning.serving.settings import Limits
+from selfcal_lightning.serving.settings import ServiceSettings
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 
@@ -91,6 +91,17 @@ def test_a_question_that_is_given_up_tells_what_it_had_cost() -> None:
     assert driver.is_idle
 
 
+MESSAGES = [{"role": "user", "content": "?"}]
+
+
+def service(fitted: FittedThreshold | None = None) -> Service:
+    """Return a server whose desk has no engine."""
+    source = SimpleNamespace(scorers=())
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None, source=source)
+    sampling = SamplingSettings(edt_scale=None)
+    return Service(ServiceSettings("m"), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
+
+
 def guaranteed() -> FittedThreshold:
     fields = {"threshold": 0.9, "max_samples": 2, "confidence": "p_true", "fallback": "weighted_vote"}
     return FittedThreshold(
@@ -113,31 +124,57 @@ def guaranteed() -> FittedThreshold:
     ],
 )
 def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, options: dict, holds: bool) -> None:
-    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
-    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
-    messages = [{"role": "user", "content": "?"}]
-    body = read_body(ChatBody, {"model": "m", "messages": messages, "selfcal": options, **fields})
+    server = service(guaranteed())
+    body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": options, **fields})
 
     async def ask(yes_mass: float) -> Reply:
-        job = service.make_job(body)
+        job = server.make_job(body)
         sample = Sample(job.id, 0, 0, "4", (1,), "stop", "4", None, yes_mass=yes_mass, no_mass=1.0 - yes_mass)
         verdict = Verdict(job.id, "4", yes_mass, None, 1, stopped_early=True)
-        return service.reply(body, job, Outcome(verdict, (sample,), "early"))
+        return server.reply(body, job, Outcome(verdict, (sample,), "early"))
 
     sure, unsure = asyncio.run(ask(0.85)), asyncio.run(ask(0.7))
     assert (sure.selfcal["guarantee"] is not None) == holds
     assert unsure.selfcal["guarantee"] is None
-    assert (unsure.text, unsure.selfcal["answer"]) == (("", None) if "on_low" in options else ("4", "4"))
+    given = None if "on_low" in options else "4"
+    assert (unsure.message["content"], unsure.selfcal["answer"]) == (given, given)
+
+
+@pytest.mark.parametrize(
+    ("texts", "given"),
+    [
+        (["a", "b", "c"], ("b", 0.9, "p_true", "confidence")),  # nothing agrees
+        (["a", "b", " A"], ("a", pytest.approx(2 / 3), "vote_share", "strategy")),
+    ],
+)
+def test_free_chat_gives_the_most_agreed_text_or_else_the_surest(texts: list[str], given: tuple) -> None:
+    server = service()
+    asked = {"model": "m", "messages": MESSAGES, "selfcal": {"strategy": "self_consistency", "max_samples": 3}}
+    body = read_body(ChatBody, asked)
+
+    async def ask() -> Reply:
+        job = server.make_job(body)
+        samples = tuple(
+            Sample(job.id, i, 0, text, (1,), "stop", job.reader.extract(text), None, yes_mass=mass, no_mass=1.0 - mass)
+            for i, (text, mass) in enumerate(zip(texts, (0.5, 0.9, 0.2), strict=True))
+        )
+        verdict = SelfConsistency(max_samples=3).solve(Question(job.id, job.id, ()))
+        next(verdict)
+        with pytest.raises(StopIteration) as end:
+            verdict.send(list(samples))
+        return server.reply(body, job, Outcome(end.value.value, samples, "budget"))
+
+    reply = asyncio.run(ask())
+    found = reply.selfcal
+    assert (reply.message["content"], found["confidence"], found["source"], found["chosen_by"]) == given
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.3}, {"selfcal": {"max_error_rate": 0.05}}, {"model": "m@cges"}])
 def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> None:
-    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
-    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None), fitted=guaranteed())
-    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "selfcal": {"max_error_rate": 0.2}}
+    asked = {"model": "m", "messages": MESSAGES, "selfcal": {"max_error_rate": 0.2}}
 
     async def make() -> None:
-        service.make_job(read_body(ChatBody, asked | change))
+        service(guaranteed()).make_job(read_body(ChatBody, asked | change))
 
     with pytest.raises(Refused, match="guarantee"):
         asyncio.run(make())
@@ -155,13 +192,10 @@ def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> Non
     ],
 )
 def test_tokens_are_passed_on_only_where_the_answer_cannot_change(fields: dict, streams: bool) -> None:
-    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None)
-    service = Service("m", desk, Limits(), SamplingSettings(edt_scale=None), Feedback(None))
-    asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "stream": True}
-    asked |= {"selfcal": {"max_samples": 1}}
+    asked = {"model": "m", "messages": MESSAGES, "stream": True, "selfcal": {"max_samples": 1}}
 
     async def make() -> bool:
-        return service.make_job(read_body(ChatBody, asked | fields)).streams
+        return service().make_job(read_body(ChatBody, asked | fields)).streams
 
     assert asyncio.run(make()) == streams
 

@@ -114,17 +114,6 @@ def test_a_stop_ends_the_text_in_both_forms(server: Server) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in stream.chunks) == text
 
 
-def test_free_chat_groups_equal_texts_and_else_gives_the_surest(server: Server) -> None:
-    reply = server.chat("hello", selfcal={**VOTE, "task": None, "max_samples": 4}, temperature=1.5, max_tokens=20)
-    samples = reply.selfcal["samples"]
-    assert reply.status == 200
-    if len({one["answer"] for one in samples}) == len(samples):
-        surest = max(samples, key=lambda one: one["confidence"])
-        assert reply.selfcal["chosen_by"] == "confidence"
-        assert reply.json["choices"][0]["message"]["content"] == surest["text"]
-        assert reply.selfcal["confidence"] == surest["confidence"]
-
-
 def test_low_confidence_is_withheld_where_asked(server: Server) -> None:
     options = {"strategy": "early_stopping", "threshold": 1.0, "max_samples": 2, "on_low": "abstain"}
     reply = server.chat(QUESTION, selfcal=options)

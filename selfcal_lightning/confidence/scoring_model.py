@@ -78,14 +78,15 @@ class ScoringModel:
             raise InputError("Expected `model` to name the model that scores: the responses were made elsewhere.")
         if sampled.adapter_sha256 is not None and self.settings.engine.adapter is None:
             raise InputError(f"Name `model` and `adapter`: the store was sampled with an adapter on {sampled.model!r}.")
+        source = resolve_model(sampled.model)
         try:
-            check_name(sampled.model, revision=sampled.revision)
+            check_name(source, revision=sampled.revision)
         except InputError as error:
             raise InputError(
                 f"There is no {sampled.model!r}, which sampled the store. Name as `model` the folder or hub name where "
                 "it is now; its weights are compared."
             ) from error
-        return sampled.model
+        return source
 
     @property
     def revision(self) -> str | None:

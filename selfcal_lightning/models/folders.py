@@ -28,10 +28,11 @@ SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]  # configurations, token
 
 
 def resolve_model(name: str) -> str:
-    """Return the bundled model's folder for "bundled", else the name itself."""
+    """Return the name; the bundled model's folder for "bundled", and for the folder of an earlier installation."""
     if not name.strip():
         raise InputError(f"Expected a model to be a folder, a name on the hub or {BUNDLED_NAME!r}, but got {name!r}.")
-    return str(BUNDLED_MODEL) if name == BUNDLED_NAME else name
+    was_bundled = Path(name).parts[-3:] == BUNDLED_MODEL.parts[-3:] and not Path(name).is_dir()
+    return str(BUNDLED_MODEL) if name == BUNDLED_NAME or was_bundled else name
 
 
 def is_bundled(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from selfcal_lightning.cli import run
+from selfcal_lightning.models.folders import resolve_model
 
 SLOW = (
     "transformers.AutoTokenizer.from_pretrained",
@@ -171,3 +172,11 @@ def test_a_model_that_is_not_whole(
     assert run(["answer", "--question", "1?", "--model", str(tmp_path / "model")]) == 1
     assert "error: Expected " in capsys.readouterr().err
     assert slow == []
+
+
+def test_the_bundled_model_of_an_earlier_installation_is_the_one_here(tmp_path: Path) -> None:
+    earlier = tmp_path / "selfcal_lightning" / "assets" / "tiny_solver"
+    assert resolve_model(str(earlier)) == resolve_model("bundled")
+    assert resolve_model(str(tmp_path / "tiny_solver")) == str(tmp_path / "tiny_solver")
+    earlier.mkdir(parents=True)  # of another installation that is still there
+    assert resolve_model(str(earlier)) == str(earlier)

@@ -54,7 +54,11 @@ VERBS = {
     "select": "--store_dir {inputs}/store --split test_id --output {run}/selection",
     "export-pool": "--store_dir {inputs}/store --path {run}/pool.jsonl",
     "import-pool": "--path {inputs}/pool.jsonl --store_dir {run}/imported",
+    "import-records": "--path {inputs}/records.jsonl --store_dir {run}/records --prompt_separator '<|assistant|>'"
+    " --task local_number",
     "re-extract": "--store_dir {store}",
+    "drop-rounds": "--store_dir {store}",
+    "view": "--path {inputs}/store --output {run}/report.html",
     "fit-confidence": "--pool {inputs}/store --split calibration --output {run}/fused.json",
     "fit-threshold": "--pool {inputs}/store --split calibration --output {run}/threshold.json --budget 2",
     "map-scores": "--scores {inputs}/scores.jsonl --maps {inputs}/maps.json --output {run}/mapped.jsonl",
@@ -76,11 +80,13 @@ VERBS = {
     "generate": f"--model bundled --store_dir {{run}}/store --split test_id {FEW}",
     "answer": "--model bundled --question 'Anna has 3 apples and buys 4 more. How many?' --task word_problems"
     " --max_samples 2 --sampling.max_new_tokens 20",
+    "batch": "--model bundled --input {inputs}/requests.jsonl --output {run}/answers.jsonl",
     "verify": "--store_dir {texts} --model bundled --max_new_tokens 4",
     "rollout": "--samples_dir {inputs}/store --split test_id --store_dir {run}/rollouts --num_rollouts 1 --limit 1"
     " --responses 1 --prefixes 1",
     "evaluate": "--pools '[{{name: a, path: {inputs}/store, split: test_id}}]' --num_reshuffles 2 --num_resamples 20"
     " --output_dir {run}/evaluation",
+    "validate": "--config {inputs}/fit/logs/version_0/config.yaml --trainer.logger false",
     "adapt": "--output_dir {run}/adapted " + ADAPT,
     "fit": "--output_dir {run}/fit " + FIT,
 }
@@ -159,7 +165,11 @@ def main() -> None:
         {"question": f"Anna has {a} apples and buys {a + 3} more. How many apples has she?", "answer": str(2 * a + 3)}
         for a in range(2, 42)
     ]
-    (inputs / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = {"input": "<|user|>2 + 2?<|assistant|>", "answer": "4", "weighted_consistency": 0.9, "consistency": 0.8}
+    chat = {"model": "bundled", "messages": [{"role": "user", "content": rows[0]["question"]}], "max_tokens": 20}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    for name, lines in (("questions", rows), ("records", [record]), ("requests", [request])):
+        (inputs / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number, command in enumerate(PREPARED):
         if not (mark := inputs / f"prepared_{number}").exists():
             verb, rest = command.split(" ", 1)

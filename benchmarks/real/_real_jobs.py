@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS,)}
 PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
 # Targets of the activated adapter: agreement with the other responses; and the labels, which bounds what it can reach.
 LEAVE_ONE_OUT, LABEL = "leave_one_out", "label"
+# Other ways to train it, which are compared on the validation questions of one task.
+WEIGHTED, TWO_EPOCHS, SIXTEEN = "leave_one_out_ssc", "two_epochs", "sixteen"
+OTHER_WAYS = {
+    WEIGHTED: "agreement weighted by P(True)",
+    TWO_EPOCHS: "two epochs",
+    SIXTEEN: "16 responses to a question",
+}
+TRIED_ON = WIKIDATA
 JOINT = "joint"
 # What a linear probe of the prompts, fitted to the agreement of the training responses, says of a question.
 PROBE = "probe"
@@ -74,6 +83,11 @@ class Jobs:
         return self.folder / "test"
 
     @property
+    def second(self) -> Path:
+        """Store of a second draw of test responses."""
+        return self.folder / "test_2"
+
+    @property
     def joint_test(self) -> Path:
         """Store of the test responses that the jointly trained model gives."""
         return self.folder / JOINT / "test"
@@ -98,15 +112,37 @@ class Jobs:
             model or self.model, store, split, seed, "--extend", "true", "--engine.dtype", "bfloat16", *further
         )
 
-    def activate(self, target: str, seed: int) -> Path:
+    def activate(self, way: str, seed: int) -> Path:
         """Train an activated adapter on the training responses and return its folder."""
-        folder = self.folder / target / f"seed-{seed}"
-        return self._fit(folder, self._configuration(target, seed, folder))
+        folder = self.folder / way / f"seed-{seed}"
+        config = self._configuration(LEAVE_ONE_OUT if way in (TWO_EPOCHS, SIXTEEN) else way, seed, folder)
+        if way == TWO_EPOCHS:
+            config["trainer"]["max_epochs"] = 2
+        if way == SIXTEEN:
+            store = self.folder / "samples_16"
+            if not store.is_dir():
+                shutil.copytree(self.samples, store)
+            replace(self, sizes=replace(self.sizes, num_samples=16)).sample(store, "train")
+            config["data"]["init_args"] |= {"store_dir": str(store), "num_samples": 16}
+        return self._fit(folder, config)
 
     def score(self, adapter: Path, name: str) -> None:
         """Put the confidence of an activated adapter on the test and validation responses."""
-        for store, split in ((self.test, "test"), (self.samples, "validation")):
-            self._score(store, split, "p_true", "--adapter", str(adapter), "--name", name)
+        self.score_one(self.test, "test", adapter, name)
+        self.score_one(self.samples, "validation", adapter, name)
+
+    def score_one(self, store: Path, split: str, adapter: Path, name: str) -> None:
+        self._score(store, split, "p_true", "--adapter", str(adapter), "--name", name)
+
+    def try_other_ways(self) -> None:
+        """Train in other ways, and score the validation responses: the test ones are not for choosing."""
+        for way in OTHER_WAYS:
+            self.score_one(self.samples, "validation", self.activate(way, 0), f"{way}_0")
+
+    def draw_again(self) -> None:
+        """Sample the test questions a second time, and score them by the first adapter."""
+        self.sample(self.second, "test", seed=2)
+        self.score_one(self.second, "test", self.activate(LEAVE_ONE_OUT, 0), f"{LEAVE_ONE_OUT}_0")
 
     def score_tokens(self) -> None:
         for store, split in ((self.test, "test"), (self.samples, "validation")):

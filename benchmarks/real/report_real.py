@@ -29,10 +29,12 @@ from _real_jobs import (
     LABEL,
     LEAVE_ONE_OUT,
     MAX_NEW_TOKENS,
+    OTHER_WAYS,
     PROBE,
     SMOLLM,
     TASKS,
     TOKEN_STATISTICS,
+    TRIED_ON,
     WIKIDATA,
     Jobs,
     Sizes,
@@ -70,6 +72,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 # The demonstration's account of time: responses sampled, trained on and scored in a second by two idle cores.
 CONVERT_SECONDS, OVERHEAD_SECONDS = 15.0, 60.0
 SAMPLED_A_SECOND, TRAINED_A_SECOND, SCORED_A_SECOND = 7.0, 5.0, 18.0
+TRIED_ADAPTERS = 5  # the other ways to train, two of them twice as long
 DEMO = {
     "output": Path("runs/demo-real"),
     "models": [SMOLLM],
@@ -165,8 +168,11 @@ def run(options: Options) -> None:
         jobs.score_tokens()
         jobs.read_states()
         jobs.sample_twice(jobs.activate(LEAVE_ONE_OUT, options.seeds[0]))
+        jobs.draw_again()
         if LABEL not in options.without:
             jobs.score(jobs.activate(LABEL, 0), f"{LABEL}_0")
+        if name_of(jobs) == TRIED_ON:
+            jobs.try_other_ways()
         if JOINT not in options.without:
             jobs.sample(jobs.joint_test, "test", model=jobs.train_jointly(), seed=1)
 
@@ -175,13 +181,17 @@ def account(options: Options) -> str:
     """Return what is going to be done, and about how long each part takes on two idle cores."""
     rows: list[tuple[str, float]] = [("convert the model, once", CONVERT_SECONDS)]
     for jobs in options.jobs:
+        name = name_of(jobs)
         train, test, validation = (
             options.num_samples * (getattr(jobs.sizes, split) or jobs.count(split))
             for split in ("train", "test", "validation")
         )
-        name = name_of(jobs)
-        adapters = len(options.seeds) if options.demo else len(options.seeds) + 2 - len(options.without)
-        sampled = train + test + validation + (0 if options.demo or JOINT in options.without else test)
+        adapters, sampled = len(options.seeds), train + test + validation
+        if not options.demo:
+            adapters += 2 - len(options.without)
+            sampled += test if JOINT in options.without else 2 * test
+        if name == TRIED_ON and not options.demo:
+            adapters, sampled = adapters + TRIED_ADAPTERS, sampled + train
         rows += [
             (f"{name}: sample {sampled:,} responses", sampled / SAMPLED_A_SECOND),
             (f"{name}: train {adapters} adapter(s) on {train:,} responses", adapters * train / TRAINED_A_SECOND),
@@ -266,6 +276,9 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
             if name != ADAPTER
         }
         report["criteria"] = _criteria(report, columns, votes, _same_texts(jobs.texts))
+        report["second_draw"] = _second_draw(jobs)
+        report["other_ways"] = _other_ways(jobs)
+    report["work"] = _work(jobs, report)
     if name_of(jobs) == FACTS:
         report["known_names"] = _by_known_names(pool, adapters)
     return report
@@ -506,6 +519,44 @@ def _same_texts(folder: Path) -> list[float | None]:
     return [float(sum(a != b for a, b in zip(*both, strict=True))), None, None]
 
 
+def _second_draw(jobs: Jobs) -> dict[str, list[float | None]]:
+    """Return the AUROC of some confidences on a second draw of test responses."""
+    name = f"{LEAVE_ONE_OUT}_0"
+    if not (jobs.second / "manifest.json").is_file() or not _is_whole(jobs.second, "test", name):
+        return {}
+    pool = with_cheap(entries(jobs.second, "test", [name]), agreement_of_kinds(entries(jobs.samples, "train")), [name])
+    shown = {LIKELIHOOD: LIKELIHOOD, "share_4_likelihood": "share_4_likelihood", ADAPTER: name}
+    return {one: triple(Columns.of(pool, [column]).estimate(AUROC)) for one, column in shown.items()}
+
+
+def _other_ways(jobs: Jobs) -> dict[str, dict[str, list[float | None]]]:
+    """Return what adapters trained in other ways reach on the validation questions."""
+    ways = [way for way in (LEAVE_ONE_OUT, *OTHER_WAYS) if _is_whole(jobs.samples, "validation", f"{way}_0")]
+    if len(ways) < 2:
+        return {}
+    pool = entries(jobs.samples, "validation", [f"{way}_0" for way in ways])
+    columns = {way: Columns.of(pool, [f"{way}_0"]) for way in ways}
+    return {way: {metric: triple(column.estimate(metric)) for metric in (AUROC, ECE, BRIER)}
+            for way, column in columns.items()}  # fmt: skip
+
+
+def _work(jobs: Jobs, report: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return what training takes, and what 1,000 responses take to be scored and to be sampled."""
+    costs = jobs.costs()
+    trained = [used for what, used in costs.items() if what.startswith(f"train, {LEAVE_ONE_OUT}/")]
+    scored = [used for what, used in costs.items() if what.startswith(f"score test, {LEAVE_ONE_OUT}_")]
+    sampled = [used for what, used in costs.items() if what in ("sample test (test)", "sample test (test_2)")]
+    training = sum(one.num_tokens or 0 for entry in entries(jobs.samples, "train") for one in entry.samples)
+    means = [float(np.mean(seconds)) if seconds else None for seconds in (trained, scored, sampled)]
+    thousand = 1_000 / report["responses"]
+    return {
+        "training_tokens": training,
+        "training_seconds": means[0],
+        "scoring_seconds": means[1] and means[1] * thousand,
+        "sampling_seconds": means[2] and means[2] * thousand,
+    }
+
+
 def _criteria(
     report: Mapping[str, Any], columns: Mapping[str, Columns], votes: Mapping[str, Floats], same: list[float | None]
 ) -> list[dict[str, Any]]:
@@ -582,6 +633,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "a confidence needs; *labels*: which labelled questions it needs.",
         "",
         *_overview(report["tasks"]),
+        "",
+        "What it costs, in seconds of these CPUs; training needs the sampled responses only, no labels:",
+        "",
+        *_work_table(report["tasks"]),
     ]
     for name, task in report["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *_task_lines(name, task)]
@@ -607,6 +662,18 @@ def _overview(tasks: Mapping[str, Any]) -> list[str]:
             *(f"{votes[weight][3][0]:.3f}" for weight in ("counted", LIKELIHOOD, ADAPTER)),
         ])  # fmt: skip
     return table(heads, rows, left=1) if rows else ["No adapter was scored."]
+
+
+def _work_table(tasks: Mapping[str, Any]) -> list[str]:
+    heads = ["task", "tokens sampled for training", "training", "the adapter on 1,000 responses",
+             "sampling 1,000 responses", "tokens of the query", "tokens of 3 more responses"]  # fmt: skip
+    keys = ("training_tokens", "training_seconds", "scoring_seconds", "sampling_seconds")
+    rows = [
+        [TITLES[name], *("-" if task["work"][key] is None else f"{task['work'][key]:,.0f}" for key in keys),
+         str(task["query_tokens"]), f"{3 * task['response_tokens']:.0f}"]
+        for name, task in tasks.items()
+    ]  # fmt: skip
+    return table(heads, rows, left=1)
 
 
 def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
@@ -635,6 +702,16 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
     if ADAPTER in task["confidences"] and len(task["seeds"]) > 1:
         by_seed = ", ".join(f"{value:.3f}" for value in task["confidences"][ADAPTER]["by_seed"])
         lines += ["", f"AUROC of the adapter by training seed: {by_seed}."]
+    if task.get("second_draw"):
+        found = ", ".join(f"{RIVALS[one].label} {show(value)}" for one, value in task["second_draw"].items())
+        lines += ["", f"AUROC on a second draw of test responses, training seed 0: {found}."]
+    if task.get("other_ways"):
+        rows = [
+            [OTHER_WAYS.get(way, "as above, seed 0"), *(show(row[metric]) for metric in (AUROC, ECE, BRIER))]
+            for way, row in task["other_ways"].items()
+        ]
+        lines += ["", f"Other ways to train, on the {task['validation']} validation questions:", "",
+                  *table(["adapter", "AUROC", "ECE", "Brier"], rows)]  # fmt: skip
     rows = []
     for weight, curve in task["votes"].items():
         rows.append([VOTES[weight], *(show(curve[size - 1]) for size in SHOWN_VOTES)])

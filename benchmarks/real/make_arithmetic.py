@@ -2,7 +2,7 @@
 
 pip install reasoning-gym==0.1.25 && python benchmarks/real/make_arithmetic.py
 
-Four kinds of questions, of which SmolLM2-135M-Instruct answers 10 to 50 % right. No question is in two splits.
+Four kinds of questions, with the same range of numbers in each split. No question is in two splits.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 import reasoning_gym  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm" / "data" / "arithmetic"
-SPLITS = {"train": 320, "validation": 80, "test": 400}
+SPLITS = {"train": 240, "validation": 60, "test": 240}
 SEED = 20251125
 KINDS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 40},
-    "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 24},
+    "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 16},
 }
 
 
@@ -29,10 +29,14 @@ def main() -> None:
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
     for kind, settings in KINDS.items():
         made = reasoning_gym.create_dataset(kind, size=4000, seed=SEED, **settings)
-        unique = iter({entry["question"].strip(): str(entry["answer"]) for entry in made}.items())
+        count = sum(SPLITS.values()) // len(KINDS)
+        unique = list({entry["question"].strip(): str(entry["answer"]) for entry in made}.items())[:count]
+        # The later a question first comes up, the larger its numbers are.
+        random.Random(SEED).shuffle(unique)
+        questions = iter(unique)
         for split, count in SPLITS.items():
             for number in range(count // len(KINDS)):
-                question, answer = next(unique)
+                question, answer = next(questions)
                 rows[split].append({"id": f"{kind}-{split}-{number}", "question": question, "answer": answer})
     FOLDER.mkdir(exist_ok=True)
     for split, found in rows.items():

@@ -128,15 +128,21 @@ def test_advertisements_stay_off_the_terminal(caplog: pytest.LogCaptureFixture, 
 
 def test_a_class_of_an_unnamed_package_is_refused_before_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text("open('imported', 'w')")
-    command = [sys.executable, "-m", "selfcal_lightning", "fit", "--config", "evil.yaml"]
-    for settings in (
-        "trainer: {callbacks: [{class_path: evil.Any}]}",
-        "model: evil.Any",
-        "trainer: {logger: os.system}",
-    ):
-        (tmp_path / "evil.yaml").write_text(settings)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2, done.stderr
-        assert "is not imported" in done.stderr
-        assert not (tmp_path / "imported").exists()
+    for number, settings in enumerate((
+        "trainer: {callbacks: [{class_path: evil.Any}]}", "model: evil.Any", "trainer: {logger: os.system}",
+    )):  # fmt: skip
+        (tmp_path / f"{number}.yaml").write_text(settings)
+    code = """if True:
+        from selfcal_lightning.cli import run
+        for number in range(3):
+            try:
+                run(["fit", "--config", f"{number}.yaml"], owns_process=True)
+            except SystemExit as end:
+                assert end.code == 2
+    """
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is not imported") == 3
+    assert not (tmp_path / "imported").exists()

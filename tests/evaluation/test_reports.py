@@ -292,6 +292,7 @@ def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
     assert heights[1] == pytest.approx([0, -1] + [0] * 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD_POOLS)
 @pytest.mark.filterwarnings("error")
 def test_odd_pools_draw_without_a_warning(name: str) -> None:

@@ -193,6 +193,7 @@ def columns(pool: ScoredResponses) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.asarray(pool.confidence), np.asarray(pool.correct), np.asarray(pool.question_index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess", [0.0, 0.03, 0.25])
 def test_intervals_hold_the_truth(excess: float) -> None:
     draw = np.random.default_rng(7)
@@ -216,6 +217,7 @@ def test_intervals_hold_the_truth(excess: float) -> None:
     assert np.mean(value) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0.25, 0.0), (0.25, 0.03), (0.03, 0.0), (0.03, 0.03)])
 def test_changes_and_ratios_hold_the_truth(before: float, after: float) -> None:
     draw = np.random.default_rng(8)

@@ -99,6 +99,7 @@ def test_confidence_loss_and_gradients_are_those_of_peft(
     assert largest_difference(gradients(module), gradients(reference)) < 1e-5 * max(largest, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_end_at_the_adapter_of_peft(
     family: str, chat: ChatFormat, tmp_path: Path, tiny_model: str
@@ -256,6 +257,7 @@ def test_micro_batches_and_processes_do_not_change_the_trajectory(
     assert largest_difference(*states) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("packing", ["shared_prefix", "off"])
 def test_half_precision_follows_float32(

@@ -73,7 +73,7 @@ def test_an_adapter_that_asks_for_more_is_refused(tmp_path: Path, name: str, val
     ids=["loops", "macro", "text", "number"],
 )
 def test_a_template_without_end_is_refused(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign, "RENDERING_SECONDS", 2)
+    monkeypatch.setattr(foreign, "RENDERING_SECONDS", 1)
     with pytest.raises(InputError, match="chat template of 'model'"):
         check_template(template, "model")
 

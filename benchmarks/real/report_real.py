@@ -1,8 +1,8 @@
 """``make report-real``: an activated adapter on a real language model, against every cheaper confidence.
 
 SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
-reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
-those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
+reasoning-gym, and Gemma 3 270M, a base model, on the first two. Responses end where the model ends them. The figures
+are those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
 """
 
 from __future__ import annotations
@@ -621,6 +621,7 @@ TITLES = {
     WIKIDATA: "Facts from Wikidata",
     ARITHMETIC: "Arithmetic in words",
     f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
+    f"{GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
 }
 
 

@@ -26,6 +26,7 @@ SMOLLM, GEMMA = "smollm2", "gemma3"
 # The tasks of each model. Gemma is a base model; its prompt has examples.
 TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS, WIKIDATA)}
 PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
+TEMPERATURES = {SMOLLM: 0.4, GEMMA: 0.7}
 # Targets of the activated adapter: agreement with the other responses; and the labels, which bounds what it can reach.
 LEAVE_ONE_OUT, LABEL = "leave_one_out", "label"
 # Other ways to train it, which are compared on the validation questions of one task.
@@ -194,9 +195,10 @@ class Jobs:
     def _generate(self, model: Path, store: Path, split: str, seed: int, *further: str) -> None:
         self._run(
             "generate", "--plugins", self.plugin, "--model", str(model), "--store_dir", str(store), "--task", self.task,
-            "--split", split, "--num_samples", str(self.sizes.num_samples), "--sampling.temperature", "0.4",
-            "--sampling.edt_scale", "null", "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch",
-            "128", "--seed", str(seed), *(("--prompt", str(self.prompt)) if self.prompt else ()), *further,
+            "--split", split, "--num_samples", str(self.sizes.num_samples), "--seed", str(seed),
+            "--sampling.temperature", str(TEMPERATURES[self.model.name]), "--sampling.edt_scale", "null",
+            "--sampling.max_new_tokens", str(MAX_NEW_TOKENS), "--engine.max_batch", "128",
+            *(("--prompt", str(self.prompt)) if self.prompt else ()), *further,
             what=f"sample {split} ({store.relative_to(self.folder)})",
         )  # fmt: skip
 
@@ -211,7 +213,9 @@ class Jobs:
         config = configuration(EXAMPLE / "fit.yaml", seed=seed, folder=folder, adapter=folder / "adapter")
         # The store holds validation questions too, which would be taken for those of training's own validation.
         config["trainer"]["limit_val_batches"] = 0
-        del config["trainer"]["callbacks"][0]["init_args"]["seed"]
+        sampler = config["trainer"]["callbacks"][0]["init_args"]
+        sampler["sampling"]["temperature"] = TEMPERATURES[self.model.name]
+        del sampler["seed"]
         config["model"]["init_args"]["base_model"] = str(self.model)
         if self.prompt is not None:
             config["model"]["init_args"]["prompt"] = yaml.safe_load(self.prompt.read_text())

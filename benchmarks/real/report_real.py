@@ -222,10 +222,11 @@ def name_of(jobs: Jobs) -> str:
     return jobs.task if jobs.model.name == SMOLLM else f"{jobs.model.name}/{jobs.task}"
 
 
-def named_model(jobs: Jobs) -> str:
-    """Return the model that sampled the test responses, as its store records it."""
-    model = SampleStore(jobs.test).round_manifest().fingerprint.model
-    return f"{Path(str(model.model)).name} (sha256 of the weights {model.weights_sha256[:12]})"
+def sampled_by(jobs: Jobs) -> str:
+    """Return what sampled the test responses and how, as their store records it."""
+    made = SampleStore(jobs.test).round_manifest().fingerprint
+    name, weights = Path(str(made.model.model)).name, made.model.weights_sha256[:12]
+    return f"{name} (sha256 of the weights {weights}) at temperature {made.sampling.temperature}"
 
 
 def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
@@ -244,7 +245,7 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     votes = _votes(pool, adapters)
     responses = [sample for entry in pool for sample in entry.samples]
     report: dict[str, Any] = {
-        "model": named_model(jobs),
+        "model": sampled_by(jobs),
         "seeds": there,
         "questions": len(pool),
         "clusters": len({cluster(entry) for entry in pool}),
@@ -627,7 +628,7 @@ TITLES = {
 
 def as_markdown(report: Mapping[str, Any]) -> str:
     lines = [
-        f"Command: `{report['command']}`. Models sampled in bfloat16 at temperature 0.4, "
+        f"Command: `{report['command']}`. Models sampled in bfloat16, "
         f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
         "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
         "countries. Rows of the adapter are means over training seeds. *samples*: how many responses to the question "

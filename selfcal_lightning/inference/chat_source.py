@@ -234,14 +234,18 @@ class ChatSource:
         self.prompt_tokens[asked.question.id] = found.prompt_tokens
         turns = [*messages, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
         plain = {"model": self._model, "messages": turns, "temperature": 0.0, "max_tokens": STATED_TOKENS}
-        stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
-        value = NUMBERS.parse(stated.text)
+        try:
+            stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
+        except ServerError:  # the response is there, and has no confidence
+            value, asking = None, 0
+        else:
+            value, asking = NUMBERS.parse(stated.text), stated.tokens
         return RecordedResponse(
             found.text,
             finish="length" if found.finish == "length" else "stop",
             logprob=found.logprob,
             confidences={} if value is None else {VERBALIZED: value},
-            num_tokens=None if found.tokens is None or stated.tokens is None else found.tokens + stated.tokens,
+            num_tokens=None if found.tokens is None or asking is None else found.tokens + asking,
         )
 
 
@@ -275,7 +279,7 @@ def _read(answer: Any) -> _Answer:
             raise TypeError("a content that is no text")
         prompt_tokens = int(usage.get("prompt_tokens") or 0)
         return _Answer(text, choice.get("finish_reason"), tokens if is_number else None, prompt_tokens, logprob)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ServerError(f"Expected a completion of the OpenAI protocol, but got something else: {error}") from None
 
 

@@ -152,17 +152,17 @@ class Service:
         tools = () if body.tool_choice == "none" else tuple(body.tools or ())
         reader, sampling = self.reader(options.task, body.stops, has_tools=bool(tools)), self.sampling_for(body)
         strategy, fitted = self.strategy_for(body, sampling)
-        if sampling != self.sampling or body.stops or tools:
-            fitted = None  # it was fitted on responses that were sampled otherwise
+        max_tokens = options.max_tokens_in_all or limits.max_tokens_in_all or math.inf
+        if sampling.max_new_tokens > max_tokens:
+            sampling = replace(sampling, max_new_tokens=int(max_tokens))
+        if sampling != self.sampling or body.stops or tools or options.task not in (None, self.settings.task):
+            fitted = None  # it was fitted on responses that were sampled and read otherwise
         if (rate := options.max_error_rate) is not None:
             risk = None if fitted is None or fitted.target != "risk" else fitted.value
             if risk is None or risk > rate:
                 known = "no error rate" if risk is None else f"an error rate of {risk}"
                 message = f"With this strategy, sampling, stops and tools the server guarantees {known}."
                 raise Refused(400, message, param="selfcal.max_error_rate")
-        max_tokens = options.max_tokens_in_all or limits.max_tokens_in_all or math.inf
-        if sampling.max_new_tokens > max_tokens:
-            sampling = replace(sampling, max_new_tokens=int(max_tokens))
         messages = tuple(turn.as_message() for turn in body.messages)
         seed = body.seed if options.seed is None else options.seed
         name = name or f"chatcmpl-{uuid.uuid4().hex}"

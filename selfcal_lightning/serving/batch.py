@@ -72,6 +72,8 @@ async def run_requests(service: Service, source: Path, target: Path) -> str:
             try:
                 status, content = 200, await _answer(service, line, name=own_id, key=name)
             except (Refused, InputError) as error:
+                if service.desk.died is not None:
+                    return  # no answer: the same command asks again
                 refusal = refusal_of(error)
                 status, content = refusal.status, refusal.as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
@@ -87,6 +89,8 @@ async def run_requests(service: Service, source: Path, target: Path) -> str:
                 group.create_task(answer(name, line, bar))
         os.fsync(file.fileno())
     await service.desk.close(0.1)
+    if (died := service.desk.died) is not None:
+        raise RunError(f"The engine has stopped: {died}. What was answered is kept; the same command continues.")
     found = f" ({len(done):,} were there already)" if done else ""
     return f"{statuses[200]:,} answered and {statuses.total() - statuses[200]:,} refused{found}"
 

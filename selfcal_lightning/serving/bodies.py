@@ -86,7 +86,7 @@ class Turn(BaseModel):
         text = "".join(part.text or "" for part in parts)
         try:
             text += "".join(map(written_call, self.tool_calls or ()))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise Refused(400, f"Expected `tool_calls` to hold functions with arguments in JSON: {error}.") from error
         return Message("system" if self.role == "developer" else self.role, text.strip("\n"))
 
@@ -113,7 +113,7 @@ class ChatBody(BaseModel):
     @property
     def stops(self) -> list[str]:
         """The texts that end a response."""
-        return [self.stop] if isinstance(self.stop, str) else [text for text in self.stop or () if text]
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text]
 
     @property
     def strategy(self) -> str | None:

@@ -210,9 +210,11 @@ class Desk:
 
         try:
             await self.do(add)
-        except InputError as error:
-            del self.jobs[job.id]
-            raise Refused(400, str(error), param="messages") from None
+        except Exception as error:
+            self.jobs.pop(job.id, None)
+            if isinstance(error, InputError):
+                raise Refused(400, str(error), param="messages") from None
+            raise
 
     def leave(self, job: Job) -> None:
         """Give a question up that nobody waits for any more."""

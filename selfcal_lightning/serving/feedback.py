@@ -53,10 +53,10 @@ class Feedback:
             raise Refused(404, f"Request {name!r} is none of the last {REMEMBERED:,} answers.", param="request_id")
         (response,) = line["responses"]
         response["correct"] = correct
-        self.labelled[name] = response["confidence"].get("stated"), correct
         if self.path is not None:
             with open(self.path, "a") as file:
                 file.write(as_json_line(line))
+        self.labelled[name] = response["confidence"].get("stated"), correct
 
 
 class Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from selfcal_lightning.commands.serve import run_batch, run_serve
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import MissingPackageError
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.openai.wire import ServerError
+from selfcal_lightning.inference import chat_source
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
@@ -48,6 +51,22 @@ def test_earlier_calls_are_put_as_models_write_them() -> None:
     assert message.content == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     with pytest.raises(Refused, match="tool_calls"):
         Turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]).as_message()
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.parametrize("usage", [{"prompt_tokens": math.inf}, {}])
+def test_an_answer_that_cannot_be_read_is_the_servers_fault(usage: dict) -> None:
+    call = {"function": {"name": "f", "arguments": nested(100_000) if not usage else "{}"}}
+    answer = {"choices": [{"message": {"content": "", "tool_calls": [call]}}], "usage": usage}
+    with pytest.raises(ServerError, match="a completion"):
+        chat_source._read(answer)
+    if not usage:
+        turn = Turn.model_validate({"role": "assistant", "tool_calls": [call]})
+        with pytest.raises(Refused, match="tool_calls"):
+            turn.as_message()
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])
@@ -120,6 +139,9 @@ def guaranteed() -> FittedThreshold:
         ({"max_tokens": 5}, {}, False),
         ({"stop": "\n"}, {}, False),
         ({}, {"max_samples": 1}, False),
+        ({}, {"max_tokens_in_all": 5}, False),
+        ({}, {"task": "local_text"}, False),
+        ({"stop": ""}, {}, True),
         ({}, {"strategy": "self_consistency"}, False),
     ],
 )

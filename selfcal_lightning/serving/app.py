@@ -128,9 +128,10 @@ class Service:
         fields = {} if name is not None else dict(self.settings.strategy_args)
         name = name or self.settings.strategy
         if threshold is not None:
-            if name is not None and "threshold" not in setting_names(name):
+            if name is None or "threshold" in setting_names(name):
+                fields["threshold"] = threshold
+            elif body.selfcal.on_low == "answer":
                 raise Refused(400, f"The strategy {name} has no threshold.", param="selfcal.threshold")
-            fields["threshold"] = threshold
         most = 1 if is_greedy else wanted or self.limits.max_samples  # greedy responses are all the same
         fields["max_samples"] = min(most, fields.get("max_samples", most))
         strategy = choose_strategy(name, fields, scorers=scorers)
@@ -205,7 +206,7 @@ class Service:
         """Refuse a question that there is no room for."""
         if self.stopping:
             raise Refused(503, "The server is stopping.")
-        if len(self.desk.jobs) >= self.limits.max_queue:
+        if self.desk.load >= self.limits.max_queue:
             raise Refused(429, f"{self.limits.max_queue} questions are in work or waiting.")
 
     async def chat(self, request: Request) -> Response:
@@ -258,9 +259,10 @@ class Service:
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
         self.feedback.remember(name, messages[-1].content, replace(sample, answer=answer), stated=stated)
-        described = self.calibration.describe(self.confidence)
+        value, source = (None if stated is None else self.calibration.of_answer(stated)) or (stated, self.confidence)
+        described = self.calibration.describe(source)
         return JSONResponse({
-            "id": name, "object": "confidence", "model": body.model, "confidence": stated, "source": self.confidence,
+            "id": name, "object": "confidence", "model": body.model, "confidence": value, "source": source,
             "calibrated": described is not None, "calibration": described, "answer": answer,
             "label_mass": (sample.yes_mass or 0.0) + (sample.no_mass or 0.0),
         })  # fmt: skip

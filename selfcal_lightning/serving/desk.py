@@ -29,6 +29,7 @@ from selfcal_lightning.records import Message, Question, Sample, SamplingSetting
 from selfcal_lightning.serving.bodies import Refused
 
 PATIENCE = 0.01  # seconds between two looks at newcomers, deadlines and tokens to pass on
+TURN = 0.1  # seconds that newcomers may take at once, while deadlines wait
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class Desk:
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ends = False
+        self._ends, self._doing = False, 0
         self._thread = threading.Thread(target=self._run, name="selfcal-desk", daemon=True)
         self._thread.start()
 
@@ -209,11 +210,12 @@ class Desk:
             job.is_prepared = True
 
         try:
-            await self.do(add)
-        except Exception as error:
-            self.jobs.pop(job.id, None)
-            if isinstance(error, InputError):
-                raise Refused(400, str(error), param="messages") from None
+            await self._in_thread(add)
+        except InputError as error:
+            del self.jobs[job.id]
+            raise Refused(400, str(error), param="messages") from None
+        except BaseException:
+            self.leave(job)
             raise
 
     def leave(self, job: Job) -> None:
@@ -223,11 +225,20 @@ class Desk:
 
     async def do(self, work: Callable[[], T]) -> T:
         """Run ``work`` in the thread between two polls and return what it returns."""
+        self._doing += 1
+        try:
+            return await self._in_thread(work)
+        finally:
+            self._doing -= 1
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         if self.died is not None or self._ends:
             raise Refused(503, "The engine has stopped.")
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except Exception as error:  # it is the caller's
@@ -235,6 +246,11 @@ class Desk:
 
         self._inbox.put(run)
         return await asyncio.wrap_future(future)
+
+    @property
+    def load(self) -> int:
+        """Questions and other requests in work or waiting."""
+        return len(self.jobs) + self._doing
 
     async def close(self, patience: float) -> None:
         """Answer what is in work for so many seconds, the rest by what has been drawn, and end the thread."""
@@ -254,7 +270,8 @@ class Desk:
             while not self._ends:
                 if self._driver.is_idle:
                     self._inbox.get()()
-                while not self._inbox.empty():
+                until = time.monotonic() + TURN
+                while not self._inbox.empty() and time.monotonic() < until:
                     self._inbox.get()()
                 self._driver.work()
                 self._look_around()

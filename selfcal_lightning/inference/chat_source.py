@@ -237,15 +237,14 @@ class ChatSource:
         try:
             stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
         except ServerError:  # the response is there, and has no confidence
-            value, asking = None, 0
-        else:
-            value, asking = NUMBERS.parse(stated.text), stated.tokens
+            stated = _Answer("", None, 0, 0, None)
+        value = NUMBERS.parse(stated.text)
         return RecordedResponse(
             found.text,
             finish="length" if found.finish == "length" else "stop",
             logprob=found.logprob,
             confidences={} if value is None else {VERBALIZED: value},
-            num_tokens=None if found.tokens is None or asking is None else found.tokens + asking,
+            num_tokens=None if found.tokens is None or stated.tokens is None else found.tokens + stated.tokens,
         )
 
 

@@ -35,6 +35,8 @@ class Upstream(BaseHTTPRequestHandler):
         number = self.counts[first] = self.counts.get(first, 0) + 1
         if first == "500" or (first == "half of them" and number == 1):
             return self.reply(500, {"error": {"message": "broken"}})
+        if first == "no second answer" and last != first:
+            return self.reply(500, {"error": {"message": "broken"}})
         if first == "307":
             self.send_response(307)
             self.send_header("Location", "http://127.0.0.1:9/v1/chat/completions")
@@ -121,6 +123,16 @@ def test_calls_of_tools_agree_by_name_and_sorted_arguments(server: Server) -> No
     (streamed,) = [c for chunk in stream.chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert (streamed["index"], streamed["function"]["name"]) == (0, "weather")
     json.loads(streamed["function"]["arguments"])  # it comes whole
+
+
+def test_a_response_survives_a_failed_question_about_it(server: Server) -> None:
+    reply = ask(server, "no second answer")
+    assert (reply.status, reply.selfcal["answer"], reply.selfcal["samples_failed"]) == (200, "4", 0)
+
+
+def test_the_default_strategy_can_abstain(server: Server) -> None:
+    assert ask(server, "sure?", on_low="abstain", threshold=0.99).selfcal["abstained"]
+    assert not ask(server, "sure!", on_low="abstain", threshold=0.1).selfcal["abstained"]
 
 
 @pytest.mark.parametrize("path", ["/v1/confidence", "/v1/systemone"])

@@ -151,9 +151,10 @@ class Driver:
     def cancel(self, *question_ids: str) -> dict[str, Waste]:
         """Drop questions without a verdict, ignoring unknown ids; return what open ones had generated."""
         dropped = set(question_ids)
+        waiting = [question.id for question in self._waiting if question.id in dropped]
         self._waiting = deque(question for question in self._waiting if question.id not in dropped)
         ended = {name: opened for name in dropped if (opened := self._open.pop(name, None)) is not None}
-        waste, price = self.source.cancel(list(dropped)), self.source.query_tokens
+        waste, price = self.source.cancel([*ended, *waiting]), self.source.query_tokens
         made = {name: (*opened.handed, *opened.unseen) for name, opened in ended.items()}
         costs = {name: (total_tokens(samples, price), waste[name].tokens) for name, samples in made.items()}
         return {

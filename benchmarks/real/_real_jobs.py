@@ -27,7 +27,7 @@ SMOLLM, GEMMA = "smollm2", "gemma3"
 TASKS = {SMOLLM: (FACTS, WIKIDATA, ARITHMETIC), GEMMA: (FACTS,)}
 PROMPTS = {GEMMA: EXAMPLE / "prompts" / "gemma3.yaml"}
 TEMPERATURES = {SMOLLM: 0.4, GEMMA: 0.7}
-# Targets of the activated adapter: agreement with the other responses; and the labels, which bounds what it can reach.
+# Targets of the activated adapter: agreement with the other responses, or the labels.
 LEAVE_ONE_OUT, LABEL = "leave_one_out", "label"
 # Other ways to train it, which are compared on the validation questions of one task.
 WEIGHTED, TWO_EPOCHS, SIXTEEN = "leave_one_out_ssc", "two_epochs", "sixteen"
@@ -36,7 +36,8 @@ OTHER_WAYS = {
     TWO_EPOCHS: "two epochs",
     SIXTEEN: "16 responses to a question",
 }
-TRIED_ON, BEST_WAY = WIKIDATA, TWO_EPOCHS  # the best by AUROC and Brier score on the validation questions
+# The best on the validation questions before SIXTEEN was run.
+TRIED_ON, BEST_WAY = WIKIDATA, TWO_EPOCHS
 JOINT = "joint"
 # What a linear probe of the prompts, fitted to the agreement of the training responses, says of a question.
 PROBE = "probe"
@@ -204,7 +205,7 @@ class Jobs:
         )  # fmt: skip
 
     def _score(self, store: Path, split: str, estimator: str, *further: str) -> None:
-        what = f"score {split}, {further[-1] if further else 'token statistics'}"
+        what = f"score {split} ({store.name}), {further[-1] if further else 'token statistics'}"
         self._run(
             "score", "--estimator", estimator, "--store_dir", str(store), "--split", split, "--engine.dtype",
             "bfloat16", "--engine.max_batch", "128", *further, what=what,

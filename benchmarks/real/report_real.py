@@ -547,7 +547,7 @@ def _work(jobs: Jobs, report: Mapping[str, Any]) -> dict[str, float | None]:
     """Return what training takes, and what 1,000 responses take to be scored and to be sampled."""
     costs = jobs.costs()
     trained = [used for what, used in costs.items() if what.startswith(f"train, {LEAVE_ONE_OUT}/")]
-    scored = [used for what, used in costs.items() if what.startswith(f"score test, {LEAVE_ONE_OUT}_")]
+    scored = [used for what, used in costs.items() if what.startswith(f"score test (test), {LEAVE_ONE_OUT}_")]
     sampled = [used for what, used in costs.items() if what in ("sample test (test)", "sample test (test_2)")]
     training = sum(one.num_tokens or 0 for entry in entries(jobs.samples, "train") for one in entry.samples)
     means = [float(np.mean(seconds)) if seconds else None for seconds in (trained, scored, sampled)]

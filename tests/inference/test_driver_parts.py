@@ -134,7 +134,7 @@ def test_questions_are_given_up_by_name_and_at_the_end() -> None:
         driver.add(*questions)
         driver.work()
         driver.cancel(questions[0].id, questions[2].id, "unknown")
-        assert source.cancelled == [questions[0].id, questions[2].id], "what was never put is not the source's"
+        assert source.cancelled == [questions[0].id, questions[2].id], "an unknown question is not the source's"
         assert not driver.is_idle
         driver.work()
     assert source.cancelled == [questions[0].id, questions[2].id, questions[1].id]

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import math
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ from support.fakes import FakeEngine, fake_questions
 
 from selfcal_lightning.commands.serve import run_batch, run_serve
 from selfcal_lightning.confidence.splits import FittedOn
-from selfcal_lightning.core.errors import MissingPackageError
+from selfcal_lightning.core.errors import MissingPackageError, RunError
+from selfcal_lightning.core.files import as_json_line
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.inference import chat_source
@@ -24,6 +26,7 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving.app import Service
+from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
 from selfcal_lightning.serving.desk import Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback
@@ -31,6 +34,7 @@ from selfcal_lightning.serving.replies import Reply
 from selfcal_lightning.serving.settings import ServiceSettings
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
+NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 def test_free_chat_is_read_as_canonical_text_or_calls() -> None:
@@ -49,24 +53,38 @@ def test_earlier_calls_are_put_as_models_write_them() -> None:
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     message = Turn(role="assistant", tool_calls=[call]).as_message()
     assert message.content == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    with pytest.raises(Refused, match="tool_calls"):
-        Turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "{"}}]).as_message()
-
-
-def nested(depth: int) -> str:
-    return '{"a":' * depth + "1" + "}" * depth
-
-
-@pytest.mark.parametrize("usage", [{"prompt_tokens": math.inf}, {}])
-def test_an_answer_that_cannot_be_read_is_the_servers_fault(usage: dict) -> None:
-    call = {"function": {"name": "f", "arguments": nested(100_000) if not usage else "{}"}}
-    answer = {"choices": [{"message": {"content": "", "tool_calls": [call]}}], "usage": usage}
-    with pytest.raises(ServerError, match="a completion"):
-        chat_source._read(answer)
-    if not usage:
-        turn = Turn.model_validate({"role": "assistant", "tool_calls": [call]})
+    for arguments in ("{", NESTED):
         with pytest.raises(Refused, match="tool_calls"):
-            turn.as_message()
+            Turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}]).as_message()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage"), [("{}", {"prompt_tokens": math.inf}), (NESTED, {}), ("{}", {"prompt_tokens": "many"})]
+)
+def test_an_answer_that_cannot_be_read_is_the_servers_fault(arguments: str, usage: dict) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ServerError, match="a completion"):
+        chat_source._read({"choices": [{"message": {"content": "", "tool_calls": [call]}}], "usage": usage})
+
+
+def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"model": "m", "messages": MESSAGES}
+    source.write_text(as_json_line({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    server = service()
+    server.desk.source.target = 1
+
+    async def refuse(*args: Any, **options: Any) -> None:
+        server.desk.died = RuntimeError("gone")
+        raise Refused(503, "The engine has stopped.")
+
+    async def close(patience: float) -> None:
+        pass
+
+    server.begin, server.desk.close = refuse, close
+    with pytest.raises(RunError, match="gone"):
+        asyncio.run(run_requests(server, source, target))
+    assert target.read_text() == ""
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])

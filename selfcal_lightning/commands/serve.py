@@ -120,6 +120,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
     sampling = taught.sampling_for(settings.sampling)
     if options.is_remote and settings.sampling is None and not options.engine_args.get("server_edt"):
         sampling = replace(sampling, edt_scale=None)  # a plain server has none
+    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, settings.limits.max_new_tokens))
     check_can_draw(options, sampling)
     taught_in = Path(resolve_model(model) if options.adapter is None else options.adapter)
     manifest = read_manifest(taught_in) if taught_in.is_dir() else None
@@ -130,6 +131,11 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         return Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest)
 
     calibration, (_, fitted) = load(), choices.load_fitted_files((), settings.threshold_file)
+    if fitted is not None and (wanted := fitted.fields["max_samples"]) > settings.limits.max_samples:
+        raise InputError(
+            f"Expected `limits.max_samples` to be at least {wanted}, which {fitted.name!r} was fitted with, but got "
+            f"{settings.limits.max_samples}. Raise it, or fit a threshold with fewer samples."
+        )
     fields = dict(settings.strategy_args)
     if strategy is None and fitted is None and not calibration.scorers and not fields:
         fields |= taught.strategy_fields()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.errors import InputError, RunError
 
 # Errors of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -101,6 +101,23 @@ def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     with open_atomically(path) as file:
         for line in lines:
             file.write(as_json_line(line).encode())
+
+
+def open_lines(path: Path, *, way_out: str) -> tuple[BinaryIO, list[bytes]]:
+    """Open a file to append lines, locked, and return it with the lines it has; half a line at its end is cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a+b")  # noqa: SIM115 - the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            file.close()
+            raise RunError(f"Another process is writing {path}. {way_out}") from None
+    file.seek(0)
+    whole, _, torn = file.read().rpartition(b"\n")
+    if torn:
+        file.truncate(len(whole) + bool(whole))
+    return file, whole.splitlines()
 
 
 def as_json_line(content: Mapping[str, Any]) -> str:

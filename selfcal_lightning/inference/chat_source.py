@@ -17,15 +17,17 @@ from selfcal_lightning.confidence.verbalized import NUMBERS
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import Judge
-from selfcal_lightning.engines.openai.transport import BackgroundJobs, StatusError, Transport, check_base_url, read_key
+from selfcal_lightning.engines.openai.transport import BackgroundJobs, Transport, check_base_url, read_key
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.inference.base import WHOLE, AskKind, refuse_parts
-from selfcal_lightning.inference.sources import Draws, Waste
+from selfcal_lightning.inference.sources import Draws, Waste, cut_at
 from selfcal_lightning.records import Question, RecordedResponse, Sample, sample_seed
 
 VERBALIZED = "verbalized"
 STATED_TOKENS = 64
+MOST_STOPS = 4  # that the protocol takes
+PROBE_S = 20.0  # some servers answer with status 500 to what they lack
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,24 @@ class Capabilities:
 
 
 async def probe_server(transport: Transport, model: str, *, deadline: float) -> Capabilities:
-    """Ask a server what it has; each question costs a token."""
+    """Ask a server what it has; each question costs a token.
+
+    Raises:
+        ServerError: It does not chat at all.
+    """
     chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     by_id = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
 
     async def tells(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> bool:
         try:
-            return bool(read(await transport.post(path, body, deadline=deadline)))
-        except StatusError:
+            return bool(read(await transport.post(path, body, deadline=min(clock() + PROBE_S, deadline))))
+        except ServerError:
             return False
         except (KeyError, IndexError, TypeError, AttributeError):
             return False
 
+    clock = asyncio.get_running_loop().time
+    await transport.post("chat/completions", chat, deadline=deadline)
     return Capabilities(
         ids=await tells(
             "completions", by_id, lambda a: a["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
@@ -75,6 +83,7 @@ class _Asked:
     judge: Judge
     started: int = 0
     pending: set[int] = field(default_factory=set)
+    dropped: int = 0
 
 
 class ChatSource:
@@ -128,7 +137,7 @@ class ChatSource:
         self._open: dict[str, _Asked] = {}
         self._place: dict[int, str] = {}
         self._next = 0
-        self.prompt_tokens: dict[str, int] = {}  # of a question's prompt, as the server counts them
+        self.prompt_tokens: dict[str, int] = {}  # of all requests for a question, as the server counts them
         try:
             self.capabilities = capabilities or self._jobs.run(self._probe())
         except ServerError:
@@ -200,8 +209,8 @@ class ChatSource:
             self._questions.pop(name, None)
             self.prompt_tokens.pop(name, None)
         ended = {name: asked for name in question_ids if (asked := self._open.pop(name, None)) is not None}
-        waste = {name: Waste(len(asked.pending), None if asked.pending else 0) for name, asked in ended.items()}
         self._drop(list(ended.values()))
+        waste = {name: Waste(asked.dropped, None if asked.dropped else 0) for name, asked in ended.items()}
         return dict.fromkeys(question_ids, Waste()) | waste
 
     def close(self) -> None:
@@ -213,6 +222,7 @@ class ChatSource:
         if numbers:
             self._jobs.drop(numbers)
         for asked in ended:
+            asked.dropped += len(asked.pending)
             asked.pending.clear()
         for number in numbers:
             self._place.pop(number, None)
@@ -220,7 +230,7 @@ class ChatSource:
     async def _sample(self, asked: _Asked, index: int) -> RecordedResponse:
         """Draw a response, and ask how likely it is right."""
         until, draws = asyncio.get_running_loop().time() + self._deadline, asked.draws
-        messages = [{"role": m.role, "content": m.content} for m in asked.question.messages]
+        messages = [*draws.turns] or [{"role": m.role, "content": m.content} for m in asked.question.messages]
         body: dict[str, Any] = {
             "model": self._model, "messages": messages, "temperature": draws.sampling.temperature,
             "top_p": draws.sampling.top_p, "max_tokens": draws.sampling.max_new_tokens,
@@ -228,17 +238,20 @@ class ChatSource:
         }  # fmt: skip
         if draws.tools:
             body["tools"] = [dict(tool) for tool in draws.tools]
+        if draws.stops:
+            body["stop"] = list(draws.stops[:MOST_STOPS])
         if self.capabilities.logprobs:
             body["logprobs"] = True
         found = _read(await self._transport.post("chat/completions", body, deadline=until))
-        self.prompt_tokens[asked.question.id] = found.prompt_tokens
+        found = found._replace(text=cut_at(found.text, draws.stops))
         turns = [*messages, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
         plain = {"model": self._model, "messages": turns, "temperature": 0.0, "max_tokens": STATED_TOKENS}
         try:
             stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
         except ServerError:  # the response is there, and has no confidence
             stated = _Answer("", None, 0, 0, None)
-        value = NUMBERS.parse(stated.text)
+        value, name = NUMBERS.parse(stated.text), asked.question.id
+        self.prompt_tokens[name] = self.prompt_tokens.get(name, 0) + found.prompt_tokens + stated.prompt_tokens
         return RecordedResponse(
             found.text,
             finish="length" if found.finish == "length" else "stop",

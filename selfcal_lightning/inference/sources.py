@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -85,14 +86,23 @@ class Draws:
         sampling: Sampling settings.
         seed: Seed of the run.
         key: Seeds derive from it.
+        stops: Texts that end a response; they are no part of it.
         tools: Functions that the model may call, for chat servers.
+        turns: The conversation as the client wrote it, for chat servers.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingSettings
     seed: int
     key: str
+    stops: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    turns: tuple[Mapping[str, Any], ...] = ()
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the stops."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def needs_query(confidence: str | None, scorers: Sequence[SampleScorer]) -> bool:
@@ -130,6 +140,7 @@ class _Asked:
     finished: dict[int, Response | RecordedResponse | None] = field(default_factory=dict)  # wait for predecessors
     prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # that samples continue
     parts: dict[int, Response] = field(default_factory=dict)  # unfinished steps
+    looked: Counter[str] = field(default_factory=Counter)  # tokens that were searched for stops
     thrown: int = 0  # tokens that were drawn and discarded
     dropped: int = 0
 
@@ -262,11 +273,44 @@ class EngineSource:
             sample = None if response is None else self._to_step_end(name, response)
             if response is not None and sample is None:
                 continue  # its next part is queued
-            del self._place[name]
-            asked.pending.discard(name)
             asked.finished[index] = sample
-            touched[asked.question.id] = asked
+            touched[asked.question.id] = self._end(name)
+        for asked in [asked for asked in self._open.values() if asked.draws.stops]:
+            touched |= {asked.question.id: asked} if self._end_at_stops(asked) else {}
         return [sample for asked in touched.values() for sample in self._judged(asked)]
+
+    def _end(self, name: str) -> _Asked:
+        asked, _ = self._place.pop(name)
+        asked.pending.discard(name)
+        return asked
+
+    def _end_at_stops(self, asked: _Asked) -> bool:
+        """End samples in which a stop has come, and return whether there were any."""
+        longest, found = max(len(stop.encode()) for stop in asked.draws.stops), {}
+        for name, ids in self._engine.drawn_so_far(asked.pending).items():
+            # A token has at least one byte, so that a new stop begins no further back.
+            tail = self._chat.decode(ids[max(asked.looked[name] - longest, 0) :])
+            asked.looked[name] = len(ids)
+            text = tail if cut_at(tail, asked.draws.stops) == tail else self._chat.decode(ids)
+            if (kept := cut_at(text, asked.draws.stops)) != text:
+                found[name] = kept
+        spent = self._engine.cancel(found) if found else {}
+        for name, text in found.items():
+            asked.finished[self._place[name][1]] = self._cut(asked, text, spent.get(name, 0))
+            self._end(name)
+        return bool(found)
+
+    def _cut(self, asked: _Asked, text: str, drawn: int) -> RecordedResponse:
+        """Return a response that a stop ended, of ``drawn`` tokens before it was cut, and ask its query anew."""
+        ids, query, masses = tuple(self._chat.response_ids(text)), self._chat.query, None
+        asked.thrown += max(drawn - len(ids), 0)
+        if self.query_tokens:
+            prompt = (*asked.draws.prompt_ids, *ids, *query.suffix_ids)
+            with suppress(RequestsFailedError):  # the response is there, and has no confidence
+                (masses,) = self._engine.next_token_probabilities([prompt], (*query.yes_ids, *query.no_ids))
+        n = len(query.yes_ids)
+        yes, no = (None, None) if masses is None else (sum(masses[:n]), sum(masses[n:]))
+        return RecordedResponse(text, ids, "stop", yes_mass=yes, no_mass=no)
 
     def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
         """Return a sample up to the end of its step; None, with the next part queued, if the end is not known yet."""
@@ -371,6 +415,9 @@ class EngineSource:
             prefix = asked.prefixes.pop(asked.delivered - 1, ())
             if isinstance(response, Response) and prefix:
                 response = continued(prefix, response, self._chat.decode)
+            elif isinstance(response, Response) and cut_at(response.text, asked.draws.stops) != response.text:
+                text = cut_at(response.text, asked.draws.stops)
+                response = self._cut(asked, text, len(response.token_ids))
             yield add_scores(asked.judge.read(response), self.scorers)
 
 

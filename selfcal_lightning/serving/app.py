@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import math
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -42,6 +44,7 @@ from selfcal_lightning.serving.settings import ServiceSettings
 
 OPEN_ROUTES = ("/health", "/ready")
 GONE = 499  # for the log and the metrics: nobody reads it
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -72,8 +75,9 @@ class Service:
     ) -> None:
         self.settings, self.desk, self.limits, self.feedback = settings, desk, settings.limits, feedback
         self.model = settings.name or Path(settings.model).name
-        self.sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, self.limits.max_new_tokens))
-        self.load, self.fitted, self.key = load, fitted, key
+        if "@" in self.model:
+            raise InputError(f"Expected a model's name without @, but got {self.model!r}. Give it another by `name`.")
+        self.sampling, self.load, self.fitted, self.key = sampling, load, fitted, key
         self.metrics = Metrics(feedback, desk)
         self.started, self.stopping = int(time.time()), False
         self._take(calibration)
@@ -123,9 +127,12 @@ class Service:
         """Return the strategy of a request, within what the server spends, and the fitted threshold that holds."""
         name, threshold, wanted = body.strategy, body.threshold, body.selfcal.max_samples
         scorers, is_greedy = self.calibration.of_samples, sampling.temperature == 0.0
-        if self.fitted is not None and name is None and threshold is None and wanted is None and not is_greedy:
-            return choose_strategy(None, {}, scorers=scorers, fitted=self.fitted), self.fitted
         fields = {} if name is not None else dict(self.settings.strategy_args)
+        if self.fitted is not None and name is None and threshold is None and not is_greedy:
+            fitted = choose_strategy(None, fields, scorers=scorers, fitted=self.fitted)
+            if wanted is None or wanted >= fitted.max_samples:
+                return fitted, self.fitted
+            return replace(fitted, max_samples=wanted), None  # type: ignore[type-var]
         name = name or self.settings.strategy
         if threshold is not None:
             if name is None or "threshold" in setting_names(name):
@@ -165,6 +172,7 @@ class Service:
                 message = f"With this strategy, sampling, stops and tools the server guarantees {known}."
                 raise Refused(400, message, param="selfcal.max_error_rate")
         messages = tuple(turn.as_message() for turn in body.messages)
+        turns = tuple(turn.model_dump(exclude_none=True, exclude=bodies.UNREAD) for turn in body.messages)
         seed = body.seed if options.seed is None else options.seed
         name = name or f"chatcmpl-{uuid.uuid4().hex}"
         return Job(
@@ -173,6 +181,7 @@ class Service:
             # With a seed the same messages get the same samples; without one, each request draws its own.
             key=key or (name if seed is None else json.dumps([[m.role, m.content] for m in messages])),
             tools=tools,
+            turns=turns,
             max_tokens=max_tokens,
             deadline=time.monotonic() + (options.deadline_s or limits.deadline_s),
             # An answer that may be withheld, or turn out to be a tool call, is sent when it is complete.
@@ -198,8 +207,9 @@ class Service:
             confidence=self.confidence, threshold=threshold,
         )  # fmt: skip
         question, raw = job.messages[-1].content, reply.selfcal["raw_confidence"]
-        self.feedback.remember(job.id, question, reply.best or outcome.samples[0], stated=raw)
-        self.metrics.count(outcome, reply.selfcal["confidence"])
+        told = reply.selfcal["confidence"]
+        self.feedback.remember(job.id, question, reply.best or outcome.samples[0], stated=raw, told=told)
+        self.metrics.count(outcome, told)
         return reply
 
     def admit(self) -> None:
@@ -226,7 +236,7 @@ class Service:
 
     async def events(self, body: ChatBody, job: Job) -> AsyncIterator[str]:
         """Yield an answer as events: tokens as they are drawn, or comments until a vote is decided."""
-        head, begun, most = chunk_head(job.id, body.model), False, job.strategy.max_samples
+        head, begun, most = chunk_head(job, body.model), False, job.strategy.max_samples
         try:
             yield f": samples 0 of {most}\n\n"
             while not isinstance(news := await job.next(), Outcome):
@@ -237,7 +247,7 @@ class Service:
                     yield event(head | {"choices": [delta(role="assistant", content="")]})
                 begun = True
                 yield event(head | {"choices": [delta(content=news)]})
-            usage = body.stream_options is not None and body.stream_options.include_usage
+            usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             for chunk in self.reply(body, job, news).chunks(begun=begun, include_usage=usage):
                 yield event(chunk)
         except Refused as refusal:  # the status has been sent
@@ -255,17 +265,25 @@ class Service:
         self.check_model(body.model)
         self.admit()
         messages = [turn.as_message() for turn in body.messages]
-        (sample,) = await self.desk.do(lambda: self.score(messages, [body.response]))
+        (sample,) = await self.in_time(request, self.desk.do(lambda: self.score(messages, [body.response])))
         answer = self.reader(body.task).extract(body.response)
         name, stated = f"conf-{uuid.uuid4().hex}", confidence_of(sample, self.confidence or "")
-        self.feedback.remember(name, messages[-1].content, replace(sample, answer=answer), stated=stated)
         value, source = (None if stated is None else self.calibration.of_answer(stated)) or (stated, self.confidence)
+        self.feedback.remember(name, messages[-1].content, replace(sample, answer=answer), stated=stated, told=value)
         described = self.calibration.describe(source)
         return JSONResponse({
             "id": name, "object": "confidence", "model": body.model, "confidence": value, "source": source,
             "calibrated": described is not None, "calibration": described, "answer": answer,
             "label_mass": (sample.yes_mass or 0.0) + (sample.no_mass or 0.0),
         })  # fmt: skip
+
+    async def in_time(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns, unless its client goes or the server's deadline comes."""
+        try:
+            async with asyncio.timeout(self.limits.deadline_s):
+                return await unless_gone(request.receive, work)
+        except TimeoutError:
+            raise Refused(504, f"Reading took longer than the deadline, {self.limits.deadline_s:g} seconds.") from None
 
     def score(self, messages: list[Message], texts: list[str]) -> list[Sample]:
         """Return responses with their confidences; for the desk's thread."""
@@ -298,10 +316,15 @@ class Service:
         body: bodies.DecisionBody = read_body(bodies.DecisionBody, await self.read(request))
         self.check_model(body.model)
         self.admit()
+        decisions = {name: Decision(name, question) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0
-        for name, question in body.questions.items():
-            decision = Decision(name, question)
-            samples, row, spent = await self.desk.do(partial(self.decide, decision.text(body), decision.labels))
+
+        async def read_all() -> list[tuple[list[Sample], list[float], int]]:
+            each = [partial(self.decide, one.text(body), one.labels) for one in decisions.values()]
+            return [await self.desk.do(work) for work in each]
+
+        found = await self.in_time(request, read_all())
+        for (name, decision), (samples, row, spent) in zip(decisions.items(), found, strict=True):
             answers[name] = decision.answer([confidence_of(one, self.confidence or "") or 0.0 for one in samples])
             mass = min(sum(row), 1.0)
             diagnostics[name] = {"label_mass": mass, "argmax_is_label": max(row) > 1.0 - mass}
@@ -366,7 +389,13 @@ class Service:
             Route(path, self._guarded(path, route), methods=[method])
             for method, routes in (("POST", posts), ("GET", gets))
             for path, route in routes.items()
-        ])  # fmt: skip
+        ], exception_handlers={HTTPException: self._no_route})  # fmt: skip
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        self.metrics.requests.labels("other", str(status)).inc()
+        message = f"There is no {request.method} {request.url.path[:100]} here."
+        return refusal_response(Refused(status, message))
 
     def _guarded(
         self, path: str, route: Callable[[Request], Awaitable[Response]]
@@ -385,6 +414,9 @@ class Service:
             except ClientDisconnect:
                 self.metrics.disconnects.inc()
                 response = Response(status_code=GONE)
+            except Exception:  # a fault of ours, which is this request's alone
+                _LOG.exception("A request failed.")
+                response = refusal_response(Refused(500, "The server failed; its log says why."))
             self.metrics.requests.labels(path, str(response.status_code)).inc()
             return response
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 from collections import Counter
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.core.files import as_json_line, line_error, read_json_lines
+from selfcal_lightning.core.files import as_json_line, line_error, open_lines, read_json_lines, write_atomically
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.records import sample_seed
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
 
 URL = "/v1/chat/completions"
+PASSING = (502, 503)  # refusals that say nothing about the request
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
@@ -37,25 +37,28 @@ def read_requests(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[str]]:
-    """Open a file for more answers, and return the ids of those that it has; half a line at its end is cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a+b")  # noqa: SIM115 - the caller closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise RunError(f"Another process is writing {path}. Wait for it, or name another `output`.") from None
-    file.seek(0)
-    whole, _, torn = file.read().rpartition(b"\n")
-    if torn:
-        file.truncate(len(whole) + bool(whole))
-    done = set()
-    for number, line in enumerate(whole.splitlines(), 1):
+    """Open a file for more answers, and return the ids of those that it has.
+
+    Answers that a fault of the engine refused are taken out: they are asked for again.
+    """
+    way_out = "Wait for it, or name another `output`."
+    file, lines = open_lines(path, way_out=way_out)
+    done, again = set(), set()
+    for number, line in enumerate(lines):
         try:
-            done.add(json.loads(line)["custom_id"])
+            answer = json.loads(line)
+            done.add(answer["custom_id"])
+            again |= {number} if answer["response"]["status_code"] in PASSING else set()
         except (ValueError, KeyError, TypeError) as error:
-            raise line_error(path, number, "an answer of this batch", "something else") from error
+            raise line_error(path, number + 1, "an answer of this batch", "something else") from error
     if strange := sorted(done - requests.keys()):
         raise InputError(f"Expected {path} to hold answers of this batch, but got {strange[0]!r}. Name another file.")
+    if again:
+        kept = [line for number, line in enumerate(lines) if number not in again]
+        done = {json.loads(line)["custom_id"] for line in kept}
+        write_atomically(path, b"".join(line + b"\n" for line in kept))
+        file.close()
+        file, _ = open_lines(path, way_out=way_out)
     return file, done
 
 
@@ -92,7 +95,9 @@ async def run_requests(service: Service, source: Path, target: Path) -> str:
     if (died := service.desk.died) is not None:
         raise RunError(f"The engine has stopped: {died}. What was answered is kept; the same command continues.")
     found = f" ({len(done):,} were there already)" if done else ""
-    return f"{statuses[200]:,} answered and {statuses.total() - statuses[200]:,} refused{found}"
+    failed = sum(statuses[status] for status in PASSING)
+    again = f", {failed:,} of them by faults of the engine: the same command asks again" if failed else ""
+    return f"{statuses[200]:,} answered and {statuses.total() - statuses[200]:,} refused{again}{found}"
 
 
 async def _answer(service: Service, line: Mapping[str, Any], *, name: str, key: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "response_format": ({"type": "text"},), "echo": (False,), "best_of": (1,),
 }  # fmt: skip
+# Of a message that a client repeats from an answer; models do not read it again.
+UNREAD = {"refusal", "annotations", "reasoning", "reasoning_content", "provider_specific_fields"}
 MOST_SEED = 2**62
 
 
@@ -62,27 +64,38 @@ class Options(Strict):
     seed: Annotated[int, Field(ge=0, lt=MOST_SEED)] | None = None
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class Part(BaseModel):
+class Lenient(BaseModel):
+    """An object with keys that clients add, which are looked at later."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Part(Lenient):
     type: str
     text: str | None = None
 
 
-class Turn(BaseModel):
+class Turn(Lenient):
     """A message; ``content`` is text, or a list of parts that are text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
     def as_message(self) -> Message:
         """Return the message as chat templates take it; calls of tools are written as models write them."""
         parts = self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
         if other := [part.type for part in parts if part.text is None]:
             raise Refused(400, f"Expected `content` to hold text only, but got {other[0]!r}.", param="messages")
+        for name, value in [pair for one in (self, *parts) for pair in (one.model_extra or {}).items()]:
+            if value and name not in {*UNREAD, "name", "cache_control"}:
+                raise Refused(400, f"This server does not know `{name}` in a message. Leave it out.", param="messages")
         text = "".join(part.text or "" for part in parts)
         try:
             text += "".join(map(written_call, self.tool_calls or ()))
@@ -91,10 +104,8 @@ class Turn(BaseModel):
         return Message("system" if self.role == "developer" else self.role, text.strip("\n"))
 
 
-class ChatBody(BaseModel):
+class ChatBody(Lenient):
     """The body of ``/v1/chat/completions``."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1)]

@@ -19,10 +19,10 @@ from typing import Any, TypeVar, cast
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
-from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens
+from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens, total_tokens
 from selfcal_lightning.inference.base import Solving, Strategy, make_verdict
 from selfcal_lightning.inference.driver import Driver
-from selfcal_lightning.inference.sources import Draws
+from selfcal_lightning.inference.sources import Draws, cut_at
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
 from selfcal_lightning.records import Message, Question, Sample, SamplingSettings, Verdict
@@ -46,7 +46,7 @@ class Reader:
 
     def cut(self, text: str) -> str:
         """Return a text up to the first of the stops."""
-        return text[: min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        return cut_at(text, self.stops)
 
     def tool_calls(self, text: str) -> list[dict[str, Any]]:
         """Return the tools that a response calls, as Hermes, Qwen and others write it; none where one is not JSON."""
@@ -102,6 +102,7 @@ class Job:
     seed: int = 0
     key: str = ""
     tools: tuple[dict[str, Any], ...] = ()
+    turns: tuple[dict[str, Any], ...] = ()
     max_tokens: float = math.inf
     deadline: float = math.inf
     streams: bool = False
@@ -113,6 +114,7 @@ class Job:
     arrived: list[Sample] = field(default_factory=list)
     sent: int = 0
     prompt_tokens: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     news: asyncio.Queue[str | int | Outcome | Refused] = field(default_factory=asyncio.Queue)
 
@@ -189,7 +191,7 @@ class Desk:
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ends, self._doing = False, 0
+        self._ends, self._doing, self._lock = False, 0, threading.Lock()
         self._thread = threading.Thread(target=self._run, name="selfcal-desk", daemon=True)
         self._thread.start()
 
@@ -232,8 +234,6 @@ class Desk:
             self._doing -= 1
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self.died is not None or self._ends:
-            raise Refused(503, "The engine has stopped.")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -244,7 +244,10 @@ class Desk:
             except Exception as error:  # it is the caller's
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        with self._lock:  # what is put in after the thread's last look would wait for ever
+            if self.died is not None or self._ends:
+                raise Refused(503, "The engine has stopped.")
+            self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
     @property
@@ -281,7 +284,8 @@ class Desk:
             for job in list(self.jobs.values()):
                 self._end(job, Refused(503, f"The engine has stopped: {error}"))
         finally:
-            self._ends = True
+            with self._lock:
+                self._ends = True
             (self.engine or self.source).close()
             while not self._inbox.empty():  # somebody waits for what they would have done
                 self._inbox.get()()
@@ -290,12 +294,12 @@ class Desk:
         """Say how the samples of a question are drawn; the prompt is written here, since the tokeniser is ours."""
         ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
         job.prompt_tokens = len(ids)
-        return Draws(ids, job.sampling, job.seed, job.key, job.tools)
+        return Draws(ids, job.sampling, job.seed, job.key, tuple(job.reader.stops), job.tools, job.turns)
 
     def _on_arrival(self, sample: Sample) -> None:
         job = self.jobs[sample.question_id]
         job.arrived.append(sample)
-        job.prompt_tokens = job.prompt_tokens or self.source.prompt_tokens.get(job.id, 0)
+        job.prompt_tokens = self.source.prompt_tokens.get(job.id, job.prompt_tokens)
         job.tell(len(job.arrived))
 
     def _give_up(self, job: Job) -> None:
@@ -311,8 +315,9 @@ class Desk:
         job = self.jobs[verdict.question_id]
         if job.error is not None:
             return self._end(job, Refused(400, str(job.error)))
-        lost = (verdict.tokens_generated or 0) - sum(sample_tokens(s, self.source.query_tokens) or 0 for s in samples)
-        self.cancelled_tokens += lost
+        kept = total_tokens(samples, self.source.query_tokens)
+        if verdict.tokens_generated is not None and kept is not None:
+            self.cancelled_tokens += verdict.tokens_generated - kept
         reason = job.ended_by or ("early" if verdict.stopped_early else "budget")
         return self._end(job, Outcome(verdict, tuple(samples), reason))
 

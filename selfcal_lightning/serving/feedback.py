@@ -11,13 +11,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from selfcal_lightning.core.files import as_json_line, read_json_lines
+from selfcal_lightning.core.files import as_json_line, open_lines, read_json_lines
 from selfcal_lightning.metrics.calibration import brier_score, expected_calibration_error
 from selfcal_lightning.records import Sample
 from selfcal_lightning.serving.bodies import Refused
 from selfcal_lightning.serving.desk import Desk, Outcome
+from selfcal_lightning.serving.replies import STATED
 
-LABELS = "labels.jsonl"
+LABELS, TOLD = "labels.jsonl", "told"
 REMEMBERED = 10_000  # answers that feedback may still come for
 
 
@@ -29,15 +30,15 @@ class Feedback:
         self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.labelled: dict[str, tuple[float | None, bool]] = {}
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                for _, line in read_json_lines(self.path):
-                    (response,) = line["responses"]
-                    self.labelled[line["id"]] = response["confidence"].get("stated"), response["correct"]
+            self.file, _ = open_lines(self.path, way_out="Name another `feedback_dir`.")
+            for _, line in read_json_lines(self.path):
+                (response,) = line["responses"]
+                self.labelled[line["id"]] = response["confidence"].get(TOLD), response["correct"]
 
-    def remember(self, name: str, question: str, sample: Sample, *, stated: float | None) -> None:
-        """Keep an answer for the label that may come."""
-        given = {"yes_mass": sample.yes_mass, "no_mass": sample.no_mass, "logprob": sample.logprob, "stated": stated}
+    def remember(self, name: str, question: str, sample: Sample, *, stated: float | None, told: float | None) -> None:
+        """Keep an answer for the label that may come; ``stated`` may be scaled, ``told`` is what the client got."""
+        given = {"yes_mass": sample.yes_mass, "no_mass": sample.no_mass, "logprob": sample.logprob}
+        given |= {STATED: stated, TOLD: told}
         confidence = {**sample.confidences, **{key: value for key, value in given.items() if value is not None}}
         response = {"text": sample.text, "answer": sample.answer, "confidence": confidence, "tokens": sample.num_tokens}
         self.answers[name] = {"id": name, "task": "local_text", "split": "calibration", "question": question}
@@ -54,9 +55,9 @@ class Feedback:
         (response,) = line["responses"]
         response["correct"] = correct
         if self.path is not None:
-            with open(self.path, "a") as file:
-                file.write(as_json_line(line))
-        self.labelled[name] = response["confidence"].get("stated"), correct
+            self.file.write(as_json_line(line).encode())
+            self.file.flush()
+        self.labelled[name] = response["confidence"].get(TOLD), correct
 
 
 class Metrics:

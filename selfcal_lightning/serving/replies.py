@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from selfcal_lightning.confidence.agreement import TwoSampleHybrid, hybrid
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
-from selfcal_lightning.data.tasks.judging import is_failed
+from selfcal_lightning.data.tasks.judging import is_failed, total_tokens
 from selfcal_lightning.inference.answering import best_response
 from selfcal_lightning.inference.chat_source import VERBALIZED
 from selfcal_lightning.records import Sample
@@ -71,7 +70,7 @@ class Reply:
     best: Sample | None
     message: dict[str, Any]
     finish_reason: str
-    usage: dict[str, Any]
+    usage: dict[str, Any] | None
     selfcal: dict[str, Any]
 
     @property
@@ -88,12 +87,12 @@ class Reply:
     def completion(self) -> dict[str, Any]:
         """Return the whole answer."""
         choice = {"index": 0, "message": self.message, "finish_reason": self.finish_reason, "logprobs": None}
-        head = chunk_head(self.job.id, self.model) | {"object": "chat.completion"}
+        head = chunk_head(self.job, self.model) | {"object": "chat.completion"}
         return {**head, "choices": [choice], "usage": self.usage, "selfcal": self.selfcal}
 
     def chunks(self, *, begun: bool, include_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the chunks of what was not passed on yet; ``begun`` says whether the role was."""
-        head, message = chunk_head(self.job.id, self.model), self.message
+        head, message = chunk_head(self.job, self.model), self.message
         if not begun:
             yield head | {"choices": [delta(role="assistant", content="")]}
         if message["refusal"] is not None:
@@ -110,9 +109,9 @@ class Reply:
             yield head | {"choices": [], "usage": self.usage}
 
 
-def chunk_head(name: str, model: str) -> dict[str, Any]:
+def chunk_head(job: Job, model: str) -> dict[str, Any]:
     """Return what all chunks of an answer begin with."""
-    return {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": model}
+    return {"id": job.id, "object": "chat.completion.chunk", "created": job.created, "model": model}
 
 
 def delta(**content: Any) -> dict[str, Any]:
@@ -137,10 +136,11 @@ def choose(job: Job, outcome: Outcome, used: list[Sample], values: list[float | 
     Where no two responses agree there is no vote, and the most confident response is given.
     """
     verdict, own = outcome.verdict, job.strategy.confidence
-    sure = max((value for value in values if value is not None), default=None)
-    nothing_agreed = len(used) > 1 and len({one.answer for one in used if one.answer is not None}) == len(used)
-    if nothing_agreed and sure is not None and own is None:
-        best = used[values.index(sure)]
+    read_ones = [(one, value) for one, value in zip(used, values, strict=True) if one.answer is not None]
+    known = [(value, -i, one) for i, (one, value) in enumerate(read_ones) if value is not None]
+    nothing_agreed = len({one.answer for one, _ in read_ones}) == len(read_ones) > 1
+    if nothing_agreed and known and own is None:
+        sure, _, best = max(known)
         found = Choice(best, best.answer, sure, read, by="confidence")
     else:
         given = best_response(verdict, outcome.samples, read) or next(iter(used), None)
@@ -191,14 +191,14 @@ def make_reply(
         message |= {"content": None, "refusal": ABSTAINED}
     elif calls := _written(job, job.reader.tool_calls(text)):
         message |= {"content": None, "tool_calls": calls}
-    drawn, described = verdict.tokens_generated or 0, calibration.describe(source)
+    described = calibration.describe(source)
     return Reply(
         job,
         model,
         best,
         message,
         "tool_calls" if "tool_calls" in message else "length" if is_cut else "stop",
-        {"prompt_tokens": job.prompt_tokens, "completion_tokens": drawn, "total_tokens": job.prompt_tokens + drawn},
+        _usage(job, outcome),
         {
             "confidence": stated,
             "raw_confidence": chosen.stated,
@@ -217,6 +217,17 @@ def make_reply(
             **({"samples": _all(job, used, values)} if options.return_ == "all" and shown else {}),
         },
     )
+
+
+def _usage(job: Job, outcome: Outcome) -> dict[str, int] | None:
+    """Return what was drawn; None where a closed server does not say. What it dropped, nobody knows."""
+    drawn = outcome.verdict.tokens_generated
+    drawn = total_tokens(outcome.samples, 0) if drawn is None else drawn
+    if drawn is None:
+        return None
+    return {
+        "prompt_tokens": job.prompt_tokens, "completion_tokens": drawn, "total_tokens": job.prompt_tokens + drawn
+    }  # fmt: skip
 
 
 def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.serving.batch import open_output
 
+OTHER = '{"custom_id": "b", "response": {"status_code": 200}}'
+
 
 def write_requests(path: Path, number: int) -> None:
     lines = []
@@ -88,7 +90,18 @@ def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines:
         run_batch("bundled", str(source), str(target))
 
 
-@pytest.mark.parametrize(("line", "said"), [('{"custom_id": "b"}\n', "'b'"), ("no answer\n", "out.jsonl:1")])
+def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
+    target, statuses = tmp_path / "out.jsonl", {"a": 200, "b": 502, "c": 400}
+    lines = [json.dumps({"custom_id": name, "response": {"status_code": s}}) for name, s in statuses.items()]
+    target.write_text("\n".join(lines) + '\n{"custom')
+    file, done = open_output(target, statuses)
+    with file:
+        file.write(b"more\n")
+    assert done == {"a", "c"}
+    assert target.read_text().splitlines() == [lines[0], lines[2], "more"]
+
+
+@pytest.mark.parametrize(("line", "said"), [(f"{OTHER}\n", "'b'"), ("no answer\n", "out.jsonl:1")])
 def test_a_file_with_something_else_is_not_written_to(tmp_path: Path, line: str, said: str) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text(line)

@@ -16,7 +16,7 @@ from support.fakes import FakeEngine, fake_questions
 
 from selfcal_lightning.commands.serve import run_batch, run_serve
 from selfcal_lightning.confidence.splits import FittedOn
-from selfcal_lightning.core.errors import MissingPackageError, RunError
+from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
 from selfcal_lightning.core.files import as_json_line
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
@@ -29,9 +29,9 @@ from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
 from selfcal_lightning.serving.desk import Outcome, Reader
-from selfcal_lightning.serving.feedback import Feedback
+from selfcal_lightning.serving.feedback import Feedback, from_labels
 from selfcal_lightning.serving.replies import Reply
-from selfcal_lightning.serving.settings import ServiceSettings
+from selfcal_lightning.serving.settings import Limits, ServiceSettings
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -87,6 +87,53 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
     assert target.read_text() == ""
 
 
+def test_a_torn_label_is_cut_off_and_the_metrics_read_what_clients_were_told(tmp_path: Path) -> None:
+    feedback = Feedback(tmp_path)
+    for name, told in (("a", 0.9), ("b", 0.3)):
+        feedback.remember(name, "?", Sample(name, 0, 0, "4", (1,), "stop", "4", None), stated=0.5, told=told)
+        feedback.label(name, correct=name == "a")
+    assert from_labels(feedback, "brier") == pytest.approx((0.1**2 + 0.3**2) / 2)
+    with pytest.raises(RunError, match="Another process"):
+        Feedback(tmp_path)
+    feedback.file.close()
+    with open(tmp_path / "labels.jsonl", "a") as file:
+        file.write('{"id": "c", "resp')
+    again = Feedback(tmp_path)
+    assert again.labelled == {"a": (0.9, True), "b": (0.3, False)}
+
+
+def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -> None:
+    server, request = service(), SimpleNamespace(headers={})
+
+    async def fail(request: Any) -> Any:
+        raise ZeroDivisionError
+
+    response = asyncio.run(server._guarded("/v1/models", fail)(request))
+    assert (response.status_code, b"server_error" in response.body) == (500, True)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_name_with_an_at_sign_is_refused() -> None:
+    with pytest.raises(InputError, match=r"without @.*'m@2'"):
+        service(name="m@2")
+
+
+def test_limits_below_what_a_threshold_was_fitted_with_are_refused(tmp_path: Path) -> None:
+    source, file = tmp_path / "in.jsonl", tmp_path / "risk.json"
+    source.write_text('{"custom_id": "a"}\n')
+    guaranteed().save(file)
+    with pytest.raises(InputError, match=r"limits\.max_samples.*at least 2"):
+        run_batch("bundled", str(source), str(source), threshold_file=str(file), limits=Limits(max_samples=1))
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, 2), (1, 1), (9, 2)])
+def test_fewer_samples_keep_the_fitted_strategy(wanted: int | None, found: int) -> None:
+    server = service(guaranteed())
+    body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": wanted}})
+    strategy, fitted = server.strategy_for(body, server.sampling)
+    assert (strategy.name, strategy.max_samples, fitted is None) == ("early_stopping", found, found == 1)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])
 def test_a_body_that_is_none_is_refused(content: bytes) -> None:
     with pytest.raises(Refused):
@@ -131,12 +178,12 @@ def test_a_question_that_is_given_up_tells_what_it_had_cost() -> None:
 MESSAGES = [{"role": "user", "content": "?"}]
 
 
-def service(fitted: FittedThreshold | None = None) -> Service:
+def service(fitted: FittedThreshold | None = None, name: str | None = None) -> Service:
     """Return a server whose desk has no engine."""
     source = SimpleNamespace(scorers=())
     desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None, source=source)
     sampling = SamplingSettings(edt_scale=None)
-    return Service(ServiceSettings("m"), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
+    return Service(ServiceSettings("m", name=name), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
 
 
 def guaranteed() -> FittedThreshold:
@@ -184,6 +231,7 @@ def test_a_guarantee_is_given_only_for_what_it_was_fitted_on(fields: dict, optio
     ("texts", "given"),
     [
         (["a", "b", "c"], ("b", 0.9, "p_true", "confidence")),  # nothing agrees
+        (["a", " ", "c"], ("a", 0.5, "p_true", "confidence")),  # what cannot be read agrees with nothing
         (["a", "b", " A"], ("a", pytest.approx(2 / 3), "vote_share", "strategy")),
     ],
 )

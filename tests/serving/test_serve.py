@@ -112,6 +112,11 @@ def test_a_stop_ends_the_text_in_both_forms(server: Server) -> None:
     text = whole.json["choices"][0]["message"]["content"]
     assert text == server.chat(QUESTION, temperature=0).json["choices"][0]["message"]["content"].split(" The answer")[0]
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in stream.chunks) == text
+    body = {"model": "bundled", "messages": [{"role": "user", "content": QUESTION}], "response": text}
+    alone = server.post("/v1/confidence", body).json["confidence"]  # it is asked about the text that is given
+    assert whole.selfcal["confidence"] == pytest.approx(alone, abs=1e-5)
+    long = server.chat(QUESTION, max_tokens=400, temperature=1.9, stop=["e"], selfcal={"seed": 1, "max_samples": 1})
+    assert long.json["usage"]["completion_tokens"] < 60  # nothing is drawn long after it
 
 
 def test_low_confidence_is_withheld_where_asked(server: Server) -> None:
@@ -140,6 +145,8 @@ def test_a_name_of_the_model_chooses_strategy_and_threshold(server: Server) -> N
         ({"selfcal": {"max_error_rate": 0.1}}, 400, "max_error_rate"),
         ({"selfcal": {"task": "nothing"}}, 400, "nothing"),
         ({"n": 2}, 400, "`n`"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, 400, "weight"),
+        ({"stream_options": {"include_use": True}}, 400, "include_use"),
         ({"temprature": 1}, 400, "temprature"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
         ({"temperature": 9}, 400, "temperature"),
@@ -161,6 +168,12 @@ def test_a_request_that_cannot_be_answered_is_refused_by_name(
         reply = server.post("/v1/chat/completions", fields | {"stream": stream})
         assert (reply.status, "x-evil" in reply.headers) == (status, False)
         assert said in reply.text
+
+
+def test_a_route_that_is_not_there_is_an_error_of_the_protocol(server: Server) -> None:
+    for path, status in (("/v1/completions", 404), ("/v1/models", 405)):
+        reply = server.post(path, {})
+        assert (reply.status, path in reply.json["error"]["message"]) == (status, True)
 
 
 def test_control_tokens_in_a_prompt_are_text(server: Server) -> None:

@@ -29,9 +29,10 @@ class Upstream(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/chat/completions" or "logprobs" in body or "n" in body:
-            return self.reply(400, {"error": {"message": "not here"}})
+            return self.reply(500 if "n" in body else 501, {"error": {"message": "not here"}})
         self.bodies.append(body)
         first, last = body["messages"][0]["content"], body["messages"][-1]["content"]
+        last = first if "stop" in body else last  # the question, not the one about its response
         number = self.counts[first] = self.counts.get(first, 0) + 1
         if first == "500" or (first == "half of them" and number == 1):
             return self.reply(500, {"error": {"message": "broken"}})
@@ -44,7 +45,7 @@ class Upstream(BaseHTTPRequestHandler):
             return self.end_headers()
         if first == "wrong JSON":
             return self.reply(200, {"choices": "none"})
-        if first == "slow":
+        if first == "slow" or (first == "half slow" and number > 1 and last == first):
             time.sleep(8)
         if first == "half-closed":
             self.send_response(200)
@@ -105,7 +106,7 @@ def test_it_says_what_is_missing_and_answers_by_the_hybrid_of_two_samples(server
         2,
     )
     assert sure.selfcal["confidence"] == pytest.approx((0.8 + 1.0) / 2)
-    assert sure.json["usage"] == {"prompt_tokens": 11, "completion_tokens": 28, "total_tokens": 39}
+    assert sure.json["usage"] == {"prompt_tokens": 44, "completion_tokens": 28, "total_tokens": 72}
     assert ask(server, "unsure").selfcal["confidence"] == pytest.approx((0.8 + 0.5) / 2)
     mute = ask(server, "mute").selfcal
     assert (mute["confidence"], mute["source"]) == (1.0, "vote_share")
@@ -119,10 +120,32 @@ def test_calls_of_tools_agree_by_name_and_sorted_arguments(server: Server) -> No
     assert whole.json["choices"][0]["finish_reason"] == "tool_calls"
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])["city"]) == ("weather", "Rome")
     assert [one["votes"] for one in whole.selfcal["candidates"]] == [2]
+    assert whole.json["usage"] is None  # this server does not say
     stream = server.chat("tool", model="closed", tools=tools, stream=True)
     (streamed,) = [c for chunk in stream.chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert (streamed["index"], streamed["function"]["name"]) == (0, "weather")
     json.loads(streamed["function"]["arguments"])  # it comes whole
+
+
+def test_a_conversation_and_its_stops_reach_the_server_as_they_are(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "earlier"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c1"},
+    ]
+    body = {"model": "closed", "messages": turns, "stop": [" is", "?"]}
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.json["choices"][0]["message"]["content"] == "The answer"
+    mine = [one for one in Upstream.bodies if one["messages"][0]["content"] == "earlier"]
+    assert [one["messages"][:3] for one in mine] == [turns] * 4
+    assert [one["stop"] for one in mine if "stop" in one] == [body["stop"]] * 2
+    assert [one["messages"][3]["content"] for one in mine if "stop" not in one] == ["The answer"] * 2
+
+
+def test_a_sample_that_the_deadline_drops_is_counted(server: Server) -> None:
+    reply = ask(server, "half slow", deadline_s=1.5).selfcal
+    assert [reply[name] for name in ("stop_reason", "samples_used", "samples_cancelled")] == ["deadline", 1, 1]
 
 
 def test_a_response_survives_a_failed_question_about_it(server: Server) -> None:

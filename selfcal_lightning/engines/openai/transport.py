@@ -334,7 +334,7 @@ class Transport:
 
     def _refuse(self, status: int, text: str, retry_after: str | None) -> NoReturn:
         message = f"HTTP {status}: {self._shown(_message(text))}"
-        if status == HTTPStatus.TOO_MANY_REQUESTS or 500 <= status <= 599:
+        if status == HTTPStatus.TOO_MANY_REQUESTS or (500 <= status <= 599 and status != HTTPStatus.NOT_IMPLEMENTED):
             raise TransientError(message, retry_after=retry_after_seconds(retry_after))
         raise StatusError(f"The server at {self.base_url} refused: {message}", status=status)
 

@@ -88,6 +88,7 @@ class Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
     tiny_model: str, store: Path, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_training_goes_on_as_without_it(tiny_model: str, store: Path, tmp_path: 
     assert len(losses["with"]) == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_start_that_it_compares_with(tiny_model: str, store: Path, tmp_path: Path) -> None:
     first = CalibrationCurve(save_images=False)
     trainer = run(tiny_model, store, tmp_path / "a", first)
@@ -94,6 +95,7 @@ def test_a_resumed_run_keeps_the_start_that_it_compares_with(tiny_model: str, st
     assert not [tag for tag in events(tmp_path / "b").Tags()["images"] if "/before/" in tag]
 
 
+@pytest.mark.slow
 def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_path: Path) -> None:
     run(tiny_model, store, tmp_path / "one", CalibrationCurve(), max_steps=1)
     run(tiny_model, store, tmp_path / "two", CalibrationCurve(), max_steps=1, devices=2, strategy="ddp_fork")
@@ -102,6 +104,7 @@ def test_two_processes_draw_once_and_the_same(tiny_model: str, store: Path, tmp_
     assert one[0].value == pytest.approx(two[0].value, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_without_validation_questions_nothing_is_drawn(bundled_model: str, tmp_path: Path) -> None:
     """Of another store, since one that holds a validation split is validated on."""
     data = data_module(bundled_model, tmp_path / "store", validation=[])
@@ -137,6 +140,7 @@ def fitted(store: Path, folder: Path, callback: CapabilityCurve) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_probe_before_and_after(tmp_path: Path) -> None:
     store = capability_store(tmp_path / "store")
     give_states(store)

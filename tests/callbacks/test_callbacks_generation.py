@@ -72,6 +72,7 @@ def test_a_second_run_reuses_everything(
     assert f"samples of all 11 questions are reused from {filled}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_questions_are_added_to_what_is_there(tiny_model: str, filled: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     few = data_module(tiny_model, store, train=[QuestionSource("word_problems", split="train", limit=2)])

@@ -116,6 +116,7 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[P
     assert texts(store, 1) != texts(store, 2)
 
 
+@pytest.mark.slow
 def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
     import csv
 
@@ -185,6 +186,7 @@ def test_without_its_round_a_run_resumed_inside_an_epoch_fails(
     assert not adapter_folder(store, 1).exists()
 
 
+@pytest.mark.slow
 def test_a_round_is_completed_with_the_adapter_on_disk(
     tiny_model: str,
     whole: tuple[Path, SelfCalibrationModule],

@@ -151,6 +151,7 @@ def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
 # ---- while sampling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False], ids=["listed-first", "listed-last"])
 def test_a_signal_while_sampling_keeps_what_is_complete(
     bundled_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
@@ -179,6 +180,7 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
     } == texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_that_ends_while_a_later_round_is_sampled_goes_on_from_there(
     tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool

@@ -89,6 +89,7 @@ def test_fit_shows_its_plan_and_does_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_the_store_holds_is_not_planned_again(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_run_draws_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run_generate(**nested(**settings, limit=5)).generated == 6
 
 
+@pytest.mark.slow
 def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path: Path) -> None:
     for accumulated, steps in ((1, 4), (3, 2)):  # 16 tuples in batches of 4
         data = data_module(tiny_model, tmp_path / "store")

@@ -182,6 +182,7 @@ def test_a_slow_pair_is_undecided_and_the_next_one_is_answered(caplog: pytest.Lo
     pool.close()
 
 
+@pytest.mark.slow
 def test_undecided_pairs_have_a_time_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     """A pool of expressions that nobody can decide does not take hours; what is known stays known."""
     pool = MathComparer(cpu_seconds=0.5, wall_seconds=60.0, undecided_seconds=1.0)

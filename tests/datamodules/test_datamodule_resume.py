@@ -240,6 +240,7 @@ def test_pooled_rows_stand_question_by_question_and_equal_answers_have_one_name(
     assert texts == ["00", "01", "02", "10", "11", "12"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask_for_schedule", [True, False])
 @pytest.mark.parametrize(("every", "rule"), [(1, "replace"), (2, "mix")])
 def test_a_run_resumed_in_a_later_round_goes_on_with_the_very_next_rows(

@@ -27,10 +27,12 @@ class TestActivated(ActivatedContract):
         return TransformersEngine(model, dtype="float32", max_batch=self.max_batch, **options)
 
 
+@pytest.mark.slow
 class TestActivatedInOneBatch(TestActivated):
     max_batch = 64
 
 
+@pytest.mark.slow
 def test_half_precision(tiny_model: str, adapter: str, reference: Reference) -> None:
     half = {"dtype": "bfloat16", "device": "cpu"}
     engine, requests = TransformersEngine(tiny_model, adapter=adapter, **half), reference.requests(EDT, count=2)

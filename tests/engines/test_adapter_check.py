@@ -171,6 +171,7 @@ def half(tiny_model: str, trained: Trained) -> PreTrainedModel:
     return load_adapter(network, trained.adapter).eval()
 
 
+@pytest.mark.slow
 def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained, half: PreTrainedModel) -> None:
     right, stale = (_half_engine(tiny_model, trained, adapter) for adapter in (trained.adapter, trained.previous))
     assert 1e-4 < check_adapter(right, half, trained.probes) <= 0.02
@@ -224,6 +225,7 @@ def _half_engine(path: str, trained: Trained, adapter: str) -> TransformersEngin
     return TransformersEngine(path, adapter=adapter, dtype="bfloat16", chat=trained.chat)
 
 
+@pytest.mark.slow
 def test_engines_whose_kernels_differ_are_held_against_themselves_without_the_adapter(
     tiny_model: str, trained: Trained, half: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,6 +239,7 @@ def test_engines_whose_kernels_differ_are_held_against_themselves_without_the_ad
     assert quiet.asked_without == 0, "where they agree nothing more is asked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.04, 0.06])
 def test_a_wide_bound_lets_no_earlier_adapter_through(
     tiny_model: str, trained: Trained, half: PreTrainedModel, noise: float

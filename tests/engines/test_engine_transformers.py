@@ -119,6 +119,7 @@ def test_settings_out_of_range_are_refused(tiny_model: str, option: str, value: 
         TransformersEngine(tiny_model, **{option: value})
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_the_number_of_slots(tiny_model: str, reference: Reference) -> None:
     requests = reference.requests(EDT, count=12)
     texts = []
@@ -219,6 +220,7 @@ def test_an_adapter_is_served_and_named(tiny_model: str, chat: ChatFormat, tmp_p
     json.dumps(facts)
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_batch_and_loses_nothing(
     tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -24,6 +24,7 @@ from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.records import Request, SamplingSettings
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
 ]

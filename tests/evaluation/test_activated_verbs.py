@@ -122,6 +122,7 @@ def test_answer_is_as_confident_as_the_adapter(
     assert abs(found["base"]["confidence"] - found["adapter"]["confidence"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_evaluate_scores_the_same_responses_again(
     tiny_model: str, adapter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +196,7 @@ def write_config(folder: Path, tiny_model: str, store: Path, lora: dict[str, Any
     return str(folder / "config.yaml")
 
 
+@pytest.mark.slow
 def test_predict_takes_an_exported_adapter(
     tiny_model: str, adapter: str, base_store: Path, own_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,6 +129,7 @@ def test_training_from_a_public_reward_model_instantiates(
     assert sorted(made) == ["train", "validation"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
 def test_training_config_instantiates(
     path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -138,6 +138,7 @@ def test_an_adapter_that_is_nowhere(
     assert "'nosuch'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["answer", "generate"])
 def test_a_server_that_nobody_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str

@@ -155,6 +155,7 @@ def test_a_run_ends_in_a_folder_with_a_manifest(whole: Path) -> None:
     assert set(checkpoint["state_dict"]) == {f"layers.{at}.{kind}" for at in (0, 1) for kind in ("weight", "bias")}
 
 
+@pytest.mark.slow
 def test_a_broken_run_ends_where_the_unbroken_one_does(store: Path, whole: Path, tmp_path: Path) -> None:
     assert run(["fit", "--config", str(configuration(store, tmp_path, stop_at=8))]) == 1
     assert not (tmp_path / "probe").exists()

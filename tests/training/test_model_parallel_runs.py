@@ -29,6 +29,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.model_parallel import gather_trained
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
+pytestmark = pytest.mark.slow
 ROWS_PER_MICRO_STEP = 4
 ACTIVATED = LoraSettings(r=4, alpha=8, dropout=0.0)
 WORLDS = {"auto": 1, "ddp": 2, "fsdp2": 2}

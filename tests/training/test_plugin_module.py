@@ -25,6 +25,7 @@ from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
 from selfcal_lightning.models.folders import check_files, read_manifest
 from selfcal_lightning.training.modules import CLASS_KEY
 
+pytestmark = pytest.mark.slow
 PROBE = "support.probe_plugin.LinearProbe"
 STEPS = 8
 

@@ -111,6 +111,7 @@ def test_unreadable_responses_are_scored_and_what_does_not_fit_is_counted(
     assert f"{missing} of {len(short)} stored for 'validation' have none" in said
 
 
+@pytest.mark.slow
 def test_another_checkpoint_overwrites_only_when_asked(tiny_model: str, store: Path) -> None:
     predict(tiny_model, store, "one")
     before = index_of(store).confidences[NAME]
@@ -137,6 +138,7 @@ def test_other_splits_are_added(tiny_model: str, store: Path) -> None:
     assert np.isnan(train.confidences["all"]).tolist() == (train.sample_index >= 2).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("questions", [3, 1])
 def test_processes_write_one_annotation(tiny_model: str, store: Path, questions: int) -> None:
     name = f"both-{questions}"

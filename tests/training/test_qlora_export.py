@@ -22,7 +22,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
-pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")]
 IDS = torch.arange(10, 34).view(2, 12)
 
 

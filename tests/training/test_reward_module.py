@@ -152,6 +152,7 @@ def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: tuple[Path
 TRAINED = pytest.mark.parametrize("trained", [{}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["lora", "full"])
 
 
+@pytest.mark.slow
 @TRAINED
 def test_a_broken_run_ends_where_the_unbroken_one_does(
     trained: dict[str, Any], pool: Pool, store_dir: str, tmp_path: Path

@@ -249,7 +249,7 @@ class SelfCalibrationCLI(LightningCLI):
         model, data = self.model, self.datamodule
         plan = plan_training_run(subcommand, self.trainer, model, data, ckpt_path=ckpt_path, adapter=adapter)
         if self._get(self.config, "check"):
-            sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or written. The plan:\n{plan}\n")
+            sys.stdout.write(f"selfcal {subcommand}: checked; nothing is sampled or trained. The plan:\n{plan}\n")
             return
         if self.trainer.is_global_zero:
             say(f"selfcal {subcommand}: checked. The plan:\n{plan}")

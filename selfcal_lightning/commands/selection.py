@@ -190,10 +190,10 @@ def run_export_rl(
     reward_file: bool = True,
     store_dir: str | None = None,
 ) -> RLExport:
-    """Write the kept questions of a selection for verl, TRL or OpenRLHF, with a reward file that stands alone.
+    """Write the kept questions of a selection for verl, TRL or OpenRLHF, with a reward file.
 
     Prompts are written as chats, never rendered. Key steps are written where `selfcal extract-steps` found some. The
-    reward file gives 1 to a response with the label's answer; it needs nothing of this package.
+    reward file, which imports this package, gives 1 to a response with the label's answer.
 
     Args:
         selection: Folder of the selection.

@@ -78,7 +78,7 @@ def test_fit_shows_its_plan_and_does_nothing(
     monkeypatch.chdir(tmp_path)
     assert run(demo("--check", "true", "--data.total_tuples", "7000")) == 0
     plan = words(capsys.readouterr().out)
-    assert plan.startswith("selfcal fit: checked; nothing is sampled or written.")
+    assert plan.startswith("selfcal fit: checked; nothing is sampled or trained.")
     assert "train: 3 word_problems; validation: 2 word_problems" in plan
     assert "responses 10 to sample, 0 are in runs/demo/samples already" in plan  # (3 + 2) questions, 2 each
     assert "at most 1,200 (`max_new_tokens` is 120)" in plan  # 10 responses

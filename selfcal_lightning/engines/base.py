@@ -148,20 +148,23 @@ def generate(
     finished: dict[str, Response] = {}
     failures: dict[str, Failure] = {}
     pending = set(engine.submit(requests))
-    if len(pending) != len(requests):
-        raise InputError(f"Expected request ids to be unique, but got {len(requests) - len(pending)} repeated.")
-    while pending:
-        try:
-            responses = engine.poll()
-        except RequestsFailedError as error:
-            failures |= error.failures
-            pending -= error.failures.keys()
-            continue
-        for response in responses:
-            pending.discard(response.request_id)
-            finished[response.request_id] = response
-            if on_finished is not None:
-                on_finished(response)
+    try:
+        while pending:
+            try:
+                responses = engine.poll()
+            except RequestsFailedError as error:
+                failures |= error.failures
+                pending -= error.failures.keys()
+                continue
+            if not responses:
+                raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
+            for response in responses:
+                pending.discard(response.request_id)
+                finished[response.request_id] = response
+                if on_finished is not None:
+                    on_finished(response)
+    finally:
+        engine.cancel(pending)
     if failures:
         raise RequestsFailedError(failures)
     return [finished[request.id] for request in requests]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.sampling.sampler import open_existing, store_fingerprint
+from selfcal_lightning.engines.transformers import contexts
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
+from selfcal_lightning.engines.transformers.slots import SlotRows
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message, Request, SamplingSettings
 
@@ -246,6 +249,42 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     with pytest.raises(torch.cuda.OutOfMemoryError):
         engine.poll()
     assert engine.max_batch == 1
+
+
+def test_memory_that_is_short_where_rows_are_moved_loses_no_response(
+    tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, gather, moved = reference.requests(EDT, count=8), SlotRows.gather, []
+    expected = [response.text for response in generate(TransformersEngine(tiny_model, dtype="float32"), requests)]
+
+    def scarce(self: SlotRows, sources: list[int]) -> None:
+        moved.append(len(sources))
+        if len(moved) == 1:
+            raise torch.cuda.OutOfMemoryError
+        gather(self, sources)
+
+    monkeypatch.setattr(SlotRows, "gather", scarce)
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=16)
+    assert [response.text for response in generate(engine, requests)] == expected
+    assert moved
+
+
+def test_a_prompt_whose_slot_was_half_overwritten_is_encoded_again(
+    tiny_model: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(tiny_model, dtype="float32", max_batch=1)
+    first, second = reference.requests(EDT, count=2)
+    second = replace(second, prompt_ids=(*second.prompt_ids[:-1], 5, 6, 7))
+    (expected,) = generate(engine, [first])
+
+    def interrupt(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(contexts, "_encode_prefixes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(engine, [second])
+    assert generate(engine, [first]) == [expected]
 
 
 def test_only_what_was_begun_is_thrown_away(tiny_model: str, reference: Reference) -> None:

@@ -201,6 +201,17 @@ def test_a_start_may_take_longer_for_more_weights(start: Callable[..., Any], mon
     engine.close()
 
 
+def test_an_interrupted_start_is_begun_anew(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = start("is ready,is ready")
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "receive", lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.submit([])
+    assert engine.pid is None
+    assert engine.max_context == 64
+    engine.close()
+
+
 def test_a_first_start_is_tried_once_more(start: Callable[..., Any]) -> None:
     """One collision of ports among eight engines of a node once ended the run."""
     engine, starts = start("dies,is ready")

@@ -19,6 +19,7 @@ from support.kill_worker import NUM_SAMPLES, QUESTIONS, SAMPLING, SEED, sample_s
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
+from selfcal_lightning.engines.sampling import sampler
 from selfcal_lightning.engines.sampling.sampler import QUEUE_BATCHES, generate_samples, store_fingerprint
 from selfcal_lightning.records import QuestionSamples, sample_seed
 
@@ -214,3 +215,11 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     with Progress(0, label="nothing"), Progress(5, label="quiet", enabled=False) as bar:
         bar.update(5)
     assert capsys.readouterr().err == ""
+
+
+def test_a_prefix_that_does_not_fit_is_refused_before_anything_is_sampled() -> None:
+    questions, chat = fake_questions(2), FakeChat()
+    most = max(len(chat.prompt_ids(question.messages)) for question in questions) + 1
+    assert len(sampler._encode_prompts(questions, chat, most, {"other": ()})) == 2
+    with pytest.raises(ValueError, match=rf"prompts with prefixes of at most {most - 1} tokens.*{questions[1].id}"):
+        sampler._encode_prompts(questions, chat, most, {questions[1].id: (1, 2)})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_runs import contents, open_store, run
@@ -147,13 +149,24 @@ class _RefusingEngine(FakeEngine):
         return super().poll()
 
 
+class _Deaf(_RefusingEngine):
+    """Refuses plain prompts too."""
+
+    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[None]:
+        return [None] * len(prompts)
+
+
 def test_an_engine_that_refuses_whatever_it_is_asked_stops_the_run_and_stores_nothing(tmp_path: Path) -> None:
     """A server that was started anew with another model refuses every prompt; one poison prompt is refused alone."""
     everything = _RefusingEngine({question.id for question in QUESTIONS})
     with pytest.raises(EngineStoppedError, match="4 requests in a row failed"):
         run(tmp_path, QUESTIONS, engine=everything, max_failures=4)
     assert contents(tmp_path) == {}
-    report = run(tmp_path, QUESTIONS, engine=_RefusingEngine({QUESTIONS[5].id}), max_failures=4)
+    with pytest.raises(EngineStoppedError, match="refused all 3 questions and a plain one"):  # too few for the limit
+        run(tmp_path, QUESTIONS[:3], engine=_Deaf({question.id for question in QUESTIONS}))
+    assert contents(tmp_path) == {}
+    assert run(tmp_path, [QUESTIONS[5]], engine=_RefusingEngine({QUESTIONS[5].id})).refused == NUM_SAMPLES
+    report = run(tmp_path, QUESTIONS, engine=_RefusingEngine({QUESTIONS[7].id}), max_failures=4)
     assert (report.refused, report.left_out) == (NUM_SAMPLES, 0)
     assert len(contents(tmp_path)) == len(QUESTIONS)
 

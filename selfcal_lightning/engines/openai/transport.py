@@ -236,7 +236,7 @@ class Transport:
             await session.close()
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]], deadline: float) -> T:
-        clock, trouble, number = asyncio.get_running_loop().time, "it did not answer", 0
+        clock, trouble, number = asyncio.get_running_loop().time, "the answer was not complete", 0
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
@@ -257,7 +257,8 @@ class Transport:
                     _logger.log(level, "The server at %s: %s; repetition %d in %.3g s.", *told)
                     await asyncio.sleep(wait)
         except TimeoutError:
-            raise self._failure(f"the time was up in attempt {number}: {trouble}") from None
+            reason = f"the time was up in attempt {number}: {trouble}. Raise `deadline` in `engine_args`"
+            raise self._failure(reason) from None
 
     def _wait(self, error: TransientError, number: int) -> float:
         chance = random.random()

@@ -198,7 +198,10 @@ def read_probabilities(answer: Any, token_ids: Sequence[int]) -> list[float]:
 
 def choose_model(answer: Any, *, wanted: str | None, default: str) -> tuple[str, int | None]:
     """Return the name of the model to ask for, and the server's limit of a sequence."""
-    limits = {name: item.get("max_model_len") for name, item in list_models(answer).items()}
+    models = list_models(answer)
+    # An adapter's record has no limit of its own, but names its model.
+    of_model = {name: models.get(str(item.get("parent")), item) for name, item in models.items()}
+    limits = {name: item.get("max_model_len") or of_model[name].get("max_model_len") for name, item in models.items()}
     candidates = [wanted] if wanted is not None else [default, *limits] if len(limits) == 1 else [default]
     for name in candidates:
         if name in limits:

@@ -33,6 +33,7 @@ from selfcal_lightning.engines.base import (
 )
 from selfcal_lightning.models.folders import adapter_identity, model_folder, weights_sha256
 from selfcal_lightning.records import (
+    Message,
     ModelIdentity,
     PromptIdentity,
     Question,
@@ -154,7 +155,7 @@ def generate_samples(
             _check_number(store, num_samples, len(todo), split=split, round=round)
         counts = {question.id: num_samples if planned is None else planned[question.id] for question in todo}
         earlier = store.earlier_samples(round)
-        prompts = _encode_prompts(todo, chat, engine.max_context) if todo else {}
+        prompts = _encode_prompts(todo, chat, engine.max_context, prefixes or {}) if todo else {}
         drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(
@@ -195,6 +196,7 @@ class _Sampler:
     totals: Counter[str] = field(default_factory=Counter)  # the counts of a GenerationReport
     _in_flight: dict[str, tuple[_OpenQuestion, int]] = field(default_factory=dict)
     _failed: int = 0
+    _answered: bool = False
     _refused: list[_OpenQuestion] = field(default_factory=list)
 
     def run(
@@ -235,6 +237,12 @@ class _Sampler:
                     committed_at = time.monotonic()
                 elif time.monotonic() - committed_at > commit_seconds:
                     self.writer.commit()
+            if self._refused and not self._answered and not self._engine_works():
+                failure = self._refused[0].failures[0]
+                raise EngineStoppedError(
+                    f"Expected the engine to answer, but it refused all {len(self._refused)} questions and a plain "
+                    f"one: {failure.reason}. They are not stored; see to the engine and start the same command again."
+                )
             self._store_refused()
         finally:
             self.engine.cancel(list(self._in_flight))
@@ -282,6 +290,7 @@ class _Sampler:
         if not responses:
             raise RunError(f"Expected the engine to continue, but got nothing with {len(self._in_flight)} in flight.")
         self.in_a_row.clear()
+        self._answered = True
         self._store_refused()
         return responses
 
@@ -306,6 +315,14 @@ class _Sampler:
             self.bar.update(1)
         else:
             self.bar.update(1, unreadable=self._store(state))
+
+    def _engine_works(self) -> bool:
+        """Ask about a plain prompt: where nothing was answered, the questions or the engine may be to blame."""
+        try:
+            prompt = self.chat.prompt_ids([Message("user", "Hi")])
+            return self.engine.next_token_probabilities([prompt], [prompt[-1]]) != [None]
+        except (ValueError, RequestsFailedError):
+            return False
 
     def _store_refused(self) -> None:
         for state in self._refused:
@@ -351,15 +368,19 @@ def _check_number(store: SampleStore, num_samples: int, missing: int, *, split: 
         )
 
 
-def _encode_prompts(questions: Sequence[Question], chat: ChatFormat, max_context: int) -> dict[str, array[int]]:
+def _encode_prompts(
+    questions: Sequence[Question], chat: ChatFormat, max_context: int, prefixes: Mapping[str, Sequence[int]]
+) -> dict[str, array[int]]:
     """Return the prompt of every question, four bytes a token. All are checked before the first is sampled."""
     prompts = {question.id: array("i", chat.prompt_ids(question.messages)) for question in questions}
-    room = max_context - len(chat.query.suffix_ids) - 1
-    if too_long := [name for name, prompt in prompts.items() if len(prompt) > room]:
+    room = max_context - (0 if prefixes else len(chat.query.suffix_ids)) - 1
+    lengths = {name: len(prompt) + len(prefixes.get(name, ())) for name, prompt in prompts.items()}
+    if too_long := [name for name, length in lengths.items() if length > room]:
+        what, also = ("prompts with prefixes", "response") if prefixes else ("prompts", "response and the query")
         raise InputError(
-            f"Expected prompts of at most {room} tokens, since a context of {max_context} also holds a response and "
-            f"the query, but got {len(prompts[too_long[0]])} for question {too_long[0]!r} ({len(too_long)} such "
-            f"questions of {len(prompts)}). Leave these questions out, or use a model with a longer context."
+            f"Expected {what} of at most {room} tokens, since a context of {max_context} also holds a {also}, but got "
+            f"{lengths[too_long[0]]} for question {too_long[0]!r} ({len(too_long)} such questions of "
+            f"{len(prompts)}). Leave these questions out, or use a model with a longer context."
         )
     return prompts
 

@@ -286,8 +286,7 @@ class TransformersEngine:
         if self._borrowed and not self._rows.live():
             self._rows.prompts = [None] * self.max_batch
         self._admit(model)
-        live = self._rows.live()
-        if not live:
+        if not (live := self._compacted(model)):
             return []
         slots_in_use = live[-1] + 1
         idle = slots_in_use - len(live)
@@ -300,7 +299,7 @@ class TransformersEngine:
             pending, position = self._rows.pending[:slots_in_use], self._rows.position[:slots_in_use]
             self._rows.advance(model.extend(slots, position, pending[:, None], width, leading=True)[:, -1])
             width += 1
-        return self._harvest(model, width)
+        return self._harvest(model)
 
     def _admit(self, model: CachedModel) -> None:
         """Give free slots to waiting requests and encode their prompts, each distinct one once."""
@@ -309,13 +308,25 @@ class TransformersEngine:
         if not requests:
             return
         slots = rows.choose(requests)
+        for slot, request in zip(slots, requests, strict=True):
+            if rows.prompts[slot] != request.prompt_ids:  # it is overwritten from here on, also where that breaks off
+                rows.prompts[slot] = None
         encode_contexts(model, rows, dict(zip(slots, requests, strict=True)), most=self.max_batch)
         limits = [response_room(request, self.max_context) + len(request.prefix_ids) for request in requests]
         rows.admit(slots, requests, limits)
         for request in requests:
             del self._waiting[request.id]
 
-    def _harvest(self, model: CachedModel, width: int) -> list[Response]:
+    def _compacted(self, model: CachedModel) -> list[int]:
+        """Move the last rows together and return their slots, while no response waits: it may run out of memory."""
+        rows, live = self._rows, self._rows.live()
+        if not live or self._waiting or len(live) >= _COMPACT_SHARE * (live[-1] + 1):
+            return live
+        model.cache.copy_slots(live, range(len(live)), int(rows.position[live].max()))
+        rows.gather(live)
+        return rows.live()
+
+    def _harvest(self, model: CachedModel) -> list[Response]:
         rows = self._rows
         finished = [slot for slot, done in enumerate(rows.done.tolist()) if done and rows.requests[slot] is not None]
         where = torch.tensor(finished, device=model.device)
@@ -339,10 +350,6 @@ class TransformersEngine:
                 )
             )
         rows.release(finished)
-        live = rows.live()
-        if live and not self._waiting and len(live) < _COMPACT_SHARE * (live[-1] + 1):
-            model.cache.copy_slots(live, range(len(live)), width)
-            rows.gather(live)
         return responses
 
     def _restart_with_half(self) -> None:

@@ -292,6 +292,9 @@ class VLLMEngine:
             in_vain = isinstance(error, StartRefusedError) or self._crashes > 0
             self._on_crash(f"it did not start: {error}", fatal=in_vain and not self._limits)
             return
+        except BaseException:  # such as Ctrl-C in a start of minutes: the next call starts anew
+            self._drop_process()
+            raise
         if self._settings["max_context"] is None and self._limits["max_context"] < self._limits["model_limit"] - 1:
             _logger.warning("`max_context` is %d, what the cache holds: %s", self._limits["max_context"], self._limits)
         self._settings["max_context"] = self._limits["max_context"]  # the same after a restart
@@ -309,6 +312,15 @@ class VLLMEngine:
         except ValueError:
             self.close()
             raise
+        except BaseException:  # it was not checked to the end
+            self._drop_process()
+            self._limits = {}
+            raise
+
+    def _drop_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
 
     def _work(self, patience: float = math.inf) -> None:
         """Feed the child, wait for what it says and take it in."""

@@ -84,6 +84,11 @@ def test_a_limit_that_is_none_is_not_believed(told: object) -> None:
     assert choose_model({"data": [{"id": "m", "max_model_len": told}]}, wanted=None, default="m") == ("m", None)
 
 
+def test_an_adapter_has_the_limit_of_its_model() -> None:
+    said = {"data": [{"id": "m", "max_model_len": 512}, {"id": "a", "max_model_len": None, "parent": "m"}]}
+    assert choose_model(said, wanted="a", default="m") == ("a", 512)
+
+
 def test_plain_http_to_another_machine_is_the_users_choice() -> None:
     assert check_base_url("http://gpu-7:8000/v1", allow_http=True) == "http://gpu-7:8000/v1"
 

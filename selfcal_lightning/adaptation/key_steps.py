@@ -347,7 +347,9 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
         return None
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
-        raise InputError(f"{file} holds the steps of an earlier selection. Set `overwrite`.")
+        raise InputError(
+            f"{file} holds the steps of an earlier selection. Run `selfcal extract-steps --overwrite true`."
+        )
     return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
 
 

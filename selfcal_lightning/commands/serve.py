@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.core.progress import say
+from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineSettings
@@ -59,11 +61,18 @@ def run_serve(
     for module in LIBRARIES:
         check_installed(module, extra=EXTRA)
     from selfcal_lightning.engines.openai.transport import read_key
-    from selfcal_lightning.serving.running import is_loopback, serve
+    from selfcal_lightning.serving.app import is_loopback
+    from selfcal_lightning.serving.running import serve
 
     key = read_key(api_key_env)
     if key is None and not is_loopback(host):
         raise InputError(f"Expected a key in ${api_key_env} for `host` {host!r}, which other machines reach.")
+    if not 0 <= port < 2**16:
+        raise InputError(f"Expected `port` to lie in [0, {2**16 - 1}], but got {port}.")
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise InputError(f"Expected to listen at {host}:{port}, but got: {error}. Name another `port`.") from None
     chosen = ServiceSettings(model, engine=engine.of(revision=revision, adapter=adapter), **settings)
     service = open_service(chosen, folder=None if feedback_dir is None else Path(feedback_dir), key=key)
     say(f"{service.model} answers at http://{host}:{port}/v1")
@@ -99,17 +108,19 @@ def run_batch(
         check_installed(module, extra=EXTRA)
     from selfcal_lightning.serving.batch import read_requests, run_requests
 
-    read_requests(Path(input))
+    requests = read_requests(Path(input))
+    if Path(output).exists() and Path(output).samefile(input):
+        raise InputError(f"Expected `output` to be another file than `input`, but got {output} for both.")
     options = engine.of(revision=revision, adapter=adapter)
     service = open_service(ServiceSettings(model, engine=options, limits=limits, **settings))
-    said = asyncio.run(run_requests(service, Path(input), Path(output)))
+    said = asyncio.run(run_requests(service, requests, Path(output)))
     say(f"{said}: {output}")
 
 
 def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: str | None = None) -> Service:
     """Check everything that can be checked, then load the model; ``folder`` is that of the feedback."""
     from selfcal_lightning.inference.chat_source import VERBALIZED, served_model
-    from selfcal_lightning.inference.sources import EngineSource
+    from selfcal_lightning.inference.sources import EngineSource, check_live
     from selfcal_lightning.serving.app import Service
     from selfcal_lightning.serving.desk import Desk
     from selfcal_lightning.serving.feedback import Feedback
@@ -126,9 +137,18 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
     manifest = read_manifest(taught_in) if taught_in.is_dir() else None
     given = [settings.scorers] if isinstance(settings.scorers, str) else settings.scorers
 
+    if settings.task is not None:
+        get_task(settings.task)
+    check_installed("aiohttp", extra="openai") if options.is_remote else check_engine(options, model)
+    make, shown = served_model(model, options) if options.is_remote else (None, None)
+    is_closed = shown is not None and not shown.ids
+
     def load() -> Calibration:
         learnt = [] if folder is None else sorted(map(str, folder.glob("*.json")))
-        return Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest)
+        found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest)
+        if not is_closed:
+            check_live(P_TRUE, found.of_samples)
+        return found
 
     calibration, (_, fitted) = load(), choices.load_fitted_files((), settings.threshold_file)
     if fitted is not None and (wanted := fitted.fields["max_samples"]) > settings.limits.max_samples:
@@ -139,13 +159,12 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
     fields = dict(settings.strategy_args)
     if strategy is None and fitted is None and not calibration.scorers and not fields:
         fields |= taught.strategy_fields()
-    check_installed("aiohttp", extra="openai") if options.is_remote else check_engine(options, model)
-    make, shown = served_model(model, options) if options.is_remote else (None, None)
-    if make is not None and shown is not None and not shown.ids:
+    if make is not None and is_closed:
         if fitted is not None:
             raise InputError("Expected no `threshold_file` for a server without token ids: its samples are not alike.")
         if strategy is None and not fields:  # two samples, each asked how likely it is right
             strategy, fields = "self_consistency", {"max_samples": 2}
+        choices.choose_strategy(strategy, fields, scorers=calibration.of_samples)
         desk = Desk(make, confidence=VERBALIZED)
     else:
         chosen = choices.choose_strategy(strategy, fields, scorers=calibration.of_samples, fitted=fitted)

@@ -103,8 +103,11 @@ def write_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
             file.write(as_json_line(line).encode())
 
 
-def open_lines(path: Path, *, way_out: str) -> tuple[BinaryIO, list[bytes]]:
-    """Open a file to append lines, locked, and return it with the lines it has; half a line at its end is cut off."""
+def open_lines(path: Path, *, begin: bytes, way_out: str) -> tuple[BinaryIO, list[bytes]]:
+    """Open a file to append lines, locked, and return it with the lines it has.
+
+    Half a line at its end is cut off; in a file of ours, it begins like all lines, with ``begin``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+b")  # noqa: SIM115 - the caller closes it
     try:
@@ -115,6 +118,9 @@ def open_lines(path: Path, *, way_out: str) -> tuple[BinaryIO, list[bytes]]:
             raise RunError(f"Another process is writing {path}. {way_out}") from None
     file.seek(0)
     whole, _, torn = file.read().rpartition(b"\n")
+    if torn and not begin.startswith(torn[: len(begin)]):
+        file.close()
+        raise InputError(f"Expected {path} to be a file of lines that this program writes, but it is not. {way_out}")
     if torn:
         file.truncate(len(whole) + bool(whole))
     return file, whole.splitlines()

@@ -230,21 +230,19 @@ class ChatSource:
     async def _sample(self, asked: _Asked, index: int) -> RecordedResponse:
         """Draw a response, and ask how likely it is right."""
         until, draws = asyncio.get_running_loop().time() + self._deadline, asked.draws
-        messages = [*draws.turns] or [{"role": m.role, "content": m.content} for m in asked.question.messages]
         body: dict[str, Any] = {
-            "model": self._model, "messages": messages, "temperature": draws.sampling.temperature,
+            "model": self._model, "messages": [*draws.turns], "temperature": draws.sampling.temperature,
             "top_p": draws.sampling.top_p, "max_tokens": draws.sampling.max_new_tokens,
             "seed": sample_seed(draws.seed, 0, draws.key, index) % 2**31,
         }  # fmt: skip
         if draws.tools:
             body["tools"] = [dict(tool) for tool in draws.tools]
         if draws.stops:
-            body["stop"] = list(draws.stops[:MOST_STOPS])
+            body["stop"] = list(draws.stops)
         if self.capabilities.logprobs:
             body["logprobs"] = True
-        found = _read(await self._transport.post("chat/completions", body, deadline=until))
-        found = found._replace(text=cut_at(found.text, draws.stops))
-        turns = [*messages, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
+        found = _read(await self._transport.post("chat/completions", body, deadline=until), draws.stops)
+        turns = [*draws.turns, {"role": "assistant", "content": found.text}, {"role": "user", "content": NUMBERS.after}]
         plain = {"model": self._model, "messages": turns, "temperature": 0.0, "max_tokens": STATED_TOKENS}
         try:
             stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
@@ -261,11 +259,16 @@ class ChatSource:
         )
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text that can be encoded: JSON may hold halves of characters."""
+    return text.encode(errors="replace").decode()
+
+
 def written_call(call: Mapping[str, Any]) -> str:
     """Return a tool call of the OpenAI protocol as Hermes, Qwen and others write it in a text."""
     function = call["function"]
     made = {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}
-    return f"\n<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>"
+    return without_surrogates(f"\n<tool_call>\n{json.dumps(made, ensure_ascii=False)}\n</tool_call>")
 
 
 class _Answer(NamedTuple):
@@ -276,21 +279,24 @@ class _Answer(NamedTuple):
     logprob: float | None
 
 
-def _read(answer: Any) -> _Answer:
-    """Return what a completion says; what a server sends is not trusted."""
+def _read(answer: Any, stops: Sequence[str] = ()) -> _Answer:
+    """Return what a completion says up to the first stop; what a server sends is not trusted."""
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         message = choice["message"]
-        text = message.get("content") or ""
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            raise TypeError("a content that is no text")
+        text, finish = without_surrogates(cut_at(content, stops)), choice.get("finish_reason")
         text += "".join(map(written_call, message.get("tool_calls") or ()))
         rows: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
         logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else None
         tokens = usage.get("completion_tokens")
         is_number = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
-        if not isinstance(text, str):
-            raise TypeError("a content that is no text")
+        if cut_at(content, stops) != content:  # the server knows no stops
+            finish, logprob = "stop", None
         prompt_tokens = int(usage.get("prompt_tokens") or 0)
-        return _Answer(text, choice.get("finish_reason"), tokens if is_number else None, prompt_tokens, logprob)
+        return _Answer(text, finish, tokens if is_number else None, prompt_tokens, logprob)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise ServerError(f"Expected a completion of the OpenAI protocol, but got something else: {error}") from None
 

@@ -415,8 +415,9 @@ class EngineSource:
             prefix = asked.prefixes.pop(asked.delivered - 1, ())
             if isinstance(response, Response) and prefix:
                 response = continued(prefix, response, self._chat.decode)
-            elif isinstance(response, Response) and cut_at(response.text, asked.draws.stops) != response.text:
-                text = cut_at(response.text, asked.draws.stops)
+            elif isinstance(response, Response) and (
+                (text := cut_at(response.text, asked.draws.stops)) != response.text
+            ):
                 response = self._cut(asked, text, len(response.token_ids))
             yield add_scores(asked.judge.read(response), self.scorers)
 

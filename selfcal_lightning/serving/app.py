@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -23,7 +25,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive
 
-from selfcal_lightning.confidence.base import P_TRUE, add_scores, confidence_of
+from selfcal_lightning.confidence.base import P_TRUE, STORED, add_scores, confidence_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
@@ -144,7 +146,8 @@ class Service:
         strategy = choose_strategy(name, fields, scorers=scorers)
         if strategy.confidence == P_TRUE != self.desk.confidence:
             strategy = replace(strategy, confidence=self.desk.confidence)  # type: ignore[type-var]
-        if strategy.confidence not in (None, self.desk.confidence, *(scorer.name for scorer in scorers)):
+        stored = STORED if self.desk.engine is not None else ()
+        if strategy.confidence not in (None, self.desk.confidence, *stored, *(scorer.name for scorer in scorers)):
             raise Refused(400, f"There is no confidence {strategy.confidence!r} here.", param="selfcal.strategy")
         return strategy, None
 
@@ -252,6 +255,9 @@ class Service:
                 yield event(chunk)
         except Refused as refusal:  # the status has been sent
             yield event(refusal.as_json())
+        except Exception:  # a fault of ours, which is this request's alone
+            _LOG.exception("A stream failed.")
+            yield event(Refused(500, "The server failed; its log says why.").as_json())
         except (asyncio.CancelledError, GeneratorExit):  # the client has gone
             self.metrics.disconnects.inc()
             raise
@@ -404,6 +410,8 @@ class Service:
 
         async def guarded(request: Request) -> Response:
             try:
+                if self.key is None and not all(_is_ours(request.headers.get(name)) for name in ("host", "origin")):
+                    raise Refused(403, "Without a key, the server answers only under this machine's own addresses.")
                 if self.key is not None and path not in OPEN_ROUTES:
                     given = request.headers.get("authorization", "").removeprefix("Bearer ")
                     if not hmac.compare_digest(given.encode(), self.key.encode()):
@@ -421,6 +429,19 @@ class Service:
             return response
 
         return guarded
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach ``host``."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_ours(address: str | None) -> bool:
+    """Return whether a Host or Origin is this machine's; others come of pages in a browser."""
+    return address is None or is_loopback(urlsplit(address if "//" in address else f"//{address}").hostname or "")
 
 
 def refusal_response(refusal: Refused) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -17,8 +18,9 @@ from selfcal_lightning.records import sample_seed
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.bodies import ChatBody, Refused, read_body, refusal_of
 
+_LOG = logging.getLogger(__name__)
 URL = "/v1/chat/completions"
-PASSING = (502, 503)  # refusals that say nothing about the request
+PASSING = (500, 502, 503)  # refusals that say nothing about the request
 
 
 def read_requests(path: Path) -> dict[str, dict[str, Any]]:
@@ -41,8 +43,8 @@ def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[
 
     Answers that a fault of the engine refused are taken out: they are asked for again.
     """
-    way_out = "Wait for it, or name another `output`."
-    file, lines = open_lines(path, way_out=way_out)
+    begin, way_out = b'{"id": "batch_req_', "Wait for it, or name another `output`."
+    file, lines = open_lines(path, begin=begin, way_out=way_out)
     done, again = set(), set()
     for number, line in enumerate(lines):
         try:
@@ -58,13 +60,12 @@ def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[
         done = {json.loads(line)["custom_id"] for line in kept}
         write_atomically(path, b"".join(line + b"\n" for line in kept))
         file.close()
-        file, _ = open_lines(path, way_out=way_out)
+        file, _ = open_lines(path, begin=begin, way_out=way_out)
     return file, done
 
 
-async def run_requests(service: Service, source: Path, target: Path) -> str:
-    """Answer the requests of ``source`` that ``target`` does not have, append what comes, and say how many."""
-    requests = read_requests(source)
+async def run_requests(service: Service, requests: Mapping[str, Mapping[str, Any]], target: Path) -> str:
+    """Answer the requests that ``target`` does not have, append what comes, and say how many."""
     file, done = open_output(target, requests)
     room, statuses = asyncio.Semaphore(2 * service.desk.source.target), Counter[int]()
 
@@ -79,6 +80,9 @@ async def run_requests(service: Service, source: Path, target: Path) -> str:
                     return  # no answer: the same command asks again
                 refusal = refusal_of(error)
                 status, content = refusal.status, refusal.as_json()
+            except Exception as error:  # a fault of ours ends no other request
+                _LOG.exception("A request failed.")
+                status, content = 500, Refused(500, f"{type(error).__name__}: {error}").as_json()
             response = {"status_code": status, "request_id": own_id, "body": content}
             file.write(as_json_line({"id": own_id, "custom_id": name, "response": response, "error": None}).encode())
             file.flush()
@@ -87,9 +91,12 @@ async def run_requests(service: Service, source: Path, target: Path) -> str:
 
     waiting = {name: line for name, line in requests.items() if name not in done}
     with file, Progress(len(waiting), label="Answering", unit="requests", enabled=len(waiting) > 1) as bar:
-        async with asyncio.TaskGroup() as group:
-            for name, line in waiting.items():
-                group.create_task(answer(name, line, bar))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, line in waiting.items():
+                    group.create_task(answer(name, line, bar))
+        except ExceptionGroup as errors:  # such as a full disk
+            raise errors.exceptions[0] from None
         os.fsync(file.fileno())
     await service.desk.close(0.1)
     if (died := service.desk.died) is not None:

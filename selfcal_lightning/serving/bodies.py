@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.engines.base import RequestsFailedError
-from selfcal_lightning.inference.chat_source import written_call
+from selfcal_lightning.inference.chat_source import MOST_STOPS, written_call
 from selfcal_lightning.records import Message
 
 # They change nothing in what is answered, or say what is so anyway.
@@ -124,7 +124,10 @@ class ChatBody(Lenient):
     @property
     def stops(self) -> list[str]:
         """The texts that end a response."""
-        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text]
+        found = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if text]
+        if len(found) > MOST_STOPS:
+            raise Refused(400, f"Expected at most {MOST_STOPS} texts in `stop`, but got {len(found)}.", param="stop")
+        return found
 
     @property
     def strategy(self) -> str | None:

@@ -21,6 +21,7 @@ from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
 from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens, total_tokens
 from selfcal_lightning.inference.base import Solving, Strategy, make_verdict
+from selfcal_lightning.inference.chat_source import without_surrogates
 from selfcal_lightning.inference.driver import Driver
 from selfcal_lightning.inference.sources import Draws, cut_at
 from selfcal_lightning.inference.thresholds import FittedThreshold
@@ -44,26 +45,22 @@ class Reader:
     def __init__(self, task: Task | None = None, stops: Sequence[str] = (), *, has_tools: bool = False) -> None:
         self.task, self.stops, self.has_tools = task, stops, has_tools
 
-    def cut(self, text: str) -> str:
-        """Return a text up to the first of the stops."""
-        return cut_at(text, self.stops)
-
     def tool_calls(self, text: str) -> list[dict[str, Any]]:
         """Return the tools that a response calls, as Hermes, Qwen and others write it; none where one is not JSON."""
         try:
             calls = [json.loads(match) for match in _CALL.findall(text)] if self.has_tools else []
-            return [{"name": str(call["name"]), "arguments": call.get("arguments", {})} for call in calls]
+            names = [without_surrogates(str(call["name"])) for call in calls]
+            return [{"name": n, "arguments": c.get("arguments", {})} for n, c in zip(names, calls, strict=True)]
         except (ValueError, KeyError, AttributeError, RecursionError):
             return []
 
     def extract(self, text: str, *, finished: bool = True) -> str | None:
         """Return the answer of a response."""
-        kept = self.cut(text)
-        if calls := self.tool_calls(kept):
+        if calls := self.tool_calls(text):
             return json.dumps(calls, sort_keys=True)
         if self.task is not None:
-            return self.task.extract(kept, finished=finished or len(kept) < len(text))
-        return " ".join(kept.casefold().split()) or None
+            return self.task.extract(text, finished=finished)
+        return " ".join(text.casefold().split()) or None
 
     def verify(self, answer: str | None, reference: str) -> bool:
         """Nothing is verified: a client sends no reference."""
@@ -330,7 +327,7 @@ class Desk:
             drawn = self.source.drawn_so_far(job.id) if job.streams or job.max_tokens < math.inf else []
             if now >= job.deadline:
                 job.ended_by = "deadline"
-            elif sum(map(len, drawn)) + sum(sample_tokens(s, price) or 0 for s in job.arrived) >= job.max_tokens:
+            elif sum(map(len, drawn)) + sum(sample_tokens(s, price) or 0 for s in job.arrived) > job.max_tokens:
                 job.ended_by = "max_tokens_in_all"
             if job.ended_by is not None and job.started:
                 self._driver.conclude(job.id)
@@ -343,7 +340,7 @@ class Desk:
     def _pass_on(self, job: Job, text: str) -> None:
         """Send what is new of a text; what may still become a stop, or half a character, waits."""
         longest = max((len(stop) for stop in job.reader.stops), default=1) - 1
-        text = job.reader.cut(text).rstrip(UNFINISHED)
+        text = cut_at(text, job.reader.stops).rstrip(UNFINISHED)
         text = text[: max(len(text) - longest, 0)]
         if len(text) > job.sent:
             job.tell(text[job.sent :])

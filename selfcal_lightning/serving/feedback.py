@@ -30,7 +30,7 @@ class Feedback:
         self.answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self.labelled: dict[str, tuple[float | None, bool]] = {}
         if self.path is not None:
-            self.file, _ = open_lines(self.path, way_out="Name another `feedback_dir`.")
+            self.file, _ = open_lines(self.path, begin=b'{"id": "', way_out="Name another `feedback_dir`.")
             for _, line in read_json_lines(self.path):
                 (response,) = line["responses"]
                 self.labelled[line["id"]] = response["confidence"].get(TOLD), response["correct"]

@@ -184,8 +184,7 @@ def make_reply(
         if not is_low:
             guarantee = {"error_rate": fitted.value, "chance_that_it_fails": fitted.delta, "promise": fitted.promise}
     shown = not (is_low and options.on_low == "abstain")
-    text = "" if best is None else job.reader.cut(best.text)
-    is_cut = best is not None and best.finish == "length" and len(text) == len(best.text)
+    text, is_cut = ("", False) if best is None else (best.text, best.finish == "length")
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if not shown:
         message |= {"content": None, "refusal": ABSTAINED}
@@ -214,7 +213,7 @@ def make_reply(
             "stop_reason": outcome.stop_reason,
             "guarantee": guarantee,
             "abstained": not shown,
-            **({"samples": _all(job, used, values)} if options.return_ == "all" and shown else {}),
+            **({"samples": _all(used, values)} if options.return_ == "all" and shown else {}),
         },
     )
 
@@ -236,7 +235,7 @@ def _written(job: Job, calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "id": f"call_{job.id[-12:]}_{i}",
             "type": "function",
-            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
         }
         for i, call in enumerate(calls)
     ]
@@ -256,8 +255,8 @@ def _candidates(used: Sequence[Sample], values: Sequence[float | None]) -> list[
     return sorted(rows, key=lambda row: -row["votes"])
 
 
-def _all(job: Job, used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:
+def _all(used: Sequence[Sample], values: Sequence[float | None]) -> list[dict[str, Any]]:
     return [
-        {"text": job.reader.cut(s.text), "answer": s.answer, "confidence": value, "tokens": s.num_tokens}
+        {"text": s.text, "answer": s.answer, "confidence": value, "tokens": s.num_tokens}
         for s, value in zip(used, values, strict=True)
     ]

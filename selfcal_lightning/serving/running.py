@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import Iterator
@@ -76,11 +75,3 @@ def serve(service: Service, *, host: str, port: int) -> None:
     Server(config).run()
     if service.desk.died is not None:
         raise RunError(f"The engine has stopped: {service.desk.died}") from service.desk.died
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach ``host``."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -17,7 +17,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.serving.batch import open_output
 
-OTHER = '{"custom_id": "b", "response": {"status_code": 200}}'
+OTHER = '{"id": "batch_req_1", "custom_id": "b", "response": {"status_code": 200}}'
 
 
 def write_requests(path: Path, number: int) -> None:
@@ -66,7 +66,7 @@ def test_a_batch_that_was_killed_gives_what_an_unbroken_one_gives(tmp_path: Path
         process.wait()
         kills += 1
         with open(broken, "ab") as file:
-            file.write(b'{"custom_id": "q3')  # half a line, as a kill in the middle of a write leaves
+            file.write(b'{"id": "batch_req_3')  # half a line, as a kill in the middle of a write leaves
     assert kills > 0
     subprocess.run(command(source, broken), check=True, capture_output=True)
     assert read_answers(broken) == expected
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_a_batch_is_refused_at_once(tmp_path: Path, lines:
 def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
     target, statuses = tmp_path / "out.jsonl", {"a": 200, "b": 502, "c": 400}
     lines = [json.dumps({"custom_id": name, "response": {"status_code": s}}) for name, s in statuses.items()]
-    target.write_text("\n".join(lines) + '\n{"custom')
+    target.write_text("\n".join(lines) + '\n{"id": "ba')
     file, done = open_output(target, statuses)
     with file:
         file.write(b"more\n")
@@ -101,7 +101,9 @@ def test_what_the_engine_failed_at_is_asked_again(tmp_path: Path) -> None:
     assert target.read_text().splitlines() == [lines[0], lines[2], "more"]
 
 
-@pytest.mark.parametrize(("line", "said"), [(f"{OTHER}\n", "'b'"), ("no answer\n", "out.jsonl:1")])
+@pytest.mark.parametrize(
+    ("line", "said"), [(f"{OTHER}\n", "'b'"), ("no answer\n", "out.jsonl:1"), ('{"a": 1}', "lines")]
+)
 def test_a_file_with_something_else_is_not_written_to(tmp_path: Path, line: str, said: str) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text(line)

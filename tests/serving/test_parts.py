@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import socket
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from support.driver_fakes import live
 from support.fakes import FakeEngine, fake_questions
 
 from selfcal_lightning.commands.serve import run_batch, run_serve
+from selfcal_lightning.confidence.features import ConfidenceScores
+from selfcal_lightning.confidence.scaling import PlattMap, Scaler
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError
-from selfcal_lightning.core.files import as_json_line
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.inference import chat_source
@@ -38,14 +40,14 @@ NESTED = '{"a":' * 100_000 + "1" + "}" * 100_000
 
 
 def test_free_chat_is_read_as_canonical_text_or_calls() -> None:
-    reader, tooled = Reader(stops=["###"]), Reader(has_tools=True)
-    assert reader.extract("  Yes,\n it IS ### no") == "yes, it is"
-    assert reader.extract("### no") is None
+    reader, tooled = Reader(), Reader(has_tools=True)
+    assert reader.extract("  Yes,\n it IS") == "yes, it is"
+    assert reader.extract(" ") is None
     assert tooled.extract(f"I call. {CALL}") == '[{"arguments": {"a": [2], "b": 1}, "name": "f"}]'
     assert reader.extract(CALL) == " ".join(CALL.casefold().split())
     assert tooled.tool_calls(CALL.replace("1,", "1")) == []
-    number = Reader(get_task("local_number"), ["###"])
-    assert number.extract("The answer is 12. ### 13") == "12"
+    number = Reader(get_task("local_number"))
+    assert number.extract("The answer is 12.") == "12"
     assert number.group(["12", "12.0"]) == ["12", "12"]
 
 
@@ -67,10 +69,65 @@ def test_an_answer_that_cannot_be_read_is_the_servers_fault(arguments: str, usag
         chat_source._read({"choices": [{"message": {"content": "", "tool_calls": [call]}}], "usage": usage})
 
 
+def test_a_stop_cuts_the_text_of_a_closed_server_but_no_call() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}
+    message = {"content": "a\nb", "tool_calls": [call]}
+    rows = {"content": [{"logprob": -1.0}]}
+    found = chat_source._read({"choices": [{"message": message, "finish_reason": "length", "logprobs": rows}]}, ["\n"])
+    assert (found.text, found.finish, found.logprob) == (f"a{chat_source.written_call(call)}", "stop", None)
+    found.text.encode()
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:8000", None, 200),
+        ("[::1]:8000", "http://localhost:3000", 200),
+        ("evil.example", None, 403),
+        ("localhost", "https://evil.example", 403),
+        ("localhost", "null", 403),
+    ],
+)
+def test_without_a_key_pages_in_a_browser_are_refused(host: str, origin: str | None, status: int) -> None:
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+
+    async def answer(request: Any) -> Any:
+        return SimpleNamespace(status_code=200)
+
+    response = asyncio.run(service()._guarded("/v1/models", answer)(SimpleNamespace(headers=headers)))
+    assert response.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"task": "local_nmber"}, "local_nmber"),
+        ({"output": "in.jsonl"}, "another file than `input`"),
+        ({"scorers": "other.json"}, "verbalized"),
+    ],
+)
+def test_a_batch_that_could_answer_nothing_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"custom_id": "a"}')
+    none = ConfidenceScores("other", None, None, None, 0, 0, 0)
+    fitted = PlattMap(1.0, 0.0, takes_logit=True), False, guaranteed().fitted_on, none, none
+    Scaler("other", "verbalized", *fitted).save("other.json")
+    with pytest.raises(InputError, match=said):
+        run_batch("bundled", "in.jsonl", **{"output": "out.jsonl", **options})
+    assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
+
+
+@pytest.mark.parametrize(("port", "said"), [(99_999, "port"), (None, "listen")])
+def test_a_port_that_cannot_be_had_is_told_before_the_model_is_loaded(port: int | None, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InputError, match=said):
+        run_serve("bundled", port=port or taken.getsockname()[1])
+
+
 def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> None:
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    body = {"model": "m", "messages": MESSAGES}
-    source.write_text(as_json_line({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    target, body = tmp_path / "out.jsonl", {"model": "m", "messages": MESSAGES}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     server = service()
     server.desk.source.target = 1
 
@@ -83,7 +140,7 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
 
     server.begin, server.desk.close = refuse, close
     with pytest.raises(RunError, match="gone"):
-        asyncio.run(run_requests(server, source, target))
+        asyncio.run(run_requests(server, {"a": line}, target))
     assert target.read_text() == ""
 
 
@@ -123,7 +180,7 @@ def test_limits_below_what_a_threshold_was_fitted_with_are_refused(tmp_path: Pat
     source.write_text('{"custom_id": "a"}\n')
     guaranteed().save(file)
     with pytest.raises(InputError, match=r"limits\.max_samples.*at least 2"):
-        run_batch("bundled", str(source), str(source), threshold_file=str(file), limits=Limits(max_samples=1))
+        run_batch("bundled", str(source), "out.jsonl", threshold_file=str(file), limits=Limits(max_samples=1))
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 2), (1, 1), (9, 2)])
@@ -132,6 +189,15 @@ def test_fewer_samples_keep_the_fitted_strategy(wanted: int | None, found: int) 
     body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": wanted}})
     strategy, fitted = server.strategy_for(body, server.sampling)
     assert (strategy.name, strategy.max_samples, fitted is None) == ("early_stopping", found, found == 1)
+
+
+def test_a_strategy_may_weigh_by_what_samples_carry_anyway() -> None:
+    server = service()
+    body = read_body(ChatBody, {"model": "m@standardised", "messages": MESSAGES})
+    with pytest.raises(Refused, match="no confidence"):
+        server.strategy_for(body, server.sampling)
+    server.desk.engine = object()
+    assert server.strategy_for(body, server.sampling)[0].confidence == "mean_logprob"
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"{}", b'{"model": 1, "messages": [{}]}'])
@@ -181,7 +247,7 @@ MESSAGES = [{"role": "user", "content": "?"}]
 def service(fitted: FittedThreshold | None = None, name: str | None = None) -> Service:
     """Return a server whose desk has no engine."""
     source = SimpleNamespace(scorers=())
-    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", chat=None, source=source)
+    desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", engine=None, chat=None, source=source)
     sampling = SamplingSettings(edt_scale=None)
     return Service(ServiceSettings("m", name=name), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
 

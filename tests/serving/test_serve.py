@@ -145,6 +145,7 @@ def test_a_name_of_the_model_chooses_strategy_and_threshold(server: Server) -> N
         ({"selfcal": {"max_error_rate": 0.1}}, 400, "max_error_rate"),
         ({"selfcal": {"task": "nothing"}}, 400, "nothing"),
         ({"n": 2}, 400, "`n`"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, 400, "stop"),
         ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, 400, "weight"),
         ({"stream_options": {"include_use": True}}, 400, "include_use"),
         ({"temprature": 1}, 400, "temprature"),
@@ -190,7 +191,7 @@ def test_what_a_client_no_longer_waits_for_is_cancelled(server: Server) -> None:
             "messages": [{"role": "user", "content": QUESTION}],
         }).encode()  # fmt: skip
         with socket.create_connection(("127.0.0.1", server.port)) as client:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             client.sendall(head.encode() + body)
             server.until("selfcal_queue", 1.0)
         server.until("selfcal_queue", 0.0)
@@ -273,7 +274,7 @@ def test_labels_are_counted_and_fit_a_confidence_that_is_taken_without_a_restart
     assert 5 <= found["calibration"]["questions"] <= 15  # the other half is held out
 
 
-SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,7 @@ SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
         ),
         (SLOW + b"Content-Length: 100\r\n\r\n{", b"408"),
         (SLOW, b""),  # a head that never ends: closed without an answer
-        (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET", b"200"),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b"200"),
         (SLOW + b"Content-Length: 5\r\n\r\nhello", b"400"),
         (b"\x00\xff" * 50 + b"\r\n\r\n", b"400"),
     ],

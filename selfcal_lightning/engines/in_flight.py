@@ -25,9 +25,6 @@ class InFlight:
         self._news: list[News] = []
         self.scores: dict[int, list[float] | Failure | None] = {}  # by number; None is awaited
 
-    def __len__(self) -> int:
-        return len(self._number_of)
-
     @property
     def has_news(self) -> bool:
         return bool(self._news)

@@ -32,20 +32,13 @@ _CPU_CACHE_BYTES = 1 << 28
 class VLLMTokenOutputs:
     """Runs a ``...ForTokenClassification`` and returns its outputs at some tokens."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        dtype: str = "auto",
-        engine_args: dict[str, Any] | None = None,
-        start_timeout: float = START_SECONDS,
-    ) -> None:
+    def __init__(self, model: str, *, dtype: str = "auto") -> None:
         check_installed("vllm", extra="vllm")
         environment = worker_environment(os.environ, on_cpu=is_cpu_build())
         self._process: WorkerProcess | None = WorkerProcess(environment, send_timeout=SEND_SECONDS, module=MODULE)
-        told = {"model": str(Path(model).resolve()), "dtype": dtype, "engine_args": engine_args or {}}
+        told = {"model": str(Path(model).resolve()), "dtype": dtype}
         try:
-            limits = self._process.start(told, timeout=start_timeout)
+            limits = self._process.start(told, timeout=START_SECONDS)
         except (EOFError, OSError) as error:
             raise self._failed(f"it did not start: {error}") from error
         self.max_context: int = limits["max_context"]
@@ -97,7 +90,7 @@ def _serve(channel: Channel) -> None:
     }
     if on_cpu:
         arguments |= {"kv_cache_memory_bytes": _CPU_CACHE_BYTES, "block_size": 32}
-    llm = LLM(**{**arguments, **settings["engine_args"]})
+    llm = LLM(**arguments)
     channel.send({"event": "ready", "max_context": llm.llm_engine.model_config.max_model_len})
     raw = PoolingParams(use_activation=False)
     while (message := channel.receive()[0])["op"] != "close":

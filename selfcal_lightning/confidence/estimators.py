@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
 from selfcal_lightning.core.errors import InputError
@@ -412,13 +414,12 @@ class SteadySteps(SteadyTokens):
 
 def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Return the weight of each response to a question; None if one of its scores is unknown."""
-    from selfcal_lightning.metrics.consistency import standardised_weights
+    from selfcal_lightning.metrics.consistency import masked_standardised_weights
 
-    samples = list(zip(*columns, strict=True))
-    known = [number for number, scores in enumerate(samples) if None not in scores]
-    weights = standardised_weights(*([column[number] for number in known] for column in columns))
-    found = dict(zip(known, weights.tolist(), strict=True))
-    return [found.get(number) for number in range(len(samples))]
+    scores = np.array(columns, dtype=np.float64).T  # None is NaN
+    is_known = ~np.isnan(scores).any(axis=1)
+    weights = masked_standardised_weights(np.where(is_known[:, None], scores, np.nan)).prod(axis=1)
+    return [weight if known else None for weight, known in zip(weights.tolist(), is_known, strict=True)]
 
 
 WEIGHTS = (SteadyTokens, LikelyTokens, SteadySteps)

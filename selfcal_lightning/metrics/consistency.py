@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.metrics.arrays import Array, Floats, as_scores, check_positive, check_same_length
+from selfcal_lightning.metrics.arrays import Floats, check_positive
 
 _UNREADABLE = object()
 
@@ -129,20 +129,11 @@ def _class_shares(classes: Sequence[object], masses: Sequence[float], *, drop_no
 _LEAST_SPREAD = 1e-9
 
 
-def standardised_weights(*scores: Array) -> Floats:
-    """Compute ``exp(sum_j z_j)`` with ``z = (x - mean) / (std + 1e-9)`` over the responses to one question.
-
-    Higher scores weigh more; negate a score where lower is better. Equal answers sum their weights in the vote.
-    """
-    if not scores:
-        raise InputError("Expected at least one score of each response, but got none.")
-    rows = [as_scores(row, "scores") for row in scores]
-    check_same_length(**{f"scores {number}": row for number, row in enumerate(rows)})
-    return np.exp(np.sum([(row - row.mean()) / (row.std() + _LEAST_SPREAD) for row in rows if len(row)], axis=0))
-
-
 def masked_standardised_weights(scores: Floats) -> Floats:
-    """Compute :func:`standardised_weights` of many questions [N, Q] at once; unknown (NaN) scores weigh 0."""
+    """Compute ``exp(z)`` with ``z = (x - mean) / (std + 1e-9)`` over the N responses to each of Q questions [N, Q].
+
+    Higher scores weigh more; unknown (NaN) ones weigh 0. Equal answers sum their weights in the vote.
+    """
     is_known = ~np.isnan(scores)
     values, count = np.where(is_known, scores, 0.0), np.maximum(is_known.sum(axis=0), 1)
     # cumsum adds response by response: another order may change the last bit and so break a tie.

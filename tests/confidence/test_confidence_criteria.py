@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import zscore
 from support.recorded_pools import sample_store
 
 from selfcal_lightning.commands.score import run_score
@@ -27,7 +28,7 @@ from selfcal_lightning.confidence.token_ids import step_ends_of, token_pieces
 from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
 from selfcal_lightning.data.steps import Span
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.metrics.consistency import standardised_weights
+from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import QuestionSamples, Sample
 
 Pool = list[QuestionSamples]
@@ -211,8 +212,8 @@ def test_weights_are_those_of_the_recorded_votes(vectors: Vectors) -> None:
             for key in ("std_topk_entropy", "avg_certainty", "step_std_entropy")
         )
         found = {
-            "w_std": standardised_weights(-spread), "w_cert": standardised_weights(sure),
-            "w_double": standardised_weights(-spread, -steps),
+            "w_std": masked_standardised_weights(-spread), "w_cert": masked_standardised_weights(sure),
+            "w_double": masked_standardised_weights(-spread) * masked_standardised_weights(-steps),
         }  # fmt: skip
         answers = [response["extracted_answer"].removesuffix(".0") for response in responses]
         kept = spread <= np.quantile(spread, 0.8)
@@ -231,14 +232,16 @@ def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: P
     steady = ESTIMATORS["token_steadiness"](tokens).score([entry])[0]
     assert steady == pytest.approx(spread.tolist(), abs=1e-9)
     expected = {
-        "sasc_std": standardised_weights(spread), "sasc_certainty": standardised_weights(logprob),
-        "sasc_double": standardised_weights(spread, steps),
+        "sasc_std": np.exp(zscore(spread)), "sasc_certainty": np.exp(zscore(logprob)),
+        "sasc_double": np.exp(zscore(spread) + zscore(steps)),
     }  # fmt: skip
+    empty = replace(entry.samples[0], text="", token_ids=())
     for name, weights in expected.items():
         options = {"steps": "line"} if name == "sasc_double" else {}
-        assert ESTIMATORS[name](_TwoSteps(tokens), **options).score([entry])[0] == pytest.approx(
-            weights.tolist(), rel=1e-6
-        )
+        partly, failed = replace(entry, samples=(empty, *entry.samples)), replace(entry, samples=(empty, empty))
+        found = ESTIMATORS[name](_TwoSteps(tokens), **options).score([entry, partly, failed])
+        assert found[0] == pytest.approx(weights.tolist(), rel=1e-6)
+        assert found[1:] == [[None, *found[0]], [None, None]]
     one = replace(entry, samples=entry.samples[:1])
     assert ESTIMATORS["sasc_std"](tokens).score([one, *pool[1:]])[0] == [1.0], "nothing to stand out from"
 

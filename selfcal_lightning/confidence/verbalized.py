@@ -30,7 +30,9 @@ _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;:! ]|\\quad|[\s~$]")
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(%?)")
-_BARE_REPLY = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*?)?([0-9.]+\s*%?)\.?", re.IGNORECASE)
+_BARE_REPLY = re.compile(
+    r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*?)?((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%?)\.?", re.IGNORECASE
+)
 _BARE_WORDS = re.compile(r"(?:(?:my\s+)?(?:confidence|probability)(?:\s+is)?\W*)?([a-z ]+?)\W*", re.IGNORECASE)
 
 
@@ -39,8 +41,13 @@ class VerbalScale:
     """A question to the model and a parser for its reply."""
 
     after: str
-    before: str
     parse: Callable[[str], float | None]
+
+    @property
+    def before(self) -> str:
+        """The same question before there is an answer."""
+        asked = self.after.replace("your answer is correct", "your answer to it would be correct")
+        return f"Do not answer the question yet. {asked}"
 
 
 def parse_confidence(text: str) -> float | None:
@@ -63,25 +70,16 @@ def parse_words(text: str) -> float | None:
     return found if found is not None else parse_confidence(text)
 
 
-NUMBERS = VerbalScale(
-    VERBAL_QUERY,
-    "Do not answer the question yet. How likely is it that your answer to it would be correct? Reply with one "
-    "probability between 0.0 (surely wrong) and 1.0 (surely correct), written as \\boxed{probability}.",
-    parse_confidence,
-)
+NUMBERS = VerbalScale(VERBAL_QUERY, parse_confidence)
 PERCENTAGES = VerbalScale(
     "How likely is it that your answer is correct? Reply with one percentage from 0 to 100, written as "
     "\\boxed{percentage\\%}.",
-    "Do not answer the question yet. How likely is it that your answer to it would be correct? Reply with one "
-    "percentage from 0 to 100, written as \\boxed{percentage\\%}.",
     parse_percentage,
 )
 _TEN = "; ".join(f"{word} ({place / 10:.1f} to {(place + 1) / 10:.1f})" for place, word in enumerate(WORDS))
 TEN_WORDS = VerbalScale(
     f"How likely is it that your answer is correct? Choose one of these: {_TEN}. Reply with it, written as "
     "\\boxed{choice}.",
-    "Do not answer the question yet. How likely is it that your answer to it would be correct? Choose one of these: "
-    f"{_TEN}. Reply with it, written as \\boxed{{choice}}.",
     parse_words,
 )
 

@@ -58,6 +58,9 @@ def test_replies_are_read_as_in_the_vectors(vectors: Callable[[str], dict[str, A
         ("0.8", 0.8),
         ("Confidence: 80 %.", 0.8),
         ("My probability is 0.35", 0.35),
+        ("0.9.", 0.9),
+        ("My confidence is 0.9.", 0.9),
+        ("Probability: .85.", 0.85),
         ("2", None),
         ("I have 3 reasons, so 0.8", None),
         (r"0.8 \boxed{0.7", None),
@@ -157,7 +160,7 @@ def test_words(reply: str, value: float | None) -> None:
     [
         (r"\boxed{85}", 0.85), (r"\boxed{85.5\%}", 0.855), (r"\boxed{0}", 0.0), (r"\boxed{100}", 1.0),
         (r"\boxed{101}", None), (r"\boxed{0.5}", 0.5), (r"\boxed{0.5\%}", 0.005), ("70 %", 0.7), ("Sure.", None),
-        (r"<think>\boxed{9}</think>\boxed{10}", 0.1),
+        ("1.", 0.01), (r"<think>\boxed{9}</think>\boxed{10}", 0.1),
     ],
 )  # fmt: skip
 def test_percentages(reply: str, value: float | None) -> None:

@@ -119,7 +119,10 @@ class AgreementScores:
     def _clusters(self, entry: QuestionSamples) -> Clusters:
         if self.entails is None:
             return [sample.answer for sample in entry.samples]
-        return meaning_clusters([f"{entry.question.text} {sample.text}" for sample in entry.samples], self.entails)
+        texts = [sample.text for sample in entry.samples]
+        spoken = [f"{entry.question.text} {text}" for text in texts if text.strip()]
+        found = iter(meaning_clusters(spoken, self.entails))
+        return [next(found) if text.strip() else None for text in texts]
 
 
 def _shares(_: QuestionSamples, clusters: Clusters) -> list[float | None]:

@@ -38,6 +38,7 @@ from selfcal_lightning.confidence.features import (
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.registry import (
     KnownConfidence,
+    may_be_probability,
     pool_dependent,
     recorded_confidences,
     refuse_looking_ahead,
@@ -181,7 +182,6 @@ def fit_fusion(
     features: Sequence[str] = DEFAULT_FEATURES,
     *,
     target: FusionTarget = "label",
-    target_confidence: str = P_TRUE,
     name: str = FUSED,
     l2: float = 1.0,
     held_out: Sequence[QuestionSamples] | None = None,
@@ -204,7 +204,7 @@ def fit_fusion(
             "Set `allow_pool_features` for a fusion for recorded pools only."
         )
     table = ResponseTable.from_pool(pool, features)
-    targets = _targets(pool, table, target, target_confidence)
+    targets = _targets(pool, table, target)
     used = table.is_complete & ~np.isnan(targets)
     if not used.any():
         raise InputError(f"Expected responses with all of {features} and a target {target!r}, but got none.")
@@ -233,22 +233,20 @@ def fit_fusion(
     return replace(fusion, held_out_scores=fusion.score_parts(held_out))
 
 
-def _targets(
-    pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget, target_confidence: str
-) -> Floats:
+def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: FusionTarget) -> Floats:
     """Return the target of every response [N]; nan if it has none."""
     if target == "label":
         check_labels(table)
         return table.correct
     if target == "ssc":
-        check_confidence(pool, target_confidence)
+        check_confidence(pool, P_TRUE)
     targets: list[float | None] = []
     for entry in pool:
         answers = [sample.answer for sample in entry.samples]
         if target == "vote_share":
             targets += vote_share(answers)
         else:
-            targets += soft_self_consistency(answers, [confidence_of(s, target_confidence) for s in entry.samples])
+            targets += soft_self_consistency(answers, [confidence_of(s, P_TRUE) for s in entry.samples])
     return np.array([math.nan if value is None else value for value in targets])
 
 
@@ -331,9 +329,10 @@ def carried_confidences(pool: RecordedPool) -> list[str]:
 
 
 def is_probability(pool: RecordedPool, name: str) -> bool:
-    """Whether all values of a confidence lie in [0, 1], so that they can weight votes unscaled."""
+    """Whether a confidence is a probability by its values and its estimator, so that it can weight votes unscaled."""
     values = (confidence_of(sample, name) for entry in pool.entries for sample in entry.samples)
-    return name not in (LOGPROB, MEAN_LOGPROB) and all(value is None or 0.0 <= value <= 1.0 for value in values)
+    may_be = may_be_probability(name, recorded_confidences(pool.estimators))
+    return may_be and all(value is None or 0.0 <= value <= 1.0 for value in values)
 
 
 def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
@@ -349,6 +348,7 @@ def fit_confidences(
 ) -> list[FittedScorer]:
     """Fit those of ``names`` that a pool lacks: ``SOURCE_platt`` (or another scaler) and ``fused``."""
     scorers: list[FittedScorer] = []
+    recorded = recorded_confidences(pool.estimators)
     carried = carried_confidences(pool)
     there = {*carried, *(scorer.name for scorer in known)}
     for name in names:
@@ -359,9 +359,9 @@ def fit_confidences(
             features = [f"{LOGIT}{part}" if is_probability(pool, part) else part for part in carried]
             scorers.append(fit_fusion(pool.entries, features, target=target))
         elif kind in SCALER_KINDS and source in carried:
-            scorers.append(fit_scaler(pool.entries, kind, source=source))
+            scorers.append(fit_scaler(pool.entries, kind, source=source, known=recorded))
         else:
-            refuse_looking_ahead([name, source], recorded_confidences(pool.estimators))
+            refuse_looking_ahead([name, source], recorded)
             check_confidence(pool.entries, name)
     return scorers
 

@@ -139,6 +139,7 @@ class RecordedConfidence:
 
     name: str
     needs_pool: bool
+    is_probability: bool
     requires: tuple[str, ...] = ()
 
 
@@ -146,14 +147,15 @@ KnownConfidence = RecordedConfidence | SampleScorer
 
 # Finished training targets, which imported responses carry among their confidences.
 TARGETS = tuple(
-    RecordedConfidence(name, needs_pool=True) for name in ("ssc", "soft_self_consistency", "consistency", "vote_share")
+    RecordedConfidence(name, needs_pool=True, is_probability=True)
+    for name in ("ssc", "soft_self_consistency", "consistency", "vote_share")
 )
 
 
 def recorded_confidences(estimators: Mapping[str, str]) -> list[RecordedConfidence]:
     """Return what is known about annotations."""
     known = {name: ESTIMATORS[estimator] for name, estimator in estimators.items() if estimator in ESTIMATORS}
-    return [RecordedConfidence(name, estimator.needs_pool) for name, estimator in known.items()]
+    return [RecordedConfidence(name, kind.needs_pool, kind.is_probability) for name, kind in known.items()]
 
 
 def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> list[str]:
@@ -163,6 +165,13 @@ def pool_dependent(names: Iterable[str], known: Iterable[KnownConfidence] = ()) 
     for one in known:
         needs[one.name] = one.needs_pool or any(needs.get(source, False) for source in one.requires)
     return [name for name in names if needs.get(name, False)]
+
+
+def may_be_probability(name: str, known: Iterable[KnownConfidence] = ()) -> bool:
+    """Return whether a confidence may be a probability: False if its estimator says that it is none."""
+    declared = {one.name: one.is_probability for one in ESTIMATORS.values()}
+    declared |= {one.name: one.is_probability for one in known if isinstance(one, RecordedConfidence)}
+    return declared.get(name, True)
 
 
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:

@@ -6,7 +6,7 @@ Scaling changes the values of a confidence but not its ranking (isotonic regress
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, STORED
+from selfcal_lightning.confidence.base import P_TRUE, STORED
 from selfcal_lightning.confidence.features import (
     ConfidenceScores,
     ResponseTable,
@@ -23,7 +23,7 @@ from selfcal_lightning.confidence.features import (
     score_confidence,
 )
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
-from selfcal_lightning.confidence.registry import KnownConfidence, pool_dependent
+from selfcal_lightning.confidence.registry import KnownConfidence, may_be_probability, pool_dependent
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError, unknown_name
 from selfcal_lightning.metrics.arrays import Floats
@@ -258,9 +258,8 @@ def fit_scaler(
     *,
     source: str = P_TRUE,
     name: str | None = None,
-    is_probability: bool | None = None,
     held_out: Sequence[QuestionSamples] | None = None,
-    known: Iterable[KnownConfidence] = (),
+    known: Sequence[KnownConfidence] = (),
 ) -> Scaler:
     """Fit a scaler of one confidence to correctness on a calibration split.
 
@@ -274,7 +273,11 @@ def fit_scaler(
     table = ResponseTable.from_pool(pool, (source,))
     check_labels(table)
     used = table.is_complete
+    if not used.any():
+        raise InputError(f"Expected responses with the confidence {source!r} to fit on, but got none.")
     values, targets = table.values[used, 0], table.correct[used]
+    # Of an estimator that is not known here, only the range of the values tells.
+    is_probability = may_be_probability(source, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
     map_ = _fit_map(kind, values, targets, source=source, is_probability=is_probability)
     fitted_on = FittedOn.from_questions(
         (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
@@ -306,12 +309,7 @@ def check_new_name(name: str, sources: Sequence[str]) -> None:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
 
 
-def _fit_map(
-    kind: ScalerKind, values: Floats, targets: Floats, *, source: str, is_probability: bool | None
-) -> ScalerMap:
-    if is_probability is None:
-        inside = bool(((values >= 0.0) & (values <= 1.0)).all())
-        is_probability = source == P_TRUE or (source not in (LOGPROB, MEAN_LOGPROB) and inside)
+def _fit_map(kind: ScalerKind, values: Floats, targets: Floats, *, source: str, is_probability: bool) -> ScalerMap:
     if kind == "isotonic":
         return IsotonicMap.fit(values, targets)
     if kind == "platt":

@@ -304,7 +304,7 @@ def score_pool(run: PoolScoring) -> list[ScoreReport]:
     """Score the responses of a JSONL pool into a copy."""
     members = _members(run)
     for member in members:
-        check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool))
+        check_name_tells(RecordedConfidence(member.name, member.kind.needs_pool, member.kind.is_probability))
     target = PoolTarget(Path(run.pool), Path(run.output), task=run.task, overwrite=run.overwrite)
     return _score_all(target, members, ScoringModel(run.model), run.output)
 

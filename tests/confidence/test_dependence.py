@@ -14,7 +14,14 @@ from support.strategy_pools import make_entry
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.base import SampleScorer, add_scores
-from selfcal_lightning.confidence.fusion import carried_confidences, fit_fusion, load_scorer, weigh_pool
+from selfcal_lightning.confidence.fusion import (
+    carried_confidences,
+    default_confidences,
+    fit_confidences,
+    fit_fusion,
+    load_scorer,
+    weigh_pool,
+)
 from selfcal_lightning.confidence.registry import ESTIMATORS, RecordedConfidence, pool_dependent, recorded_confidences
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.data.pools.importing import import_pool
@@ -118,10 +125,23 @@ def test_an_annotation_under_another_name_is_known_by_its_estimator(tmp_path: Pa
     import_pool(write_pool(tmp_path / "pool.jsonl"), tmp_path / "store")
     run_score(CONSISTENCY, str(tmp_path / "store"), name="agreement")
     pool = load_recorded_pool(tmp_path / "store", confidences=["agreement"])
-    assert recorded_confidences(pool.estimators) == [RecordedConfidence("agreement", needs_pool=True)]
+    assert recorded_confidences(pool.estimators) == [
+        RecordedConfidence("agreement", needs_pool=True, is_probability=True)
+    ]
     assert "agreement" not in carried_confidences(pool)
     with pytest.raises(ValueError, match="agreement, which depend on the other responses"):
         weigh_pool(pool.subset({"q0", "q1"}), ["agreement"], [])
+
+
+def test_an_estimator_says_whether_its_values_are_probabilities() -> None:
+    pools = [
+        (carrying("coe_c", prefix="t"), "coe_c_platt"),
+        (replace(carrying("shape", prefix="t"), estimators={"shape": "coe_c"}), "shape_platt"),
+        (carrying("mine", prefix="t"), "mine"),
+    ]
+    assert all(name in default_confidences(pool, can_fit=True) for pool, name in pools)
+    (scaler,) = fit_confidences(pools[1][0], ["shape_platt"])
+    assert not scaler.map.takes_logit
 
 
 def test_a_file_keeps_the_name_by_which_it_is_known(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import add_scores, split_hash
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
+from selfcal_lightning.confidence.registry import RecordedConfidence
 from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_logistic, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
 from selfcal_lightning.core.errors import InputError
@@ -143,15 +144,27 @@ def test_scaler_scores_a_sample_like_its_map() -> None:
     assert "scaled" not in add_scores(without, [scaler]).confidences
 
 
-def test_scores_that_are_no_probability_scale_without_a_logit() -> None:
-    pool = overconfident_pool(20)
-    scaler = fit_scaler(pool, "platt", source="sequence_logprob")
+@pytest.mark.parametrize(
+    ("source", "known"),
+    [
+        ("sequence_logprob", ()),
+        ("coe_c", ()),  # its values here lie in [0, 1], others need not
+        ("shape", [RecordedConfidence("shape", needs_pool=False, is_probability=False)]),
+    ],
+)
+def test_scores_that_are_no_probability_scale_without_a_logit(source: str, known: list[RecordedConfidence]) -> None:
+    pool = [
+        replace(e, samples=tuple(replace(s, confidences={"coe_c": s.p_true, "shape": s.p_true}) for s in e.samples))
+        for e in overconfident_pool(20)
+    ]
+    scaler = fit_scaler(pool, "platt", source=source, known=known)
     assert isinstance(scaler.map, PlattMap)
     assert not scaler.map.takes_logit
-    assert scaler.before.ece is None
+    assert (scaler.before.ece is None) == (source == "sequence_logprob")
     assert scaler.after.ece is not None
-    with pytest.raises(ValueError, match="'sequence_logprob'"):
-        fit_scaler(pool, "temperature", source="sequence_logprob")
+    with pytest.raises(ValueError, match=f"'{source}'"):
+        fit_scaler(pool, "temperature", source=source, known=known)
+    assert fit_scaler(pool, "platt", source="shape", name="mine").map.takes_logit  # type: ignore[union-attr]
 
 
 def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
@@ -171,6 +184,8 @@ def test_unreadable_counts_as_wrong_and_missing_is_left_out() -> None:
         ({"held_out": overconfident_pool(5)}, "not fitted on, but got 5 of 5"),
         ({"kind": "beta"}, "`kind` .* 'beta'"),
         ({"pool": []}, "at least one response"),
+        ({"pool": [make_entry([None], [None])]}, "'p_true' to fit on, but got none"),
+        ({"pool": [make_entry([None], [None])], "kind": "temperature"}, "'p_true' to fit on, but got none"),
     ],
 )
 def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -> None:

@@ -50,6 +50,7 @@ class AnswerSettings:
             adds, or one of a reward model, such as prm. Null is the last scorer's, else the strategy's default.
         strategy_args: Further fields of the strategy, such as `--strategy_args.criterion beta`.
         scorers: Files of `selfcal fit-confidence`; each may read what earlier ones add: `--scorers '[a.json, b.json]'`.
+            A strategy without a confidence, such as self_consistency, reads none.
         threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
             it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
             guarantees the error rate by withholding answers.

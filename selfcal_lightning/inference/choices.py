@@ -40,10 +40,14 @@ def choose_strategy(
     if name is not None:
         check_can_answer(name)
     if fitted is not None:
+        if name not in (None, fitted.strategy):
+            raise InputError(
+                f"{fitted.name!r} was fitted for {fitted.strategy}, but got {name}. Fit a threshold for this one."
+            )
         if fitted.parameter in fields:
             raise InputError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
         fitted.check_scorers(scorers)
-        return fitted.configure(make_strategy(name or fitted.strategy, **{**fitted.fields, **fields}))
+        return fitted.configure(make_strategy(fitted.strategy, **{**fitted.fields, **fields}))
     if name is None:
         name, fields = DEFAULT_STRATEGY, {"threshold": DEFAULT_THRESHOLD, **fields}
     strategy = make_strategy(name, **fields)
@@ -149,9 +153,12 @@ def unreached_note(strategy: Strategy, verdicts: Sequence[Verdict]) -> str | Non
         return None
     highest = max((verdict.confidence for verdict in verdicts if verdict.confidence is not None), default=None)
     seen = "no answer had a confidence" if highest is None else f"the highest confidence was {highest:.2f}"
+    seen, change = f" ({seen})", "Lower"
+    if getattr(strategy, "criterion", None) == "entropy":  # which has to fall to the threshold
+        seen, change = "", "Raise"
     return (
-        f"No question reached the threshold {threshold:g} at which sampling stops ({seen}), so each took all its "
-        "samples. Lower --threshold, or let `selfcal fit-threshold` choose one."
+        f"No question reached the threshold {threshold:g} at which sampling stops{seen}, so each took all its "
+        f"samples. {change} --threshold, or let `selfcal fit-threshold` choose one."
     )
 
 

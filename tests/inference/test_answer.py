@@ -193,8 +193,8 @@ def test_a_budget_threshold_brings_the_strategy_along(oracle: Oracle, tmp_path: 
         choose_strategy(None, {"threshold": 0.9}, fitted=fitted)
     with pytest.raises(ValueError, match="Fit a threshold for this one"):
         choose_strategy(None, {"max_samples": 5}, fitted=fitted)
-    with pytest.raises(ValueError, match=r"Fit a threshold for this one|to be among"):
-        choose_strategy("self_consistency", {}, fitted=fitted)
+    with pytest.raises(ValueError, match=r"fitted for early_stopping, but got cisc\. Fit a threshold for this one"):
+        choose_strategy("cisc", {}, fitted=fitted)
 
 
 def test_answers_below_a_risk_threshold_are_withheld(
@@ -363,6 +363,10 @@ def test_a_threshold_that_no_answer_reaches_is_told() -> None:
     strategy = EarlyStopping(threshold=0.7)
     note = str(unreached_note(strategy, verdicts(False, False, False, False)))
     assert "threshold 0.7" in note
-    assert "the highest confidence was 0.20" in note
+    assert "(the highest confidence was 0.20)" in note
+    assert "Lower --threshold" in note
+    of_entropy = str(unreached_note(AdaptiveConsistency("entropy"), verdicts(False, False, False, False)))
+    assert "highest" not in of_entropy
+    assert "Raise --threshold" in of_entropy
     assert unreached_note(strategy, verdicts(False, False, True, False)) is None
     assert unreached_note(strategy, verdicts(False)) is None

@@ -250,6 +250,7 @@ def _fit_risk(strategy: Strategy, pool: Sequence[QuestionSamples], **options: An
         ways = {
             "questions": "Sample more calibration questions, or raise `risk` or `delta`.",
             "start": f"Raise `risk`, or {other_start}.",
+            "grid": "Name lower thresholds by `grid`, or let the first half suggest some (`use_all` false, no `grid`).",
             "ranking": "Raise `risk`, or read a `confidence` that ranks questions better (`selfcal fit-confidence`).",
         }
         way_out = ways[error.certificate.shortfall or "ranking"]

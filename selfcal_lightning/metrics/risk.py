@@ -203,7 +203,7 @@ def _guarded_rate(total: Floats, answered: NDArray[np.int64]) -> Floats:
 
 
 Test = Literal["binomial", "hoeffding_bentkus"]
-Shortfall = Literal["questions", "start", "ranking"]
+Shortfall = Literal["questions", "start", "ranking", "grid"]
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ class Certificate:
     num_certified: int  # thresholds of the grid
     message: str  # the outcome in a sentence; without a threshold, about how many more questions it would take
     # Without a threshold, what was missing: "questions" (there are too few), "start" (those tested first do not look
-    # good enough, and the others were not tested) or "ranking" (none of the grid looks good enough).
+    # good enough, and the others were not tested), "ranking" (none of the grid looks good enough) or "grid" (all of it
+    # lies above the confidences).
     shortfall: Shortfall | None = None
 
 
@@ -270,7 +271,9 @@ def certify_threshold(
             questions_needed(scores, losses, among, risk=risk, delta=delta / len(tested))
             for among in (tested, thresholds)
         ]
-        shortfall, message = _no_threshold(risk, delta, len(scores), *needed)
+        highest = float(scores.max(initial=-math.inf))
+        is_above = -math.inf < highest < thresholds.min()
+        shortfall, message = _no_threshold(risk, delta, len(scores), *needed, above=highest if is_above else None)
         return Certificate(
             None, num_answered=0, loss=0.0, p_value=1.0, num_certified=0, message=message, shortfall=shortfall, **common
         )
@@ -299,13 +302,18 @@ def _p_values(test: Test, losses: Floats, answered: NDArray[np.int64], total: Fl
 
 
 def _no_threshold(
-    risk: float, delta: float, num_questions: int, needed: int | None, anywhere: int | None
+    risk: float, delta: float, num_questions: int, needed: int | None, anywhere: int | None, *, above: float | None
 ) -> tuple[Shortfall, str]:
-    """Say what is missing; ``needed`` questions certify a threshold that is tested first, ``anywhere`` any other."""
+    """Say what is missing; ``needed`` questions certify a threshold that is tested first, ``anywhere`` any other.
+
+    ``above`` is the highest confidence if the whole grid lies above it.
+    """
     start = (
         f"No threshold keeps the error rate among the answered at or below {risk:g} with confidence {1.0 - delta:g} "
         f"on {num_questions} calibration questions"
     )
+    if above is not None:
+        return "grid", f"{start}: the grid lies above all confidences, of which {above:.4g} is the highest."
     if anywhere is None:
         return "ranking", f"{start}: none looks as good as that, so that more questions would not help."
     if needed is None:

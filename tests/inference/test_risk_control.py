@@ -205,7 +205,10 @@ def test_no_promise_where_nothing_looks_good_or_the_start_is_unreachable() -> No
     unreachable = certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1)
     assert unreachable.threshold is None
     assert "the others were not tested" in unreachable.message
-    assert (bad.shortfall, unreachable.shortfall) == ("ranking", "start")
+    too_high = certify_threshold([-0.5] * 100 + [-math.inf], [0.0] * 100 + [1.0], [0.5, 0.0], risk=0.1)
+    assert "above all confidences, of which -0.5 is the highest" in too_high.message
+    assert [found.shortfall for found in (bad, unreachable, too_high)] == ["ranking", "start", "grid"]
+    assert certify_threshold([-math.inf] * 9, [1.0] * 9, [0.5], risk=0.1).shortfall == "ranking"
     assert certify_threshold([0.9] * 100, [0.0] * 100, [0.99, 0.5], risk=0.1, num_starts=2).threshold == 0.5
 
 

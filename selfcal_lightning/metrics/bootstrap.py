@@ -73,8 +73,7 @@ class Estimate:
     @classmethod
     def from_resamples(cls, value: float, resampled: Floats, *, level: float = 0.95) -> Estimate:
         """Build the estimate from its value and the values of the resamples [R]; NaN means undefined."""
-        if not 0.0 < level < 1.0:
-            raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
+        _check_level(level)
         defined = resampled[~np.isnan(resampled)]
         ends = 0.5 - level / 2.0, 0.5 + level / 2.0
         low, high = np.quantile(defined, ends).tolist() if len(defined) else (None, None)
@@ -85,6 +84,7 @@ class Estimate:
         cls, bounds: ErrorBounds | None, *, least: float = -np.inf, most: float = np.inf, level: float = 0.95
     ) -> Estimate:
         """Build the estimate from bounds of a calibration error, with its interval clipped to the possible range."""
+        _check_level(level)
         if bounds is None or np.isnan(bounds.value):
             return cls(None, None, None)
         undefined = int(np.isnan(bounds.least).sum())
@@ -92,6 +92,11 @@ class Estimate:
             return cls(bounds.value, None, None, undefined)
         low, high = bounds.interval(level)
         return cls(bounds.value, max(low, least), min(high, most), undefined)
+
+
+def _check_level(level: float) -> None:
+    if not 0.0 < level < 1.0:
+        raise InputError(f"Expected `level` to lie in (0, 1), but got {level}.")
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def question_bootstrap(
     resamples of the sorted questions.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
-    return _resampled(columns, num_resamples=num_resamples, seed=seed)
+    return columns.metrics_of(_resampled(columns, num_resamples=num_resamples, seed=seed))
 
 
 def bootstrap_interval(
@@ -186,14 +191,12 @@ def bootstrap_interval(
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
     resampled = _resampled(columns, num_resamples=num_resamples, seed=seed)
-    estimates = {
-        metric: Estimate.from_resamples(value, resampled[metric], level=level)
+    return {
+        metric: Estimate.from_bounds(columns.error_bounds(resampled[ECE]), least=0.0, most=1.0, level=level)
+        if metric == ECE
+        else Estimate.from_resamples(value, resampled[metric], level=level)
         for metric, value in columns.values().items()
     }
-    if ECE in estimates:
-        bounds = _error_bounds(columns, num_resamples=num_resamples, seed=seed)
-        estimates[ECE] = Estimate.from_bounds(bounds, least=0.0, most=1.0, level=level)
-    return estimates
 
 
 def calibration_error_bounds(
@@ -207,7 +210,7 @@ def calibration_error_bounds(
 ) -> ErrorBounds:
     """Compute the calibration error and its bounds over resampled questions, as :func:`bootstrap_interval` does."""
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
-    return _error_bounds(columns, num_resamples=num_resamples, seed=seed)
+    return columns.error_bounds(_resampled(columns, num_resamples=num_resamples, seed=seed)[ECE])
 
 
 def paired_bootstrap(
@@ -234,13 +237,14 @@ def paired_bootstrap(
         raise InputError(f"Expected `before` and `after` to hold the same questions, but got {found}.")
     values = first.values(), second.values()
     draws = [_resampled(part, num_resamples=num_resamples, seed=seed) for part in (first, second)]
-    columns = {
-        metric: [np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True)] for metric in values[0]
-    }
-    changes = {metric: _change(metric, before, after, level) for metric, (before, after) in columns.items()}
-    if ECE in changes:
-        bounds = (_error_bounds(part, num_resamples=num_resamples, seed=seed) for part in (first, second))
-        changes[ECE] = error_change(*bounds, level=level)
+    changes = {}
+    for metric in first.metrics:
+        if metric == ECE:
+            bounds = (part.error_bounds(drawn[ECE]) for part, drawn in zip((first, second), draws, strict=True))
+            changes[metric] = error_change(*bounds, level=level)
+        else:
+            pair = (np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True))
+            changes[metric] = _change(metric, *pair, level=level)
     return changes
 
 
@@ -255,7 +259,7 @@ def error_change(before: ErrorBounds, after: ErrorBounds, *, level: float = 0.95
     )
 
 
-def _change(metric: str, before: Floats, after: Floats, level: float) -> MetricChange:
+def _change(metric: str, before: Floats, after: Floats, *, level: float) -> MetricChange:
     """Build the record from columns [1 + R] whose first entry is the value on all questions."""
     ratio = np.divide(after, before, out=np.full_like(after, np.nan), where=before != 0.0)
     columns = (before, after, after - before, ratio)
@@ -299,12 +303,17 @@ class _PerQuestion:
         self.num_not_above = np.searchsorted(wrong, right, side="right")
 
     def values(self) -> dict[str, float]:
-        return {metric: float(row[0]) for metric, row in self.weighted(np.ones((1, len(self.questions)))).items()}
+        weighted = self.metrics_of(self.weighted(np.ones((1, len(self.questions)))))
+        return {metric: float(row[0]) for metric, row in weighted.items()}
+
+    def metrics_of(self, weighted: dict[str, Floats]) -> dict[str, Floats]:
+        """Return the metrics [r] of what ``weighted`` returned."""
+        return {name: np.abs(rows).sum(axis=1) if name == ECE else rows for name, rows in weighted.items()}
 
     def weighted(self, counts: Floats) -> dict[str, Floats]:
-        """Return the metrics of resamples [r] in which each question occurs ``counts`` [r, Q] times."""
+        """Return the metrics [r], of the ECE its gaps [r, B], where each question occurs ``counts`` [r, Q] times."""
         functions: dict[str, Callable[[], Floats]] = {
-            ECE: lambda: np.abs(self.gaps(counts)).sum(axis=1),
+            ECE: lambda: self.gaps(counts),
             BRIER: lambda: (counts @ self.squared_error) / (counts @ self.size),
             AUROC: lambda: self._auroc(counts),
             WITHIN_QUESTION_AUROC: lambda: self._within_question(counts),
@@ -318,6 +327,12 @@ class _PerQuestion:
     def gaps(self, counts: Floats) -> Floats:
         """Return the mean over all responses of (correct - confidence) in each bin [r, B]; see ``weighted``."""
         return (counts @ self.bin_gap) / (counts @ self.size)[:, None]
+
+    def error_bounds(self, resampled: Floats) -> ErrorBounds:
+        """Return the calibration error and its bounds over resamples, given their gaps [R, B]."""
+        num_questions = len(self.questions)
+        gaps = self.gaps(np.ones((1, num_questions)))[0]
+        return ErrorBounds.from_gaps(gaps, resampled, num_questions=num_questions)
 
     def _within_question(self, counts: Floats) -> Floats:
         mixed = counts @ self.is_mixed
@@ -338,16 +353,8 @@ class _PerQuestion:
         return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
 
 
-def _error_bounds(columns: _PerQuestion, *, num_resamples: int, seed: int) -> ErrorBounds:
-    """Return the calibration error and its bounds over ``num_resamples`` resamples."""
-    num_questions = len(columns.questions)
-    blocks = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
-    resampled = np.concatenate([columns.gaps(counts) for counts in blocks])
-    return ErrorBounds.from_gaps(columns.gaps(np.ones((1, num_questions)))[0], resampled, num_questions=num_questions)
-
-
 def _resampled(columns: _PerQuestion, *, num_resamples: int, seed: int) -> dict[str, Floats]:
-    """Return the metrics [R] of ``num_resamples`` resamples."""
+    """Return the metrics [R], of the ECE its gaps [R, B], of ``num_resamples`` resamples."""
     blocks = [
         columns.weighted(counts)
         for counts in resample_counts(len(columns.questions), num_resamples=num_resamples, seed=seed)

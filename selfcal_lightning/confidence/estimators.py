@@ -417,7 +417,7 @@ def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
     from selfcal_lightning.metrics.consistency import masked_standardised_weights
 
     scores = np.array(columns, dtype=np.float64).T  # None is NaN
-    is_known = ~np.isnan(scores).any(axis=1)
+    is_known = np.asarray(~np.isnan(scores).any(axis=1))
     weights = masked_standardised_weights(np.where(is_known[:, None], scores, np.nan)).prod(axis=1)
     return [weight if known else None for weight, known in zip(weights.tolist(), is_known, strict=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 from scipy.special import betainc, entr, gammainc, gammaln
@@ -85,14 +85,11 @@ def _by_combination(leading: Floats, function: Callable[[Integers], Floats]) -> 
     """Apply ``function``, which takes rows of counts [R, top], to all rows [..., top], once per distinct row."""
     rows = leading.reshape(-1, leading.shape[-1]).astype(np.int64)
     base = int(rows.max(initial=0)) + 1
-    key, size = np.zeros(len(rows), dtype=np.int64), 1
-    for column in rows.T:
-        if size > _LARGEST_KEY // base:
-            # Renumber what was seen so far, so that keys stay within 64 bits.
-            distinct, key = np.unique(key, return_inverse=True)
-            size = len(distinct)
-        key, size = key + column * size, size * base
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    if base ** rows.shape[1] > _LARGEST_KEY:  # thousands of votes
+        first = inverse = np.arange(len(rows))
+    else:
+        keys = rows @ base ** np.arange(rows.shape[1])
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     return np.asarray(np.round(function(rows[first]), _DECIMALS)[inverse].reshape(leading.shape[:-1]))
 
 
@@ -247,7 +244,7 @@ class AdaptiveConsistency:
 
     @property
     def _threshold(self) -> float:
-        return THRESHOLDS[self.criterion] if self.threshold is None else self.threshold
+        return cast("float", self.threshold)  # set when it was made
 
     def _bound(self, threshold: float) -> float:
         """Return the score to reach; scores rise with certainty, so entropies are negated."""

@@ -21,7 +21,6 @@ def run_strategy(
     *,
     lookahead: int = 0,
     on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> list[Verdict]:
     """Run ``strategy`` on every question and return the verdicts in the order of ``questions``.
 
@@ -32,7 +31,6 @@ def run_strategy(
         lookahead: How many samples beyond those asked for may be started for a question while the engine has room and
             no other question is waiting. Shortens the wait when there are few questions, at the cost of samples.
         on_verdict: Called with each verdict and the samples that it is based on.
-        progress: Called with the number of samples that arrived, after each wait.
 
     Raises:
         MissingConfidenceError: The source does not have the confidence that the strategy reads.
@@ -49,7 +47,7 @@ def run_strategy(
         ('4', True, 2, 4)
     """
     verdicts: dict[str, Verdict] = {}
-    with Driver(strategy, source, lookahead=lookahead, on_verdict=on_verdict, progress=progress) as driver:
+    with Driver(strategy, source, lookahead=lookahead, on_verdict=on_verdict) as driver:
         driver.add(*questions)
         while not driver.is_idle:
             verdicts |= {verdict.question_id: verdict for verdict in driver.work()}
@@ -102,12 +100,11 @@ class Driver:
         *,
         lookahead: int = 0,
         on_verdict: Callable[[Verdict, Sequence[Sample]], None] | None = None,
-        progress: Callable[[int], None] | None = None,
         on_arrival: Callable[[Sample], None] | None = None,
     ) -> None:
         check_at_least(0, lookahead=lookahead)
         self.strategy, self.source, self.lookahead = strategy, source, lookahead
-        self.on_verdict, self.progress, self.on_arrival = on_verdict, progress, on_arrival
+        self.on_verdict, self.on_arrival = on_verdict, on_arrival
         self._waiting: deque[Question] = deque()
         self._open: dict[str, _OpenQuestion] = {}
         self._reached: list[Verdict] = []
@@ -136,8 +133,6 @@ class Driver:
         self._fill()
         if self._open and not self._reached:
             samples = self.source.poll()
-            if self.progress is not None:
-                self.progress(len(samples))
             for sample in samples:
                 self._open[sample.question_id].take_in(sample)
                 if self.on_arrival is not None:

@@ -411,10 +411,10 @@ def as_budgets(grid: Sequence[float], name: str = "max_samples") -> Integers:
     return np.asarray(grid, dtype=np.int64)
 
 
-def as_thresholds(grid: Sequence[float], name: str = "threshold") -> Floats:
+def as_thresholds(grid: Sequence[float]) -> Floats:
     """Return a grid of thresholds as float64 [G]."""
     for value in grid:
-        check_number(float(value), name)
+        check_number(float(value), "threshold")
     return np.asarray(grid, dtype=np.float64)
 
 

@@ -10,7 +10,7 @@ whether one is answered at a *fixed* threshold depends on that question alone. G
 losses are independent draws with mean R; so the number of wrong answers among n answered ones is Binomial(n, R), and
 ``P(Bin(n, risk) <= wrong)`` is a p-value for every n, hence on average over n. Without an answered question it is 1.
 What breaks this is a threshold taken from the calibration questions themselves, such as the best empirical one: grid
-and order of testing must not depend on them. They may depend on any *other* questions (``risk_planning.guided_grid``).
+and order of testing must not depend on them. They may depend on any *other* questions (``guided_grid``).
 
 Reference:
     Angelopoulos, Bates, Candes, Jordan and Lei, Learn then Test, arXiv 2110.01052, sections 2 and 3.
@@ -125,12 +125,10 @@ def check_rate(value: float, name: str) -> None:
 MOST_QUESTIONS = 10_000_000
 
 
-def guided_grid(
-    confidence: Array, loss: Array, *, num_questions: int, risk: float, num_thresholds: int = 100
-) -> Floats:
+def guided_grid(confidence: Array, loss: Array, *, num_questions: int, risk: float) -> Floats:
     """Choose thresholds and their order from questions *other* than those of the test, which keeps the test valid.
 
-    The candidates are quantiles of those confidences. The first is the one that ``num_questions`` calibration
+    The candidates are a hundred quantiles of those confidences. The first is the one that ``num_questions`` calibration
     questions would most clearly certify if they were like these; the lower ones follow in falling order.
 
     Args:
@@ -138,7 +136,6 @@ def guided_grid(
         loss: Their losses in [0, 1] [M].
         num_questions: Number of calibration questions in the later test.
         risk: Bound on the selective risk.
-        num_thresholds: Largest number of thresholds.
 
     Example:
         >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
@@ -155,8 +152,7 @@ def guided_grid(
     known = scores[np.isfinite(scores)]
     if not known.size:
         raise InputError("Expected `confidence` to hold at least one finite value, but got none.")
-    quantiles = np.linspace(0.0, 1.0, num_thresholds)
-    candidates = np.unique(np.quantile(known, quantiles, method="lower"))[::-1]
+    candidates = np.unique(np.quantile(known, np.linspace(0.0, 1.0, 100), method="lower"))[::-1]
     answered, total = selective_counts(scores, losses, candidates)
     expected = np.floor(answered * (num_questions / len(scores)))
     p_values = hoeffding_bentkus_p_value(_guarded_rate(total, answered), expected, risk=risk)

@@ -220,7 +220,7 @@ def _overlap_with_training(inputs: Inputs, sampled: ModelInputs, options: Sampli
         results[f"own.{test}.trained_on.{side}"] = shared
     unlike = unlike_training(inputs, sampled.sides, options)
     for key, number in unlike.items():
-        _, test, what, side = key.split(".", 3)
+        test, what, side = key.removeprefix("own.").rsplit(".", 2)
         if what == "unlike_training" and number:
             whole = len(inputs.tests[test][side].entries)
             say(f"{test}: {number:,} of {whole:,} questions are unlike those that {side!r} was trained on.")

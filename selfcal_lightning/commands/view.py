@@ -68,6 +68,10 @@ def run_view(
             raise InputError(f"{path} has its report already, so {', '.join(unused)} cannot apply. Give its samples.")
         file = reports[0] if other is None else Path(output or REPORT)
         if other is not None:
+            if reports[0].samefile(reports[1]):
+                raise InputError(f"Expected two evaluations to compare, but got {path} twice. Name another one.")
+            if file.resolve() in {report.resolve() for report in reports}:
+                raise InputError(f"{file} is the report of an evaluation that is compared. Name another `output`.")
             names = dict(zip((path, other), reports, strict=True))
             shared, alone = compare_pages(file, names, title=f"{path} and {other}")
             say(f"{shared:,} questions are in both evaluations; {alone:,} are in one only and are left out.")

@@ -18,6 +18,7 @@ from selfcal_lightning.confidence.fusion import carried_confidences, is_probabil
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import open_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
+from selfcal_lightning.evaluation.metrics import SIDES
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
 from selfcal_lightning.records import QuestionSamples
 
@@ -61,8 +62,6 @@ def write_page(
         colours: Returns the tokens of each response, [question][sample], to colour them.
     """
     systems = list(dict.fromkeys(system for pools in tests.values() for system in pools))
-    if len(systems) > 2:
-        raise InputError(f"Expected one system or two to compare, but got {len(systems)}: {', '.join(systems)}.")
     _check_replaceable(path)
     confidences = _confidences(tests)
     asked = [row for number, pools in enumerate(tests.values()) for row in _questions(number, pools, systems)]
@@ -97,8 +96,9 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
     """
     pages = [_read(report) for report in reports.values()]
     (one, texts), (two, others) = pages
-    if {one["redacted"], two["redacted"]} == {True, False}:
-        texts = others = []
+    for report, (index, _) in zip(reports.values(), pages, strict=True):
+        if index["redacted"]:
+            raise InputError(f"{report} is without texts and answers, which a comparison needs. Evaluate again.")
     places = [
         {(index["tests"][row["t"]], row["id"]): at for at, row in enumerate(index["questions"])} for index, _ in pages
     ]
@@ -116,9 +116,8 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
         runs = [_chosen(index, row, names) for (index, _), row in zip(pages, (first, second), strict=True)]
         runs[1]["a"] = [-1 if answer < 0 else renamed[answer] for answer in runs[1]["a"]]
         rows.append({**first, "t": tests.index(test), "a": list(answers), "s": runs})
-        if texts and others:
-            both = texts[at[0]], others[at[1]]
-            merged.append({name: [found[name][-1] for found in both] for name in ("s", "l")} | {"q": both[0]["q"]})
+        both = texts[at[0]], others[at[1]]
+        merged.append({name: [found[name][-1] for found in both] for name in ("s", "l")} | {"q": both[0]["q"]})
     numbers = [
         {**row, "system": name}
         for name, (index, _) in zip(reports, pages, strict=True)
@@ -127,7 +126,7 @@ def compare_pages(path: Path, reports: Mapping[str, Path], *, title: str) -> tup
     ]
     index = {
         **one, "title": title, "systems": list(reports), "tests": tests, "confidences": names, "numbers": numbers,
-        "redacted": not merged, "coloured": bool(one.get("coloured") or two.get("coloured")), "questions": rows,
+        "coloured": bool(one.get("coloured") or two.get("coloured")), "questions": rows,
         "sentences": [f"{name}: {sentence}" for name, (index, _) in zip(reports, pages, strict=True)
                       for sentence in index["sentences"]],
     }  # fmt: skip
@@ -272,8 +271,9 @@ def _cut(text: str) -> str:
 def _numbers(tests: Tests, results: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for test, pools in tests.items():
-        for system, pool in pools.items():
-            keys = {name: f"own.{test}.{name}.{system}" for name in METRICS}
+        is_pair = f"own.{test}.ece.change" in results  # two systems are before and after, whatever they are called
+        for side, (system, pool) in zip(SIDES if is_pair else pools, pools.items(), strict=True):
+            keys = {name: f"own.{test}.{name}.{side}" for name in METRICS}
             values = {name: [results.get(f"{key}{end}") for end in ("", ".low", ".high")] for name, key in keys.items()}
             number = sum(len(entry.samples) for entry in pool.entries)
             counts = {"questions": len(pool.entries), "responses": number}

@@ -11,13 +11,15 @@ FEW_QUESTIONS = 30
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each test set from the keys of results.json; clear changes have intervals without 0."""
-    tests = dict.fromkeys(match[1] for key in results if (match := re.fullmatch(r"own\.(.+)\.ece\.[^.]+", key)))
-    return [_sentence(results, f"own.{test}", test) for test in tests]
+    tests: dict[str, str] = {}
+    for key in results:
+        if match := re.fullmatch(r"own\.(.+)\.ece\.(.+)(?<!\.low)(?<!\.high)", key):
+            tests.setdefault(match[1], match[2])
+    return [_sentence(results, f"own.{test}", test, side) for test, side in tests.items()]
 
 
-def _sentence(results: Mapping[str, Any], own: str, test: str) -> str:
-    if f"{own}.ece.before" not in results:
-        side = next(key for key in results if re.fullmatch(rf"{re.escape(own)}\.ece\.[^.]+", key)).rpartition(".")[2]
+def _sentence(results: Mapping[str, Any], own: str, test: str, side: str) -> str:
+    if f"{own}.ece.change" not in results:
         named = {"ece": "ECE", "auroc": "AUROC", "pass_at_1": "pass@1"}
         shown = [f"{name} {_number(results.get(f'{own}.{key}.{side}'))}" for key, name in named.items()]
         return f"{test}, {side}: {', '.join(shown)}{caution(results.get(f'{own}.num_questions.{side}'))}."

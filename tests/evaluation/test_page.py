@@ -121,6 +121,11 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     assert numbers[0]["questions"] == 12
     with pytest.raises(InputError, match="`limit` cannot apply"):
         run_view(str(tmp_path / "out"), limit=3)
+    pair = {"base": str(pool), "llama3.1": str(pool)}
+    results = run_evaluate(**nested(pools=pair, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=1000))
+    numbers = packed((tmp_path / "out" / "report.html").read_text(), "index")["numbers"]
+    sides = [("base", results["own.test.ece.before"]), ("llama3.1", results["own.test.ece.after"])]
+    assert [(row["system"], row["ece"][0]) for row in numbers] == sides
 
 
 def test_the_report_of_a_training_says_whose_confidences_it_shows(
@@ -170,7 +175,7 @@ def evaluation(folder: Path, answers: str, ids: range) -> Path:
 
 
 def test_two_evaluations_are_compared_on_the_questions_of_both(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = evaluation(tmp_path / "a", "554", range(6)), evaluation(tmp_path / "b", "464", range(2, 8))
     page = Path(run_view(str(one), str(two), output=str(tmp_path / "both.html"))).read_text()
@@ -190,6 +195,14 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
         run_view(str(one), str(tmp_path / "a" / "pool.jsonl"))
     with pytest.raises(InputError, match="`limit` cannot apply"):
         run_view(str(one), str(two), limit=3)
+    monkeypatch.chdir(one)
+    with pytest.raises(InputError, match=r"report\.html is the report of an evaluation .* another `output`"):
+        run_view(".", str(two))
+    with pytest.raises(InputError, match="two evaluations to compare, but got .* twice"):
+        run_view(str(one), ".", output=str(tmp_path / "both.html"))
+    run_view(str(tmp_path / "b" / "pool.jsonl"), output=str(two / "report.html"), redact=True)
+    with pytest.raises(InputError, match=r"report\.html is without texts"):
+        run_view(str(one), str(two), output=str(tmp_path / "both.html"))
 
 
 def test_tokens_are_coloured_by_their_log_probability(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from selfcal_lightning.evaluation.verdict import verdict
 
 def keys(metric: str, before: float, after: float, low: float, high: float) -> dict[str, float]:
     own = f"own.t.{metric}"
-    return {f"{own}.before": before, f"{own}.after": after, f"{own}.change.low": low, f"{own}.change.high": high}
+    ends = {f"{own}.before": before, f"{own}.after": after, f"{own}.change": after - before}
+    return ends | {f"{own}.change.low": low, f"{own}.change.high": high}
 
 
 @pytest.mark.parametrize(
@@ -45,5 +46,8 @@ def test_a_change_is_named_where_its_interval_leaves_out_zero(
 
 
 def test_few_questions_and_unknown_numbers_are_said() -> None:
-    (sentence,) = verdict({"own.t.ece.llama": 0.1, "own.t.auroc.llama": None, "own.t.num_questions.llama": 8})
-    assert sentence == "t, llama: ECE .100, AUROC unknown, pass@1 unknown; 8 questions are too few to tell much."
+    numbers = {"own.t.ece.{}": 0.1, "own.t.ece.{}.low": 0.0, "own.t.auroc.{}": None, "own.t.num_questions.{}": 8}
+    for side in ("llama", "qwen2.5", "before"):  # a test set of one of two pools alone has no after
+        (sentence,) = verdict({key.format(side): value for key, value in numbers.items()})
+        few = "8 questions are too few to tell much."
+        assert sentence == f"t, {side}: ECE .100, AUROC unknown, pass@1 unknown; {few}"

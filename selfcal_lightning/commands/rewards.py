@@ -24,7 +24,7 @@ from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
 from selfcal_lightning.models.folders import model_folder, resolve_model, weights_sha256
 from selfcal_lightning.records import IMPORTED, SamplingSettings
-from selfcal_lightning.rewards.rates import PREFIXES_FILE, SUCCESS_KEYS, read_rates, success_records
+from selfcal_lightning.rewards.rates import PREFIXES_FILE, SUCCESS_KEYS, read_rollouts, success_records
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,14 @@ def run_rollout(
     _check_number(Path(store_dir), split, num_rollouts, extend=extend)
     chat = settings.chat()
     wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
+    if (export is not None or export_trl is not None) and all(one.question.reference is None for one in wanted):
+        option = "export_trl" if export is None else "export"
+        raise InputError(f"`{option}` needs reference answers, but no question in {samples_dir} has one. Leave it out.")
     sample_questions(settings, devices=devices, shard=shard)
     _keep_prefixes(Path(store_dir) / PREFIXES_FILE, {line["id"]: line for line in describe_prefixes(wanted, chat)})
-    rates = read_rates(store_dir) if (Path(store_dir) / "manifest.json").is_file() else {}
-    found = [rates[one.question.id] for one in wanted if one.question.id in rates]
+    counts, rates = read_rollouts(store_dir) if (Path(store_dir) / "manifest.json").is_file() else ({}, {})
+    found = [counts[one.question.id] for one in wanted if one.question.id in counts]
+    shares = [rates[one.question.id].share for one in wanted if one.question.id in rates]
     if export is not None:
         records = list(success_records(store_dir, source.outer_rates(chat)))
         write_json_lines(Path(export), records)
@@ -142,8 +146,8 @@ def run_rollout(
             f"Wrote the steps of {len(rows):,} responses to {export_trl}; left out {len(labelled) - len(rows):,} "
             "without steps or a label, or of which some steps are not rolled out"
         )
-    mean = sum(rate.share for rate in found) / len(found) if found else None
-    report = RolloutReport(len(wanted), len(found), sum(rate.rollouts for rate in found), mean)
+    mean = sum(shares) / len(shares) if shares else None
+    report = RolloutReport(len(wanted), len(found), sum(found), mean)
     done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
     say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
     return report

@@ -23,17 +23,25 @@ PREFIXES_FILE = "prefixes.jsonl"
 
 
 def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> dict[str, Rate]:
-    """Return the success rate of every prefix of a store, by ``prefix_id``; unreadable rollouts are wrong."""
-    index = _index_of(rollouts_dir, policy)
-    labelled = ~np.isnan(index.correct)
-    if not labelled.any():
+    """Return the success rate of every labelled prefix of a store, by ``prefix_id``; unreadable rollouts are wrong."""
+    _, rates = read_rollouts(rollouts_dir, policy=policy)
+    if not rates:
         raise InputError(f"Rollouts in {rollouts_dir} have no labels. Sample questions with references.")
-    right = np.nan_to_num(index.correct)
-    return {
-        name: Rate(float(right[rows].mean()), rows.stop - rows.start)
-        for name, rows in _prefixes_in(index)
-        if labelled[rows].any()
-    }
+    return rates
+
+
+def read_rollouts(
+    rollouts_dir: str, *, policy: StoreFingerprint | None = None
+) -> tuple[dict[str, int], dict[str, Rate]]:
+    """Return the number of rollouts of every prefix of a store, and the success rates of the labelled ones."""
+    index = _index_of(rollouts_dir, policy)
+    labelled, right = ~np.isnan(index.correct), np.nan_to_num(index.correct)
+    counts, rates = {}, {}
+    for name, rows in _prefixes_in(index):
+        counts[name] = rows.stop - rows.start
+        if labelled[rows].any():
+            rates[name] = Rate(float(right[rows].mean()), counts[name])
+    return counts, rates
 
 
 def read_agreement(
@@ -66,7 +74,7 @@ def success_records(rollouts_dir: str, outer: Iterable[tuple[str, str, float]] =
     """Yield ``{question, reasoning_prefix, success_prob}`` of every prefix with a known rate."""
     for row in outer:
         yield dict(zip(SUCCESS_KEYS, row, strict=True))
-    rates = read_rates(rollouts_dir)
+    _, rates = read_rollouts(rollouts_dir)
     for _, line in read_json_lines(Path(rollouts_dir) / PREFIXES_FILE):
         if (known := rates.get(line["id"])) is not None:
             yield dict(zip(SUCCESS_KEYS, (line["question"], line["reasoning_prefix"], known.share), strict=True))

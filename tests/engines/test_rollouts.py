@@ -219,6 +219,24 @@ def test_consensus_is_learnt_without_labels(
         RewardDataModule(tiny_model, str(sampled.path), target="consensus", num_samples=3)
 
 
+def test_questions_without_references_are_rolled_out_for_the_consensus(tiny_model: str, tmp_path: Path) -> None:
+    engine = TransformersEngine(tiny_model)
+    unlabelled = sample_store(engine, tmp_path / "samples", num_questions=1, labelled=False)
+    engine.close()
+    for option in ("export", "export_trl"):
+        with pytest.raises(InputError, match=f"`{option}` needs reference answers"):
+            rollout(unlabelled, tmp_path / "store", **{option: str(tmp_path / "rates.jsonl")})
+        assert not (tmp_path / "store").exists()
+    report = rollout(unlabelled, tmp_path / "store", responses=1, prefixes=1)
+    assert (report.rolled_out, report.rollouts, report.success) == (1, ROLLOUTS, None)
+    RewardDataModule(
+        tiny_model, str(unlabelled.path), target="consensus", num_samples=3, steps="sentence",
+        rollouts=str(tmp_path / "store"),
+    ).collator()  # fmt: skip
+    with pytest.raises(InputError, match="have no labels"):
+        read_rates(str(tmp_path / "store"))
+
+
 def test_rates_reach_a_public_reward_model_by_their_texts(
     sampled: SampleStore, rolled: tuple[Path, Path, Any], shallow_model: str, tmp_path: Path
 ) -> None:

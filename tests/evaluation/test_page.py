@@ -198,7 +198,7 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
     monkeypatch.chdir(one)
     with pytest.raises(InputError, match=r"report\.html is the report of an evaluation .* another `output`"):
         run_view(".", str(two))
-    with pytest.raises(InputError, match="two evaluations to compare, but got .* twice"):
+    with pytest.raises(InputError, match=r"two evaluations to compare, but got .* twice"):
         run_view(str(one), ".", output=str(tmp_path / "both.html"))
     run_view(str(tmp_path / "b" / "pool.jsonl"), output=str(two / "report.html"), redact=True)
     with pytest.raises(InputError, match=r"report\.html is without texts"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,11 +30,14 @@ class Naive:
     p_true: float
 
 
-def sample_store(engine: TransformersEngine, folder: Path, *, num_questions: int = NUM_QUESTIONS) -> SampleStore:
+def sample_store(
+    engine: TransformersEngine, folder: Path, *, num_questions: int = NUM_QUESTIONS, labelled: bool = True
+) -> SampleStore:
     """Sample the first questions of the calibration split into a joined store."""
     fingerprint = store_fingerprint(engine, engine.chat, SAMPLING, 0)
     store = SampleStore.create_or_open(folder, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
     questions = get_task("word_problems").load("calibration", limit=num_questions)
+    questions = questions if labelled else [replace(question, reference=None) for question in questions]
     generate_samples(
         questions, split="calibration", engine=engine, chat=engine.chat, store=store, num_samples=NUM_SAMPLES,
         progress=False,

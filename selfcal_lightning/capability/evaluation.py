@@ -142,7 +142,7 @@ class CapabilityComparison:
     num_questions: int
     num_samples: int
     mean: float
-    constant: float
+    constant: float | None  # None where all questions are as hard as one another
     random: float
     single: float
 
@@ -183,7 +183,7 @@ def compare_estimators(
         num_questions=len(truth),
         num_samples=int(truth.num_samples.min()),
         mean=float(shares.mean()),
-        constant=float(spread[0]),
+        constant=None if np.isnan(spread[0]) else float(spread[0]),
         random=float(random_brier(shares) or 0.0),
         single=0.0 if parts is None else parts.spread,
     )
@@ -242,6 +242,8 @@ def cost_figure(comparison: CapabilityComparison) -> Figure:
         axes.plot(at, value, "o", markersize=5, color=BEFORE if row.needs_labels else AFTER)
         axes.annotate(row.name, (at, value), xytext=(5, 3), textcoords="offset points", fontsize=7)
     for level, name in ((comparison.constant, "the best constant"), (comparison.single, "one judged response")):
+        if level is None:
+            continue
         axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
         axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
     axes.set(xlabel="responses read of a question", ylabel="squared error of capability")
@@ -311,7 +313,7 @@ def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, 
     bars.barh(names, spread, color=GREY, label="spread of the responses, c* (1 - c*)")
     bars.barh(names, capability, left=spread, color=BEFORE, label="error of capability")
     bars.set_xlabel("squared error against single responses")
-    bars.set_xlim(0.0, 1.35 * max([a + b for a, b in zip(capability, spread, strict=True)], default=1.0))
+    bars.set_xlim(0.0, 1.35 * (max([a + b for a, b in zip(capability, spread, strict=True)], default=0.0) or 1.0))
     bars.legend(loc="lower right", fontsize=8, frameon=False)
     _draw_verdicts(dots, test.truth.expected_accuracy, seed=seed)
     for axes in (bars, dots):

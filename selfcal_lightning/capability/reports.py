@@ -213,10 +213,11 @@ def comparison_markdown(
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:
+    constant = "unknown (no spread beyond the noise)" if comparison.constant is None else f"{comparison.constant:.3f}"
     return (
         f"{comparison.num_questions:,} questions, judged by at least {comparison.num_samples} responses each, whose "
         f"noise is taken out of MSE and skill; mean capability {comparison.mean:.3f}. The best constant has an MSE of "
-        f"{comparison.constant:.3f}, a random number {comparison.random:.3f}, and the verdict on one response, taken "
+        f"{constant}, a random number {comparison.random:.3f}, and the verdict on one response, taken "
         f"as the capability, {comparison.single:.3f}. Intervals: 95 %, resampled over questions, paired."
     )
 

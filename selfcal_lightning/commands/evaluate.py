@@ -106,7 +106,7 @@ def run_evaluate(
         adapter: Folder of a LoRA adapter on `before` (instead of `after`), or on `model`. An activated adapter scores
             the same responses again, and none are sampled for it.
         output_dir: Folder for results.json, tables, figures, fitted files and samples. Those of an earlier evaluation
-            are replaced; no other files are.
+            are replaced, fitted files only by ones of the same name; no other files are.
         tests: Test sets to sample from the models.
         model: A single model, instead of before and after.
         pools: Recorded samples instead of models: {system: path}, or a list of {name, path, split, task, test,
@@ -151,9 +151,12 @@ def run_evaluate(
         cost_tokens=None if training_cost is None else training_cost.tokens(),
     )  # fmt: skip
     given = load_scorers(scorers or [])
-    chosen = [FittedThreshold.load(path) for path in fitted_thresholds or []]
+    chosen = {path: FittedThreshold.load(path) for path in fitted_thresholds or []}
     if protocol == "paper":
         check_one_confidence(confidences)
+    if protocol == "paper" or strategies == []:
+        which = "the published protocol" if protocol == "paper" else "an empty list of `strategies`"
+        _refuse(which, scorers=scorers, fitted_thresholds=fitted_thresholds)
     folder = Path(output_dir)
     if pools is not None:
         models = {"before": before, "after": after, "model": model, "adapter": adapter}
@@ -173,7 +176,7 @@ def run_evaluate(
         options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
-        check_sampled(sampled, settings, given, chosen)
+        check_sampled(sampled, settings, given, list(chosen.values()))
         plan = plan_models(sampled)
     check_evaluation_folder(folder)
     if check:
@@ -199,8 +202,7 @@ def run_evaluate(
             resampled = {"num_reshuffles": num_reshuffles, "num_resamples": num_resamples, "seed": seed}
             results |= compare_votes(inputs, folder, **resampled)
         if strategies != []:
-            files, is_short = fitted_thresholds or [], tables == "short"
-            results |= _run_strategies(inputs, settings, given, files, folder, is_short=is_short)
+            results |= _run_strategies(inputs, settings, given, chosen, folder, is_short=tables == "short")
     write_atomically(folder / RESULTS, to_json(results))
     systems = list(dict.fromkeys(name for pools in inputs.tests.values() for name in pools))
     if len(systems) <= len(SIDES):
@@ -231,7 +233,7 @@ def _run_strategies(
     inputs: Inputs,
     settings: StrategySettings,
     given: Sequence[FittedScorer],
-    thresholds: Sequence[str],
+    thresholds: Mapping[str, FittedThreshold],
     folder: Path,
     *,
     is_short: bool,

@@ -29,6 +29,7 @@ from selfcal_lightning.evaluation.metrics import (
     debiased_error,
     estimate_keys,
     has_confidence,
+    no_reference,
     result_keys,
     scored_responses,
     summarise,
@@ -103,6 +104,9 @@ def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int)
 
 def _accuracy(test: str, side: str, pool: Pool, _: str, *, num_resamples: int) -> dict[str, Any]:
     """Return the accuracy of a single response alone, without a confidence to compare it with."""
+    for entry in pool:
+        if any(sample.correct is None for sample in entry.samples):
+            raise no_reference(entry.question.id)
     shares = np.array([[sum(bool(s.correct) for s in entry.samples) / len(entry.samples) for entry in pool]])
     found = estimate_of((shares @ resample_weights(len(pool), num_resamples=num_resamples))[0])
     return estimate_keys(f"own.{test}.{SHORT_NAMES[PASS_AT_1]}.{side}", found)

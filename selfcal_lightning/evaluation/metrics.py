@@ -50,9 +50,12 @@ def scored_responses(pool: Sequence[QuestionSamples], *, name: str = P_TRUE) -> 
     ids = np.asarray([entry.question.id for entry in pool])
     questions = np.repeat(ids, [len(entry.samples) for entry in pool])[is_there]
     if (correct < 0).any():
-        unknown = str(questions[correct < 0][0])
-        raise InputError(f"Expected every test question to have a reference answer, but {unknown!r} has none.")
+        raise no_reference(str(questions[correct < 0][0]))
     return ScoredResponses(confidence[is_there], correct.astype(bool), questions)
+
+
+def no_reference(question_id: str) -> InputError:
+    return InputError(f"Expected every test question to have a reference answer, but {question_id!r} has none.")
 
 
 def summarise(pool: Sequence[QuestionSamples], *, name: str | None = P_TRUE) -> PoolSummary:

@@ -57,12 +57,13 @@ def show_strategies(report: StrategyReport, console: Console, *, num_reshuffles:
 
 
 def show_briefly(reports: Sequence[StrategyReport], console: Console) -> None:
-    """Print one small table of all test sets, and what a reader must know of them."""
+    """Print one small table of all test sets with as many samples, and what a reader must know of them."""
     columns = sum(len(report.unreadable) for report in reports)
-    for shown in [reports] if columns <= MOST_COLUMNS else [[report] for report in reports]:
+    fit = columns <= MOST_COLUMNS and len({report.width for report in reports}) == 1
+    for shown in [reports] if fit else [[report] for report in reports]:
         console.print(short_table({report.test: report.budgets for report in shown}))
-    sizes = (f"{report.num_questions} questions of {report.test}" for report in reports)
-    console.print(f"{', '.join(sizes)}; {reports[0].width} samples each.", highlight=False)
+        sizes = (f"{report.num_questions} questions of {report.test}" for report in shown)
+        console.print(f"{', '.join(sizes)}; {shown[0].width} samples each.", highlight=False)
     notes: dict[str, list[str]] = {}
     for report in reports:
         unreadable = [f"{side} {rate:.1%}" for side, rate in report.unreadable.items() if rate]
@@ -75,7 +76,6 @@ def show_briefly(reports: Sequence[StrategyReport], console: Console) -> None:
 
 def write_strategies(reports: Sequence[StrategyReport], folder: Path) -> list[str]:
     """Write tables and figures; return the names of the files."""
-    folder.mkdir(parents=True, exist_ok=True)
     texts = [f"## {report.test}\n\n{strategies_markdown(report)}\n" for report in reports]
     files = {
         "strategies.md": "\n".join(texts),

@@ -96,7 +96,8 @@ RESULTS = "results.json"
 # Everything that an evaluation writes, apart from stores of samples, which check themselves.
 WRITTEN = (
     ARGUMENTS, RESULTS, REPORT, "results.csv", "results.md", "reliability.png", "votes.md", "votes.png",
-    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted", "paper",
+    "strategies.md", "curves.csv", "accuracy_*.png", "risk_coverage_*.png", "reliability_*.png", "fitted",
+    "paper/*/*/*.csv",
 )  # fmt: skip
 
 
@@ -110,11 +111,17 @@ def check_evaluation_folder(folder: Path) -> None:
 
 
 def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
-    """Make the folder of an evaluation with its arguments, by which even a stopped one is known."""
-    check_evaluation_folder(folder)
+    """Make the folder of an evaluation with its arguments, by which even a stopped one is known.
+
+    Results of an earlier one go. Its fitted files stay until they are replaced, since they may be inputs of this one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "arguments": dict(arguments)}
     write_atomically(folder / ARGUMENTS, to_json(record))
+    for pattern in WRITTEN:
+        for path in folder.glob(pattern):
+            if path.is_file() and path.name != ARGUMENTS:
+                path.unlink()
 
 
 def is_evaluation(folder: Path) -> bool:

@@ -159,13 +159,14 @@ def resample_curves(
     num_resamples: int,
     seed: int,
 ) -> list[Resampled]:
-    """Resample the questions of all curves together."""
+    """Resample the questions of all curves together; those of the calibration questions may be more."""
     found = []
     num_questions = next(iter(curves.values()))[0].outcome.num_questions
     weights = resample_weights(num_questions, num_resamples=num_resamples, seed=seed)
     for side, rows in curves.items():
-        others = [None] * len(rows) if calibration is None else [curve.outcome for curve in calibration[side]]
-        for curve, other in zip(rows, others, strict=True):
+        others = {(curve.strategy, curve.confidence): curve.outcome for curve in (calibration or {}).get(side, ())}
+        for curve in rows:
+            other = None if calibration is None else others[curve.strategy, curve.confidence]
             contender = Contender(side, curve.strategy, curve.confidence, curve.is_oracle)
             means = curve.outcome
             tokens = None if (spent := means.tokens) is None else spent @ weights

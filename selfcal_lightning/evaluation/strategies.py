@@ -68,7 +68,7 @@ class SideStrategies:
                 values={name: confidence_quantiles(source.pool.entries, name) for name in source.confidences},
             )
             if REFERENCE not in settings.strategies:  # nobody asked for votes by what cannot weigh them
-                can_weigh = {None, *weighing_confidences(weighed)}
+                can_weigh = {None, *weighing_confidences(weighed)} & {None, *weighing_confidences(source)}
                 jobs = [job for job in jobs if job.label != REFERENCE or job.strategy.confidence in can_weigh]
             reshuffles = Reshuffles(
                 weighed.pool,

@@ -60,12 +60,11 @@ def save_thresholds(resampled: Sequence[Resampled], calibrated: Mapping[str, Cal
 
 
 def evaluate_given(
-    test: EvaluatedTest, paths: Sequence[str], settings: StrategySettings, console: Console
+    test: EvaluatedTest, thresholds: Mapping[str, FittedThreshold], settings: StrategySettings, console: Console
 ) -> list[dict[str, Any]]:
-    """Report on fitted thresholds from files, on every side whose responses were sampled alike; print a line each."""
+    """Report on fitted thresholds, by file, on every side whose responses were sampled alike; print a line each."""
     found = []
-    for path in paths:
-        fitted = FittedThreshold.load(path)
+    for path, fitted in thresholds.items():
         strategy = fitted.configure(make_strategy(fitted.strategy, **fitted.fields))
         sides = _sides_of(fitted, test, console)
         console.print(f"{fitted.name}: {fitted.promise}", highlight=False)
@@ -74,7 +73,7 @@ def evaluate_given(
             _check_runnable(fitted, strategy, weighed, test.width)
             judge = _judge_risk if fitted.target == "risk" else _judge_curve
             numbers = judge(fitted, strategy, weighed, test.width, settings)
-            facts = {"file": str(path), "test": test.name, "side": side, "name": fitted.name}
+            facts = {"file": path, "test": test.name, "side": side, "name": fitted.name}
             found.append({**facts, **numbers, "promise": fitted.promise})
             words = ", ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in numbers.items())
             console.print(f"{test.name}, {side}: {fitted.name}: {words}", highlight=False)

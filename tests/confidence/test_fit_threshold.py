@@ -231,7 +231,8 @@ def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys
 
     def judge(**pools: RecordedPool) -> list[str]:
         weighed = {side: weigh_pool(pool, ["p_true"], []) for side, pool in pools.items()}
-        rows = evaluate_given(EvaluatedTest("test", 4, weighed), [str(output)], settings, Console())
+        given = {str(output): FittedThreshold.load(output)}
+        rows = evaluate_given(EvaluatedTest("test", 4, weighed), given, settings, Console())
         return [row["side"] for row in rows]
 
     assert judge(hot=hot, cool=cool, unknown=bare) == ["cool", "unknown"]

@@ -19,6 +19,7 @@ from selfcal_lightning.evaluation.metrics import compare_pools, result_keys
 from selfcal_lightning.evaluation.test_set import TrainingCost
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
+from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, QuestionSamples, Sample
@@ -126,6 +127,19 @@ def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsy
     assert "25.0% of the responses unreadable, counted as wrong" in printed
     assert "break-even of 100 tokens" in printed
     assert "12 questions are too few to tell much." in printed.replace("\n", " ")
+    # Nothing of an earlier evaluation is left that could be taken for a result of this one.
+    given = str(folder / "fitted" / "base" / "fused.json")
+    run_evaluate(output_dir=str(folder), pools={"base": pools["base"]}, protocol="paper")
+    assert {file.name for file in folder.iterdir()} == {
+        "evaluation.json", "results.json", "report.html", "fitted", "paper",
+    }  # fmt: skip
+    run_evaluate(
+        output_dir=str(folder), pools={"base": pools["base"]}, scorers=[given], num_reshuffles=1, num_resamples=5,
+        strategies=["early_stopping"],
+    )  # fmt: skip
+    assert not list(folder.rglob("metric.csv"))
+    assert "begin with" in (printed := capsys.readouterr().out.replace("\n", " "))
+    assert "results.md" not in printed.rpartition("begin with")[2]
 
 
 def test_fitted_files_are_used_again_and_refused_on_their_questions(tmp_path: Path) -> None:
@@ -179,6 +193,10 @@ def test_pool_without_confidences_runs_what_counts(tmp_path: Path, capsys: pytes
     # Per question two of four are right, or none (numbers 0 and 3 of five).
     assert results["own.test.pass_at_1.m"] == pytest.approx(2 / 4 * 3 / 5)
     assert "not run for want of a confidence: early_stopping" in capsys.readouterr().out.replace("\n", " ")
+    unlabelled = tmp_path / "unlabelled.jsonl"
+    unlabelled.write_text(Path(path).read_text().replace('"reference": "1"', '"reference": null'))
+    with pytest.raises(ValueError, match="a reference answer, but 't0' has none"):
+        run_evaluate(output_dir=str(tmp_path / "out"), pools={"m": str(unlabelled)}, strategies=[])
 
 
 @pytest.mark.parametrize("sides", [["m"], ["base", "calibrated"]])
@@ -231,9 +249,15 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
         ({"pools": {"m": "x"}, "budgets": [0]}, r"`budgets` .* \[0\]"),
         ({"pools": {"m": "x"}, "budgets": []}, r"`budgets` .* \[\]"),
         ({"pools": {"m": "x"}, "targets": [4, 0]}, "`targets` .* 0"),
+        ({"pools": {"m": "x"}, "protocol": "paper", "scorers": ["s.json"]}, "no `scorers` .* published protocol"),
+        ({"pools": {"m": "x"}, "strategies": [], "fitted_thresholds": ["t.json"]}, "no `fitted_thresholds` .*empty"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_options_that_do_not_fit(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selfcal_lightning.commands.evaluate.load_scorers", list)
+    monkeypatch.setattr(FittedThreshold, "load", str)
     with pytest.raises(ValueError, match=message):
         run_evaluate(output_dir=str(tmp_path), **options)
 

@@ -66,6 +66,21 @@ def test_numbers_by_hand() -> None:
     assert good.mse.low <= good.mse.value <= good.mse.high
 
 
+def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"id": f"q{i}", "task": "local_number", "question": f"{i}?", "reference": "1",
+         "responses": [{"text": "", "answer": answer} for answer in "1111"]}
+        for i in range(4)
+    ]  # fmt: skip
+    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: dict[str, Any] = {"estimator": ["agreeing_pairs"], "num_resamples": 5}
+    found = run_evaluate_capability(str(tmp_path / "pool.jsonl"), str(tmp_path / "out"), **options)
+    assert found.constant is None
+    assert json.loads((tmp_path / "out" / "capability.json").read_text())["comparison"]["constant"] is None
+    assert "best constant has an MSE of unknown" in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "out" / "cost.png").is_file()
+
+
 def test_pass_at_k_by_hand() -> None:
     test = judged([2, 0], 4, {"p": [0.5, 0.0]})
     (curve,) = pass_at_k_curves(test, num_resamples=20)

@@ -7,6 +7,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from rich.console import Console
 from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
@@ -20,6 +21,7 @@ from selfcal_lightning.evaluation.curves import (
     make_jobs,
 )
 from selfcal_lightning.evaluation.inputs import Inputs, check_inputs
+from selfcal_lightning.evaluation.outputs import show_briefly
 from selfcal_lightning.evaluation.statistics import (
     break_even_rows,
     budget_rows,
@@ -226,6 +228,18 @@ def test_uneven_questions_are_cut_to_the_shortest_and_it_is_said() -> None:
     assert any("end at 2 samples, as many as 'short' has" in note and "up to 4" in note for note in report.notes)
 
 
+def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    wide, narrow = evaluate(pool_of(1), None, max_samples=4), evaluate(pool_of(2), None, max_samples=2)
+    show_briefly([wide, replace(narrow, test="narrow")], Console(width=100))
+    printed = capsys.readouterr().out
+    for test, width in (("test", 4), ("narrow", 2)):
+        assert f"{test}, model" in printed
+        assert f"no more than {width} samples" in printed
+        assert f"12 questions of {test}; {width} samples each." in printed
+    show_briefly([wide, replace(wide, test="other")], Console(width=100))
+    assert "12 questions of test, 12 questions of other; 4 samples each." in capsys.readouterr().out
+
+
 def test_confidences_that_look_ahead_are_refused() -> None:
     pool = pool_of(1)
     entries = tuple(
@@ -260,6 +274,23 @@ def test_a_confidence_below_zero_is_compared_and_weighs_nothing() -> None:
     assert [row.confidence for row in report.consensus] == [None]
     with pytest.raises(ValueError, match="at least 0 where it weighs votes"):
         evaluate(negative, None, strategies=("self_consistency",), confidences=("steady",))
+
+
+@pytest.mark.parametrize("negative", [{"q"}, {"c"}])
+def test_a_reward_below_zero_on_some_questions_alone_weighs_nothing(negative: set[str]) -> None:
+    pools = []
+    for seed, prefix in ((1, "q"), (7, "c")):
+        pool, lowest = pool_of(seed, num_questions=24, prefix=prefix), -1.0 if prefix in negative else 1.0
+        entries = [
+            replace(e, samples=tuple(replace(s, confidences={"reward": lowest + s.index}) for s in e.samples))
+            for e in pool.entries
+        ]
+        pools.append(recorded(entries))
+    report = evaluate(*pools, strategies=("borda",), confidences=("reward",))
+    assert [(row.contender.strategy, row.contender.confidence) for row in report.curves] == [
+        ("self_consistency", None), ("borda", "reward")
+    ]  # fmt: skip
+    assert all(row.calibration is not None for row in report.curves)
 
 
 def test_wrong_consensus_by_hand() -> None:

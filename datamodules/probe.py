@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset, Sampler
 
-from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
 from selfcal_lightning.capability.probe import Pooling, ProbeBasis, checked_targets, design, probe_basis
 from selfcal_lightning.capability.probe_module import ProbeBatch
 from selfcal_lightning.capability.question_table import (
@@ -222,8 +222,9 @@ class ProbeDataModule(LightningDataModule):
         named = ModelSettings(self.base_model, None, self.engine.of(revision=self.revision, adapter=self.adapter))
         with PromptModel(named, first.fingerprint) as model:
             folder = feature_folder(model, self.read_levels, store=Path(self.store_dir), given=self.features_dir)
+            origin = feature_origin(model, self.read_levels)
             for role in read:
-                states, origin = states_of(model, self._pools[role].questions, self.read_levels, folder)
+                states = read_features(model, self._pools[role].questions, folder, self.read_levels)
                 entries = self._pools[role].pool.entries
                 table = question_table(entries)
                 target = table.targets(self.target)

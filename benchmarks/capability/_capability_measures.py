@@ -19,7 +19,7 @@ from shared.jobs import run_once
 from shared.study import SAMPLED, SPLITS, TASK, TESTS, Options, configuration, train_on, write_configuration
 from shared.tables import End, holds
 
-from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, powers_of_two, solved_columns
+from selfcal_lightning.capability.budgets import SEQUENTIAL, UNIFORM, solved_columns
 from selfcal_lightning.capability.estimators import averaged_names
 from selfcal_lightning.capability.evaluation import (
     ORACLE,
@@ -32,7 +32,7 @@ from selfcal_lightning.capability.evaluation import (
     share_error_bounds,
     test_questions,
 )
-from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, read_features
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps
 from selfcal_lightning.capability.probe import LEAST_QUESTIONS, fit_probe, with_question_confidence
 from selfcal_lightning.capability.question_table import (
@@ -49,6 +49,7 @@ from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.evaluation.metrics import scored_responses
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, calibration_error_bounds, resample_weights
@@ -271,7 +272,7 @@ def _states(pool: CapabilityPool, store: Path) -> PromptStates:
     """Return the hidden states that `fit-probe` and `score-questions` have put beside a store."""
     levels = LevelSettings()
     with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
-        return states_of(model, pool.questions, levels, feature_folder(model, levels, store=store, given=None))[0]
+        return read_features(model, pool.questions, feature_folder(model, levels, store=store, given=None), levels)
 
 
 def _rows(states: PromptStates, rows: Floats) -> PromptStates:

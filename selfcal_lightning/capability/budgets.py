@@ -19,6 +19,7 @@ from selfcal_lightning.capability.allocation import (
 from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.evaluation import TestQuestions
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.evaluation.curves import powers_of_two
 from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.capability import pass_at_k
@@ -43,11 +44,6 @@ class PassAtKCurve:
     instance_mse: tuple[Estimate, ...]  # mean squared distance over questions, for each k
 
 
-def powers_of_two(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 ... up to ``most``."""
-    return tuple(2**power for power in range(most.bit_length()))
-
-
 def pass_at_k_curves(
     test: TestQuestions,
     calibration: TestQuestions | None = None,
@@ -64,7 +60,7 @@ def pass_at_k_curves(
     most = int(test.truth.num_samples.min())
     if calibration is not None:
         most = min(most, int(calibration.truth.num_samples.min()))
-    chosen = powers_of_two(most) if ks is None else tuple(sorted(set(ks)))
+    chosen = tuple(powers_of_two(most) if ks is None else sorted(set(ks)))
     _check_within("ks", chosen, most)
     actual = np.stack([pass_at_k(test.truth.num_samples, test.truth.num_correct, k) for k in chosen])
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
@@ -149,7 +145,7 @@ def solved_columns(
 ) -> tuple[tuple[int, ...], dict[str, Floats]]:
     """Return the budgets, and what each allocation solves on the resamples of ``weights`` [B, 1 + R]."""
     most = int(test.truth.num_samples.min())
-    chosen = powers_of_two(max(most // 2, 1)) if budgets is None else tuple(budgets)
+    chosen = tuple(powers_of_two(max(most // 2, 1)) if budgets is None else budgets)
     _check_within("budgets", chosen, most)
     questions = len(test.truth)
     ways = {UNIFORM: partial(_evenly, questions)} | sharing_ways(test, calibration, most)

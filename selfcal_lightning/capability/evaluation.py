@@ -25,6 +25,7 @@ from selfcal_lightning.metrics.discrimination import spearman
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE, GREY, RIGHT, WRONG, frame
 
 LEAST_JUDGES = 2
+NUM_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,9 @@ def resampled_column(
     return as_column([measure(values, shares), *resampled])
 
 
-def share_error_bounds(values: Floats, shares: Floats, weights: Floats, *, num_bins: int = 10) -> ErrorBounds:
+def share_error_bounds(values: Floats, shares: Floats, weights: Floats) -> ErrorBounds:
     """Return the calibration error of estimates against shares of right responses, with bounds on its bias."""
-    bins = np.eye(num_bins)[bin_index(values, uniform_edges(num_bins))]
+    bins = np.eye(NUM_BINS)[bin_index(values, uniform_edges(NUM_BINS))]
     return ErrorBounds.from_sums(bins * (shares - values)[:, None], np.ones(len(values)), weights)
 
 

@@ -265,10 +265,3 @@ def feature_folder(
         raise InputError("Questions of a file need a `features_dir` for their hidden states, but got null.")
     origin = json.dumps(feature_origin(model, settings), sort_keys=True)
     return FeatureFolder(place / hashlib.sha256(origin.encode()).hexdigest()[:12])
-
-
-def states_of(
-    model: PromptModel, questions: Sequence[Question], settings: LevelSettings, folder: FeatureFolder
-) -> tuple[PromptStates, dict[str, Any]]:
-    """Return the hidden states of questions, and what they depend on."""
-    return read_features(model, questions, folder, settings), feature_origin(model, settings)

@@ -183,17 +183,17 @@ def linear_head(weights: Floats, intercept: float) -> ProbeHead:
     return ProbeHead((np.asarray(weights)[None],), (np.array([intercept], dtype=np.float64),))
 
 
-def check_probe_target(folder: str | Path, *, option: str = "output") -> None:
+def check_probe_target(folder: str | Path) -> None:
     """Raise InputError unless ``folder`` is new, empty, or an earlier probe."""
     path = Path(folder)
     if not path.exists():
         return
     if not path.is_dir():
-        raise InputError(f"Expected `{option}` to be a folder, but got {path}, which is a file.")
+        raise InputError(f"Expected `output` to be a folder, but got {path}, which is a file.")
     record = (json_object_or_none(path / RECORD) or {}) if (path / RECORD).is_file() else {}
     others = sorted(entry.name for entry in path.iterdir() if entry.name != "features")
     if others and record.get("format") != FORMAT:
-        raise InputError(f"`{option}` {path} holds {', '.join(others[:3])}, which is no probe. Choose another folder.")
+        raise InputError(f"`output` {path} holds {', '.join(others[:3])}, which is no probe. Choose another folder.")
 
 
 def design(states: PromptStates, pooling: Pooling) -> Floats:

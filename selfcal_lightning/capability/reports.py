@@ -17,7 +17,7 @@ from selfcal_lightning.capability.evaluation import (
     DefinitionGap,
     TestQuestions,
 )
-from selfcal_lightning.evaluation.tables import format_estimate
+from selfcal_lightning.evaluation.tables import format_estimate, markdown_table
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate
 from selfcal_lightning.metrics.calibration import reliability_bins
@@ -56,19 +56,17 @@ def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> 
 def budget_figure(rows: Sequence[BudgetRow]) -> Figure:
     """Draw what allocating samples by an estimate solves beyond a uniform allocation, over the budget."""
     gains = {row.way: row.gain for row in rows if row.gain is not None}
-    figure, axes = _gains_figure(gains, rows[0].budgets if rows else ())
-    if rows:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(rows[0].budgets, [str(budget) for budget in rows[0].budgets])
+    figure, axes = _gains_figure(gains, rows[0].budgets)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(rows[0].budgets, [str(budget) for budget in rows[0].budgets])
     axes.set_xlabel("mean samples a question")
     return figure
 
 
 def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
     """Draw what plans solve beyond a uniform allocation, over how much of that is mixed in."""
-    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares if rows else ())
-    budget = f", {rows[0].budget} samples a question" if rows else ""
-    axes.set_xlabel(f"even share mixed in{budget}")
+    figure, axes = _gains_figure({row.way: row.gain for row in rows}, rows[0].even_shares)
+    axes.set_xlabel(f"even share mixed in, {rows[0].budget} samples a question")
     return figure
 
 
@@ -134,8 +132,7 @@ class ReportTable:
 
     def markdown(self) -> str:
         """Return the table in Markdown; "" without rows."""
-        lines = [self.headings, ["---"] * len(self.headings), *self.rows]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines) if self.rows else ""
+        return markdown_table(self.headings, self.rows) if self.rows else ""
 
 
 def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
@@ -166,7 +163,7 @@ def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
 
 
 def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
-    headings = ["samples shared", *(f"B = {budget}" for budget in (rows[0].budgets if rows else ()))]
+    headings = ["samples shared", *(f"B = {budget}" for budget in rows[0].budgets)]
     cells = [
         [row.way, *(_shown(one, signed=row.gain is not None) for one in (row.solved if row.gain is None else row.gain))]
         for row in rows
@@ -175,13 +172,12 @@ def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
 
 
 def mixing_table(rows: Sequence[MixingRow]) -> ReportTable:
-    first = f"beyond an even share, B = {rows[0].budget}" if rows else ""
-    headings = [first, *(f"{share:.0%} even" for share in (rows[0].even_shares if rows else ()))]
+    headings = [f"beyond an even share, B = {rows[0].budget}", *(f"{share:.0%} even" for share in rows[0].even_shares)]
     return ReportTable(headings, [[row.way, *(_shown(gain, signed=True) for gain in row.gain)] for row in rows])
 
 
 def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
-    shares = [f"{share:.0%} left out" for share in (rows[0].left_out if rows else ())]
+    shares = [f"{share:.0%} left out" for share in rows[0].left_out]
     headings = ["left out by", *(f"lost, {share}" for share in shares), *(f"pass@1, {share}" for share in shares)]
     return ReportTable(headings, [[row.name, *map(_shown, row.lost), *map(_shown, row.pass_at_1)] for row in rows])
 
@@ -189,25 +185,25 @@ def asking_table(rows: Sequence[AskingRow]) -> ReportTable:
 def comparison_markdown(
     comparison: CapabilityComparison,
     curves: Sequence[PassAtKCurve],
-    budgets: Sequence[BudgetRow] = (),
+    budgets: Sequence[BudgetRow],
     *,
-    parts: Sequence[DecompositionRow] = (),
-    gap: DefinitionGap | None = None,
-    asking: Sequence[AskingRow] = (),
-    mixing: Sequence[MixingRow] = (),
+    parts: Sequence[DecompositionRow],
+    gap: DefinitionGap,
+    asking: Sequence[AskingRow],
+    mixing: Sequence[MixingRow],
 ) -> str:
     """Return all tables in Markdown, with notes for the reader."""
     tables = [
         comparison_table(comparison).markdown(),
         what_to_know(comparison),
         decomposition_table(parts).markdown(),
-        "" if gap is None else gap_note(gap),
+        gap_note(gap),
         curve_table(curves).markdown(),
         budget_table(budgets).markdown(),
-        BUDGET_NOTE if budgets else "",
+        BUDGET_NOTE,
         mixing_table(mixing).markdown(),
         asking_table(asking).markdown(),
-        ASKING_NOTE if asking else "",
+        ASKING_NOTE,
     ]
     return "\n\n".join(table for table in tables if table) + "\n"
 

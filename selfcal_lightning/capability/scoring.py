@@ -21,7 +21,7 @@ from selfcal_lightning.capability.estimators import (
     p_true_before,
     verbalized_before,
 )
-from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
 from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
 from selfcal_lightning.confidence.scoring_model import ModelSettings
@@ -76,7 +76,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     return list(found.values())
 
 
-def check_scores_target(path: str | Path, *, option: str = "output", inputs: Iterable[str | Path] = ()) -> None:
+def check_scores_target(path: str | Path, *, inputs: Iterable[str | Path] = ()) -> None:
     """Raise InputError unless ``path`` is new or holds earlier scores."""
 
     def is_own(file: Path) -> bool:
@@ -86,7 +86,7 @@ def check_scores_target(path: str | Path, *, option: str = "output", inputs: Ite
             return False
         return first is not None and set(FIELDS) <= first.keys()
 
-    check_replaceable(path, is_own, option=option, kind="earlier scores of questions", inputs=inputs)
+    check_replaceable(path, is_own, option="output", kind="earlier scores of questions", inputs=inputs)
 
 
 def origin_digest(origin: Mapping[str, Any]) -> str:
@@ -177,13 +177,14 @@ def _by_probe(
 ) -> tuple[list[float | None], dict[str, Any]]:
     probe = load_probe(str(run.probe))
     levels = levels_of(probe)
-    probe.check_reads(feature_origin(model, levels))
+    origin = feature_origin(model, levels)
+    probe.check_reads(origin)
     if fingerprint is not None:
         probe.check_sampling(fingerprint.as_json()["sampling"] or None)
     folder = feature_folder(
         model, levels, store=store, given=run.features_dir, beside=Path(str(run.probe)) / "features"
     )
-    states, origin = states_of(model, questions, levels, folder)
+    states = read_features(model, questions, folder, levels)
     described = {
         "estimator": PROBE, "probe": probe.digest, "target": probe.target, "states": origin,
         FITTED_ON: list(probe.fitted_on.content_hashes),

@@ -20,7 +20,7 @@ from selfcal_lightning.capability import allocation, evaluation, fitted_maps, re
 from selfcal_lightning.capability import budgets as sampling_budgets
 from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.estimators import averaged_names
-from selfcal_lightning.capability.features import PromptModel, feature_folder, states_of
+from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, load_capability_pool, question_table
 from selfcal_lightning.confidence.scoring_model import ModelSettings
@@ -96,7 +96,8 @@ def run_fit_probe(
             prompt_model, settings, store=read.path if read.path.is_dir() else None, given=features_dir,
             beside=Path(output) / "features",
         )  # fmt: skip
-        states, origin = states_of(prompt_model, read.questions, settings, folder)
+        states = read_features(prompt_model, read.questions, folder, settings)
+        origin = feature_origin(prompt_model, settings)
     probe = fit_probe(
         states, read.pool.entries, target=target, pooling=features, origin=origin, sampling=read.sampling,
         draws=target_draws, seed=seed,
@@ -523,7 +524,6 @@ def run_predict_pass_at_k(
             calibration_pool, split=calibration_split, name=estimator, asked=questions
         )
         kept = fitted_maps.maps_of(found, estimator, ks=chosen)
-        kept.check((one.scored_by for one in questions), (one.id for one in questions))
     ways = fitted_maps.power_alone(p, chosen) if kept is None else kept.maps.pass_at_k(p, chosen)
     for threshold in zero_below or ():
         kept_p = np.where(p >= threshold, p, 0.0)

@@ -286,22 +286,22 @@ def _saved(curve: GridOutcome, reference: GridOutcome, at: int) -> float | None:
     return None if needed is None else float(others[at]) - needed
 
 
-def consensus_rows(side: str, weighed: WeighedPool, *, threshold: float = NEAR_UNANIMOUS) -> list[ConsensusRow]:
+def consensus_rows(side: str, weighed: WeighedPool) -> list[ConsensusRow]:
     """Return one row without weights and one for each confidence, over all samples of each question.
 
-    The winner's share of the weight is near-unanimous above ``threshold``; without a vote it is 0 and wrong.
+    The winner's share of the weight is near-unanimous above ``NEAR_UNANIMOUS``; without a vote it is 0 and wrong.
     """
     rows = []
     for name in (None, *weighing_confidences(weighed)):
         verdicts = [winner(entry.samples, name) for entry in weighed.pool.entries]
         shares = [share for share, _ in verdicts]
         correct = [right for _, right in verdicts]
-        above = [right for share, right in verdicts if share > threshold]
+        above = [right for share, right in verdicts if share > NEAR_UNANIMOUS]
         rows.append(
             ConsensusRow(
                 side,
                 name,
-                threshold,
+                NEAR_UNANIMOUS,
                 share=wilson_interval(len(above), len(verdicts)),
                 correct=wilson_interval(sum(above), len(above)),
                 aurc=aurc(shares, correct),

@@ -82,7 +82,7 @@ def read_head(
     return layers[0] if len(layers) == 2 else nn.Sequential(*layers[:-1])
 
 
-def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = FIRST_GAP) -> nn.Module:
+def head_with_quantiles(head: nn.Module, format: RewardFormat) -> nn.Module:
     """Return the head of a public model with the rows of its mean and two constant gaps; its score is unchanged."""
     *before, last = cast("list[nn.Linear]", list(head) if isinstance(head, nn.Sequential) else [head])
     with torch.no_grad():
@@ -92,7 +92,7 @@ def head_with_quantiles(head: nn.Module, format: RewardFormat, *, gap: float = F
             (negative,) = set(range(format.num_outputs)) - set(format.right)
             rows, offsets = mean_rows(last.weight, last.bias, positive=format.right, negative=negative)
         weight = torch.cat([rows, last.weight.new_zeros(NUM_GAPS, last.in_features)])
-        gaps = last.weight.new_full((NUM_GAPS,), math.log(math.expm1(gap)))
+        gaps = last.weight.new_full((NUM_GAPS,), math.log(math.expm1(FIRST_GAP)))
         output = _linear(weight, torch.cat([offsets, gaps]))
     return nn.Sequential(*before, output) if before else output
 

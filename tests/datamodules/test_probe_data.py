@@ -96,7 +96,7 @@ def test_an_order_goes_on_where_it_stopped() -> None:
 
 
 def test_the_plan_reads_no_states(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.datamodules.probe.states_of", None)
+    monkeypatch.setattr("selfcal_lightning.datamodules.probe.read_features", None)
     data = ProbeDataModule("bundled", store, validation_split="calibration")
     plan = data.plan_run("fit", SimpleNamespace(max_epochs=3, max_steps=-1), None, data)
     assert [(one.split, one.number) for one in plan.questions] == [("train", 40), ("validation", 24)]

@@ -151,7 +151,7 @@ def run_evaluate(
         cost_tokens=None if training_cost is None else training_cost.tokens(),
     )  # fmt: skip
     given = load_scorers(scorers or [])
-    chosen = {path: FittedThreshold.load(path) for path in fitted_thresholds or []}
+    chosen = {str(path): FittedThreshold.load(path) for path in fitted_thresholds or []}
     if protocol == "paper":
         check_one_confidence(confidences)
     if protocol == "paper" or strategies == []:

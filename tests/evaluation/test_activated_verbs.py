@@ -165,19 +165,23 @@ def test_evaluate_samples_a_joint_adapter_itself(tiny_model: str, tmp_path: Path
 
 
 def test_questions_that_were_trained_on_are_told(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    unlike = {"own.v1.1.unlike_training.after": 3, "own.v1.1.domain_auroc.after": 0.9}
+    monkeypatch.setattr("selfcal_lightning.commands.evaluate.unlike_training", lambda *_: unlike)
     taught = OPTIONS | {"split": "test_id", "store_split": "train", "limit": 2, "num_samples": 2}
     run_generate(tiny_model, str(tmp_path / "store"), **nested(**taught))
     joint = write_export(shaken(tiny_model), tmp_path / "joint", store={"path": str(tmp_path / "store"), "digests": {}})
     results = run_evaluate(
         before=tiny_model, adapter=str(joint), output_dir=str(tmp_path / "out"), num_samples=2,
         sampling=SamplingSettings(max_new_tokens=20),
-        tests=[TestSet("id", "word_problems", split="test_id", limit=3)], num_resamples=5, strategies=[],
+        tests=[TestSet("v1.1", "word_problems", split="test_id", limit=3)], num_resamples=5, strategies=[],
     )  # fmt: skip
-    assert results["own.id.trained_on.after"] == 2
-    assert "own.id.trained_on.before" not in results
-    assert "'after' was trained on 2 of these questions" in capsys.readouterr().err
+    assert results["own.v1.1.trained_on.after"] == 2
+    assert "own.v1.1.trained_on.before" not in results
+    told = capsys.readouterr().err
+    assert "'after' was trained on 2 of these questions" in told
+    assert "v1.1: 3 of 3 questions are unlike those that 'after' was trained on" in told
 
 
 def write_config(folder: Path, tiny_model: str, store: Path, lora: dict[str, Any]) -> str:

@@ -45,6 +45,7 @@ from selfcal_lightning.evaluation.plan import (
     open_evaluation_folder,
     plan_models,
     plan_pools,
+    remove_earlier,
 )
 from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, run_strategies
 from selfcal_lightning.evaluation.test_set import TrainingCost, calibrate_side, prepare_test
@@ -182,7 +183,7 @@ def run_evaluate(
     if check:
         sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
         return {}
-    open_evaluation_folder(folder, _plain(arguments))
+    earlier = open_evaluation_folder(folder, _plain(arguments))
     replayed = reads_texts(settings.strategies)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if pools is not None:
@@ -209,6 +210,7 @@ def run_evaluate(
         title = f"Evaluation of {' and '.join(systems)}"
         with Stage("Writing the report"):
             write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
+    remove_earlier(earlier)
     _say_where(folder, results)
     return results
 

@@ -110,18 +110,23 @@ def check_evaluation_folder(folder: Path) -> None:
         raise InputError(f"Expected `output_dir` to be new, or to hold an earlier evaluation, but got {other}.")
 
 
-def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> None:
+def open_evaluation_folder(folder: Path, arguments: Mapping[str, Any]) -> dict[Path, int]:
     """Make the folder of an evaluation with its arguments, by which even a stopped one is known.
 
-    Results of an earlier one go. Its fitted files stay until they are replaced, since they may be inputs of this one.
+    Returns the files of an earlier one with their times, for ``remove_earlier``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": 1, "arguments": dict(arguments)}
     write_atomically(folder / ARGUMENTS, to_json(record))
-    for pattern in WRITTEN:
-        for path in folder.glob(pattern):
-            if path.is_file() and path.name != ARGUMENTS:
-                path.unlink()
+    found = [path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_file() and path.name != ARGUMENTS]
+    return {path: path.stat().st_mtime_ns for path in found}
+
+
+def remove_earlier(earlier: Mapping[Path, int]) -> None:
+    """Remove what an evaluation has not replaced; fitted files stay, which may have been given to it."""
+    for path, written in earlier.items():
+        if path.stat().st_mtime_ns == written:
+            path.unlink()
 
 
 def is_evaluation(folder: Path) -> bool:

@@ -41,7 +41,13 @@ REFERENCE_FAULTS = {"Answer: Based on", "Answer: Because", "Answer: Doris", "Ans
         ("9/0", "9"), ("no number", None),
         ("", None), ("version R2D2", None),
         ("9" * 5000, None), ("<think>maybe 3", None),
-        ("<think>maybe 3</think>Answer: 4", "4"),
+        ("<think>maybe 3</think>Answer: 4", "4"), ("<think>" + "so 3. " * 10_000, None),
+        (r"\boxed{1.5 \times 10^8}", "150000000"), (r"$-2\,\cdot\,10^{-3}$ m", "-0.002"),
+        ("It is 3 × 10^2 m/s", "300"), (r"\boxed{1/2 \times 10^3}", "0.5"),
+        (r"\boxed{12\,000}", "12000"), (r"\boxed{3\,4}", "3"),
+        (r"(1,\,234)", "234"), ("Answer: 3e8 m", "300000000"),
+        ("3e4.5", "3"), ("1e1000", None),
+        ("1,2,345,678", "2345678"), ("5,111,1234,567", "567"),
     ],
 )  # fmt: skip
 def test_numbers(text: str, number: str | None) -> None:
@@ -50,8 +56,11 @@ def test_numbers(text: str, number: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "form"),
-    [("5.0", "5"), ("7.50", "7.5"), ("1,234", "1234"), (".5", "0.5"), ("007", "7"), ("6/8", "0.75"), ("1/3", "1/3")],
-)
+    [
+        ("5.0", "5"), ("7.50", "7.5"), ("1,234", "1234"), (".5", "0.5"), ("007", "7"), ("6/8", "0.75"), ("1/3", "1/3"),
+        ("1e-05", "0.00001"), ("1E+3", "1000"),
+    ],
+)  # fmt: skip
 def test_canonical_numbers(text: str, form: str) -> None:
     assert canonical_number(text) == form
 
@@ -155,10 +164,24 @@ def test_ordinary_expressions_are_within_the_limits() -> None:
 
 
 @pytest.mark.parametrize(
-    "filler", [*"\n {}(*9-$", r"\boxed{", r"\boxed{}", r"\frac{", "answer: ", "answer 1 ", "A.", "1,", "1 "]
+    "filler",
+    [
+        *"\n {}(*9-$",
+        r"\boxed{",
+        r"\boxed{}",
+        r"\frac{",
+        "answer: ",
+        "answer 1 ",
+        "A.",
+        "1,",
+        "1 ",
+        "111,",
+        r"111\,",
+        "1*10^",
+    ],
 )
 def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
-    text = "5" + filler * (40_000 // len(filler))
+    text = "5" + filler * (40_000 // len(filler)) + "1111"
     start = time.process_time()
     for read in (read_number, read_letter, read_expression, read_short_text):
         read(text)

@@ -85,6 +85,11 @@ def test_verdicts_of_a_log_are_given_again_where_asked(tmp_path: Path) -> None:
     assert verdicts(imported(path, tmp_path, stated=False)[1]["a/1"]) == [True]
 
 
+def test_an_interval_is_no_list_of_accepted_answers(tmp_path: Path) -> None:
+    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "Answer: [0,1]", target="[0,1]"))
+    assert imported(path, tmp_path, task="local_expression")[1]["a/1"].question.reference == "[0,1]"
+
+
 def test_a_filter_can_be_named(tmp_path: Path) -> None:
     path = lines(
         tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2."), lm_eval_row(1, "2", filter="flexible")

@@ -51,7 +51,8 @@ def pool() -> Iterator[MathComparer]:
         ("0", "1", False), ("10000001", "10000002", False),
         ("0.0000671", "0.0000672", False), (None, None, False),
         (None, "5", False), ("5", None, False),
-        ("", "5", False),
+        ("", "5", False), ("3e8", "3e5", False),
+        ("3e8", "300000000", True),
     ],
 )  # fmt: skip
 def test_numbers(answer: str | None, reference: str | None, equal: bool) -> None:
@@ -65,6 +66,7 @@ def test_letters_and_texts() -> None:
     for answer, reference in (("The Beatles!", "beatles"), ("Fab Four", '["beatles", "fab four"]'), ("[sic]", "[sic]")):
         assert texts.verify(answer, reference)
     assert not any(texts.verify(answer, "Paris") for answer in ("a", "", None))
+    assert not texts.verify("0", "[0,1]"), "an interval is no list of names"
 
 
 @pytest.mark.parametrize(
@@ -294,9 +296,16 @@ RIGHT = [
     ("That was the Fab Four.", ["The Beatles", "Fab Four"]),
     ("No, it is not.", "no"),
     ("He owns 14 cows", "14"),
+    ("“Berlin”", "Berlin"),
+    ("It is Rubik’s Cube.", "Rubik's Cube"),
+    ("北京。", "北京"),
+    ("“-5”", "-5"),
 ]
 WRONG = [
     ("It is not Berlin.", "Berlin"),
+    ("The capital isn’t Berlin", "Berlin"),
+    ("Mainz， Berlin， Bonn", "Berlin"),
+    ("“-5”", "5"),
     ("Bonn rather than Berlin", "Berlin"),
     ("Berlin or Bonn", "Berlin"),
     ("Bonn, Mainz, Berlin, Rome", "Berlin"),

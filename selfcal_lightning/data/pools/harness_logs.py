@@ -434,13 +434,14 @@ def _stated(path: Path, number: int, value: Any) -> bool | Unstated:
 
 
 def _listed(value: Any) -> Any:
-    """Return the list that a text spells as Python or JSON does, else the value."""
+    """Return the list of texts that a text spells as Python or JSON does, else the value, such as [0,1]."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]") and len(value) < LONGEST_LIST:
         try:
             found = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return value
-        return [str(one) for one in found] if isinstance(found, list) and found else value
+        is_list = isinstance(found, list) and found and all(isinstance(one, str) for one in found)
+        return found if is_list else value
     return value
 
 

@@ -43,14 +43,14 @@ def numbers_equal(answer: str | None, reference: str | None) -> bool:
 
 
 def split_aliases(reference: str) -> list[str]:
-    """Return the names of a reference: itself, or the strings of a JSON list."""
+    """Return the names of a reference: itself, or the strings of a JSON list; [0,1] is an interval."""
     if not reference.startswith("["):
         return [reference]
     try:
         aliases = json.loads(reference)
     except json.JSONDecodeError:
         return [reference]
-    return [str(alias) for alias in aliases]
+    return aliases if all(isinstance(alias, str) for alias in aliases) else [reference]
 
 
 def expressions_equal(answer: str | None, reference: str | None, *, comparer: MathComparer | None = None) -> bool:
@@ -277,7 +277,7 @@ class ShortTextAnswers(Answers):
 _COPULA = re.compile(r"\b(?:is|are|was|were|be|called|named)\b")
 _ALTERNATIVE = re.compile(r"\b(?:or|either|versus|vs)\b")
 _NEGATION = re.compile(r"\b(?:not|never|no|nor|neither|isnt|arent|wasnt|werent|than|except|without)(?: \w+){0,2} ?$")
-_LIST = re.compile(r"\s*(?:[,;/]|\band\b)\s*")
+_LIST = re.compile(r"\s*(?:[,;/\uff0c]|\band\b)\s*")
 _ONE_WORD = {"yes", "no", "true", "false"}
 
 

@@ -32,7 +32,15 @@ _UNBRACED = re.compile(r"[^\s${}\\]+")
 _FIELD = re.compile(
     r"\banswer\b[*_`]*(?:\s+(?:is|are|would be|should be)\b[*_`]*\s*[:=]?|\s*[:=\uff1a])[*_`]*", re.IGNORECASE
 )
-_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\.?\d))?"
+_EXPONENT = re.compile(r"[eE]([+-]?\d+)")
+_THIN_SPACED = re.compile(r"(?<![\w.,])\d{1,3}(?:\\,\d{3})+(?!\d|\\,\d)")
+# A factor of a product or of a fraction is left alone: 1/2 \times 10^3 is not 1/2000.
+_TIMES_POWER = re.compile(
+    r"(?<![\w.,^/])(?<!/\s)(\d[\d.,]*)(?:\s|\\,)*(?:\\(?:times|cdot)|[\u00d7\u00b7*x])(?:\s|\\,)*"
+    r"10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d+))(?!\.?\d)"
+)
+_THOUSANDS_RUN = re.compile(r"(?:,\d{3})++(,?\d)?+")
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w)\]}}.])-\s?)?(?<![\w.])(?P<value>{_DECIMAL})"
     rf"(?:(?P<mixed>\s\d+/\d+)(?![\d/.])|\s?/\s?(?P<denominator>{_DECIMAL})(?!\s?/))?"
@@ -40,17 +48,18 @@ _NUMBER = re.compile(
 _LATEX_FRACTION = re.compile(rf"\\[dtc]?frac\s*(?:\{{\s*(-?{_DECIMAL})\s*\}}\s*\{{\s*({_DECIMAL})\s*\}}|(\d)\s*(\d))")
 _BEFORE_FRACTION = re.compile(r"(?<=\d)\s*(?=\\[dtc]?frac)")
 _LETTER_WRAPPING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|textit)\s*\{([^{}]*)\}")
-_PUNCTUATION = re.compile(rf"(?!(?<![a-z.])\.(?=\d))(?!(?<!\S)-\.?(?=\d))[{re.escape(string.punctuation)}]")
+_FURTHER_PUNCTUATION = "\u2018\u2019\u201c\u201d\u00b4\u00ab\u00bb\u3002\uff0c\uff01\uff1f"
+_PUNCTUATION = re.compile(
+    r"(?!(?<![a-z.])\.(?=\d))(?!(?<![^\s\u2018\u201c\u00ab])-\.?(?=\d))"
+    rf"[{re.escape(string.punctuation)}{_FURTHER_PUNCTUATION}]"
+)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def final_part(text: str) -> str | None:
     """Return what follows the last closed reasoning block; None while one is still open."""
-    text = text[-MAX_TEXT_LENGTH:]
-    before, tag, after = text.rpartition("</think>")
-    if "<think>" in after:
-        return None
-    return after if tag else before + after
+    _, _, after = text.rpartition("</think>")
+    return None if "<think>" in after else after[-MAX_TEXT_LENGTH:]
 
 
 def last_boxed(text: str) -> str | None:
@@ -180,15 +189,20 @@ def _matching_braces(text: str) -> dict[int, int]:
 def _plain_numerals(text: str) -> str:
     text = text.replace("\u2212", "-").replace("\u2013", "-").replace("{,}", ",").replace("\\!", "")
     text = text.replace("\\$", "").replace("$", "").replace("\u20ac", "").replace("\u00a3", "")
+    text = _THIN_SPACED.sub(lambda match: match.group().replace("\\,", ""), text)
+    text = _TIMES_POWER.sub(lambda match: f"{match[1]}e{match[2] or match[3]}", text)
     text = _BEFORE_FRACTION.sub(" ", text)
-    return _LATEX_FRACTION.sub(lambda match: "/".join(group for group in match.groups() if group), text)
+    text = _LATEX_FRACTION.sub(lambda match: "/".join(group for group in match.groups() if group), text)
+    # Commas that part a list are told from those of thousands once, so that reading stays linear.
+    return _THOUSANDS_RUN.sub(lambda run: run.group().replace(",", ", ") if run[1] else run.group(), text)
 
 
 def number_values(text: str, *, longest: int = MAX_NUMBER_LENGTH) -> list[Fraction]:
-    """Return the exact values of the numbers of at most ``longest`` characters in ``text``."""
+    """Return the exact values of the numbers of at most ``longest`` characters, written out, in ``text``."""
     values = []
     for match in _NUMBER.finditer(_plain_numerals(text)):
-        if len(match.group()) > longest:
+        written = match.group()
+        if len(written) > longest or len(written) + sum(abs(int(one)) for one in _EXPONENT.findall(written)) > longest:
             continue
         value = Fraction(match["value"].replace(",", ""))
         if match["mixed"] and int(match["mixed"].partition("/")[2]):

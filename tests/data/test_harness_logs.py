@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,23 @@ def test_inspect_epochs_are_samples_also_after_a_crash(tmp_path: Path, method: i
     assert (first.finish, first.num_tokens, first.logprob) == ("length", 2, -0.75)
 
 
+def test_inspect_samples_of_two_tasks_are_two_questions(tmp_path: Path) -> None:
+    for name, head in (("a", {"eval": {"task": "words"}}), ("b", {"eval": {"task": "sums"}}), ("c", {})):
+        with zipfile.ZipFile(tmp_path / f"{name}.eval", "w") as archive:
+            archive.writestr("_journal/start.json", json.dumps(head))
+            archive.writestr("samples/7_epoch_1.json", json.dumps(inspect_sample(1, f"It is {name}.")))
+    groups = imported(tmp_path, tmp_path)[1]
+    texts = {name: [sample.text for sample in group.samples] for name, group in groups.items()}
+    assert texts == {"words/7": ["It is a."], "sums/7": ["It is b."], "c/7": ["It is c."]}
+
+
+def test_a_cut_response_has_an_answer_only_where_it_states_one(tmp_path: Path) -> None:
+    log = {"eval": {}, "samples": [inspect_sample(1, "It is 3 and then", scores={"x": {"value": "C"}})]}
+    (tmp_path / "log.json").write_text(json.dumps(log))
+    report, groups = imported(tmp_path / "log.json", tmp_path, task="local_number")
+    assert (report.overruled, answers(groups["7"])) == (1, [None])
+
+
 def test_an_inspect_log_without_finished_samples_says_so(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "log.eval", "w") as archive:
         archive.writestr("_journal/start.json", "{}")
@@ -156,19 +174,24 @@ def test_an_inspect_log_without_finished_samples_says_so(tmp_path: Path) -> None
 
 
 def test_every_eval_ever_keeps_one_metric_of_a_sample(tmp_path: Path) -> None:
-    def row(text: str, name: str = "acc", *, right: bool = True) -> dict[str, Any]:
+    def row(text: str, name: str = "acc", *, sample: str = "a", right: bool = True) -> dict[str, Any]:
         return {
-            "sample_id": "a", "evaluation_name": name, "input": {"raw": "2+2?", "reference": ["4"]},
+            "sample_id": sample, "evaluation_name": name, "input": {"raw": "2+2?", "reference": ["4"]},
             "output": {"raw": [text]}, "evaluation": {"score": 1.0, "is_correct": right},
             "answer_attribution": [{"extracted_value": "4" if right else "5", "is_terminal": True}],
             "token_usage": {"output_tokens": 3},
         }  # fmt: skip
 
-    path = lines(tmp_path / "x_samples.jsonl", row("4"), row("4", "f1"), row("5", right=False))
-    report, groups = imported(path, tmp_path)
+    rows = row("4"), row("4", "f1"), row("5", right=False), row("4", "another task", sample="b")
+    report, groups = imported(lines(tmp_path / "x_samples.jsonl", *rows), tmp_path)
     group = groups["a"]
     assert (report.dropped, verdicts(group), answers(group)) == (1, [True, False], ["4", "5"])
     assert group.samples[0].num_tokens == 3
+    assert verdicts(groups["b"]) == [True]
+    (tmp_path / "several").mkdir()
+    for name in ("x_samples", "y_samples"):
+        lines(tmp_path / "several" / f"{name}.jsonl", row("4"))
+    assert list(imported(tmp_path / "several", tmp_path / "several")[1]) == ["x_samples/a", "y_samples/a"]
 
 
 def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tmp_path: Path) -> None:
@@ -248,6 +271,22 @@ def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> Non
     assert groups["a"].samples[0].logprob == -0.25
 
 
+def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) -> None:
+    path = lines(tmp_path / "out.jsonl", reply("alg#1", "4"), reply("alg#2", "6"), reply("alg#2#1", "5"))
+    rows = ({"id": "alg#1", "question": "2+2?", "answer": 4}, {"id": "alg#2", "question": "3+3?", "answer": 6})
+    groups = imported(path, tmp_path, questions=lines(tmp_path / "questions.jsonl", *rows))[1]
+    assert {name: verdicts(group) for name, group in groups.items()} == {"alg#1": [True], "alg#2": [True, False]}
+
+
+@pytest.mark.parametrize("logprob", [-math.inf, math.nan])
+def test_a_logprob_that_is_no_number_is_unknown(tmp_path: Path, logprob: float) -> None:
+    row = reply("a", "4")
+    row["response"]["body"]["choices"][0]["logprobs"]["content"] = [{"logprob": -0.5}, {"logprob": logprob}]
+    questions = lines(tmp_path / "questions.jsonl", {"id": "a", "question": "2+2?", "answer": 4})
+    groups = imported(lines(tmp_path / "out.jsonl", row), tmp_path, questions=questions)[1]
+    assert groups["a"].samples[0].logprob is None
+
+
 def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
     said = [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "4"}]}]
     rows = [
@@ -311,6 +350,15 @@ def test_lists_of_unequal_length_are_refused_with_the_row(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"data\.jsonl:1: .*checked.*2.*1"):
         run_import_pool(path, str(tmp_path / "store"), columns=COLUMNS)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_row_without_the_named_id_is_refused(tmp_path: Path) -> None:
+    row = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
+    with pytest.raises(InputError, match=r"data\.jsonl:2: Expected the field `name`"):
+        run_import_pool(
+            lines(tmp_path / "data.jsonl", row | {"name": 1}, row), str(tmp_path / "store"),
+            columns=Columns(id="name", responses="responses"),
+        )  # fmt: skip
 
 
 # ---- all formats

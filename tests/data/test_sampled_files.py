@@ -83,7 +83,7 @@ def test_out_and_back(tmp_path: Path) -> None:
 
     store = make_store(tmp_path / "store", num_samples=None)
     judged = [group("a_1", [True, False, True]), group("b_1", [False])]
-    failed = Sample("b_1", 1, 0, "", (), None, None, False)
+    failed = Sample("b_1", 1, 0, "", (), None, None, None)
     judged[1] = QuestionSamples(judged[1].question, (*judged[1].samples, failed), "test", (1, 2, 3))
     with store.writer("w") as writer:
         for each in [*judged, group("c_1", [None])]:

@@ -107,10 +107,11 @@ def export_sampled(
 
     def rows() -> Iterator[dict[str, Any]]:
         for group in SampleStore(store_dir).samples(split=split, round=round, task=task):
-            written = list(sampled_rows(group)) if all(s.correct is not None for s in group.samples) else []
+            is_verified = all(s.correct is not None or is_failed(s) for s in group.samples)
+            written = list(sampled_rows(group)) if is_verified else []
             counts.update(responses=len(written), dropped=len(group.samples) - len(written))
             if written:
-                truths.append(truth_row(group))
+                truths.append(truth_row(group.question, written))
             yield from written
         if not truths:
             rest = f"{counts['dropped']:,} are not verified. Name another split, or questions with reference answers."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import zipfile
 from collections import Counter
@@ -32,6 +33,7 @@ from selfcal_lightning.records import UNSTATED, Message, Unstated
 
 LARGEST_MEMBER = 2**28  # bytes of one sample in a zip
 ZSTANDARD = 93  # the zip method that inspect writes since 2026
+INSPECT_HEADS = ("_journal/start.json", "header.json")  # the second is written when a run ends
 LONGEST_LIST = 10_000
 FULL_SCORES = {"C": True, "I": False, "N": False, "True": True, "False": False, 1.0: True, 0.0: False, -1.0: False}
 NUMBER = re.compile(r"-?\d+(\.\d*)?")
@@ -125,10 +127,14 @@ def read_lm_eval(log: Log) -> Iterator[LoggedResponse]:
 
 
 def read_inspect(log: Log) -> Iterator[LoggedResponse]:
-    """Read `.eval` or `.json` logs of inspect_ai; the epochs of a sample are responses to one question."""
+    """Read `.eval` or `.json` logs of inspect_ai; the epochs of a sample are responses to one question.
+
+    Of several logs, the ids begin with the task, or the name of the file where a log names none.
+    """
     for path in log.paths:
-        samples = sorted(_inspect_samples(path), key=lambda sample: (str(sample.get("id")), sample.get("epoch") or 0))
-        for sample in samples:
+        task, samples = _inspect_samples(path)
+        origin = f"{task or path.stem}/" if len(log.paths) > 1 else ""
+        for sample in sorted(samples, key=lambda sample: (str(sample.get("id")), sample.get("epoch") or 0)):
             attachments = sample.get("attachments") or {}
             choices = _at(sample, "output", "choices") or []
             if not choices:
@@ -146,7 +152,7 @@ def read_inspect(log: Log) -> Iterator[LoggedResponse]:
                     log.skipped["without text"] += 1
                     continue
                 yield LoggedResponse(
-                    str(sample.get("id")), question, text, prompt or asked, _listed(sample.get("target")),
+                    f"{origin}{sample.get('id')}", question, text, prompt or asked, _listed(sample.get("target")),
                     answer=answer if place == 0 and verdict is not None else UNSTATED,
                     correct=verdict if place == 0 and verdict is not None else UNSTATED,
                     finish=_finish(choice.get("stop_reason")),
@@ -164,10 +170,12 @@ def _inspect_score(scores: Mapping[str, Any]) -> tuple[str | Unstated | None, bo
     return UNSTATED, None
 
 
-def _inspect_samples(path: Path) -> list[dict[str, Any]]:
+def _inspect_samples(path: Path) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the name of the task of a log, if it states one, and the samples."""
     if path.suffix == ".json":
-        read = read_json_object(path, what="a log of inspect_ai").get("samples") or []
-        return [sample for sample in read if isinstance(sample, dict)]
+        content = read_json_object(path, what="a log of inspect_ai")
+        samples = [sample for sample in content.get("samples") or [] if isinstance(sample, dict)]
+        return _at(content, "eval", "task"), samples
     try:
         with zipfile.ZipFile(path) as archive:
             found = [one for one in archive.infolist() if one.filename.startswith("samples/")]
@@ -180,9 +188,11 @@ def _inspect_samples(path: Path) -> list[dict[str, Any]]:
             if largest.file_size > LARGEST_MEMBER:
                 raise InputError(f"Expected samples below {LARGEST_MEMBER:,} bytes, but {largest.filename} is larger.")
             read = [parse_json(archive.read(one), origin=f"{path}, {name}") for name, one in members.items()]
+            name = next((name for name in INSPECT_HEADS if name in archive.namelist()), None)
+            head = None if name is None else parse_json(archive.read(name), origin=f"{path}, {name}")
     except (zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
         raise InputError(f"Expected {path} to be a log of inspect_ai (a zip file), but got: {error}.") from error
-    return [sample for sample in read if isinstance(sample, dict)]
+    return _at(head, "eval", "task"), [sample for sample in read if isinstance(sample, dict)]
 
 
 def _allow_zstandard(path: Path) -> None:
@@ -193,12 +203,15 @@ def _allow_zstandard(path: Path) -> None:
 
 
 def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
-    """Read `*_samples.jsonl` of every_eval_ever; of several metrics of a sample, the first in the file is kept."""
-    kept: str | None = None
+    """Read `*_samples.jsonl` of every_eval_ever; of several metrics of a sample, the first in the file is kept.
+
+    Of several files, the ids begin with the name of the file.
+    """
+    kept: dict[tuple[Path, str], str] = {}
     for path, number, row in log.rows():
         metric = str(row.get("evaluation_result_id") or row.get("evaluation_name"))
-        kept = kept or metric
-        if metric != kept:
+        name = str(_needed(path, number, row, "sample_id"))
+        if metric != kept.setdefault((path, name), metric):
             log.skipped[f"of the metric {metric}"] += 1
             continue
         texts, reference = _at(row, "output", "raw"), _at(row, "input", "reference")
@@ -212,8 +225,9 @@ def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
         verdict = _at(row, "evaluation", "is_correct")
         for text in texts:
             found = LoggedResponse(
-                str(_needed(path, number, row, "sample_id")), question, text, _at(row, "input", "formatted"), reference
-            )
+                name if len(log.paths) == 1 else f"{path.stem}/{name}", question, text, _at(row, "input", "formatted"),
+                reference,
+            )  # fmt: skip
             if len(texts) == 1:
                 found.tokens = _count(_at(row, "token_usage", "output_tokens"))
                 if isinstance(verdict, bool):
@@ -270,7 +284,7 @@ def read_openai_evals(log: Log) -> Iterator[LoggedResponse]:
             events.setdefault(str(_needed(path, number, row, "sample_id")), []).append(data)
         for name, found in calls.items():
             judged = matches.get(name, [])
-            kept = found if len(judged) in (0, len(found)) and len(judged) > 0 else found[:1]
+            kept = found if len(judged) == len(found) else found[:1]
             log.skipped["further calls, such as a grader's"] += len(found) - len(kept)
             for place, data in enumerate(kept):
                 if (texts := _texts(data.get("sampled"))) is None:
@@ -317,7 +331,7 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
         if row.get("error") or not texts:
             log.skip_empty(after_error=row.get("error"))
             continue
-        stem = re.sub(r"#\d+$", "", name)
+        stem = name if name in known else re.sub(r"#\d+$", "", name)
         own = next((known[one] for one in (name, stem) if one in known), None)
         sent = next((asked[one] for one in (name, stem) if one in asked), None)
         if own is None and sent is None:
@@ -392,7 +406,7 @@ def read_dataset(log: Log) -> Iterator[LoggedResponse]:
             if len(verdicts) != len(texts):
                 expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
                 raise line_error(path, number, expected, str(len(verdicts)))
-            name = str(row[columns.id]) if columns.id else f"{path.stem}/{number:06d}"
+            name = str(_needed(path, number, row, columns.id)) if columns.id else f"{path.stem}/{number:06d}"
             for text, verdict in zip(texts, verdicts, strict=True):
                 if not isinstance(text, str):
                     log.skipped["without text"] += 1
@@ -467,7 +481,7 @@ def _chat(prompt: Any, attachments: Mapping[str, str] | None = None) -> list[dic
         prompt = _text(prompt, attachments)
         if prompt.startswith('[{"role"'):
             try:
-                return _chat(json.loads(prompt))
+                return _chat(parse_json(prompt, origin="the prompt"))
             except ValueError:
                 pass
         return [{"role": "user", "content": prompt}]
@@ -502,7 +516,7 @@ def _count(value: Any) -> int | None:
 
 def _summed(tokens: Any) -> float | None:
     values = [_at(token, "logprob") for token in tokens or []]
-    known = [float(value) for value in values if isinstance(value, int | float)]
+    known = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
     return sum(known) if known and len(known) == len(values) else None
 
 

@@ -113,12 +113,11 @@ def sampled_rows(group: QuestionSamples) -> Iterator[dict[str, Any]]:
             yield dict(zip(SAMPLED_KEYS, values, strict=True))
 
 
-def truth_row(group: QuestionSamples) -> dict[str, Any]:
-    rows = list(sampled_rows(group))
+def truth_row(question: Question, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the row of a question whose responses have the rows of :func:`sampled_rows`."""
     right = sum(row["correctness"] for row in rows)
     lengths = [[row[name] for row in rows] for name in ("prompt_tokens", "completion_tokens")]
     totals = [None if None in column else sum(column) for column in lengths]
-    question = group.question
     values = (question.id, *totals, question.reference, len(rows), right, right / len(rows), question.text)
     return dict(zip(TRUTH_KEYS, values, strict=True))
 
@@ -335,7 +334,7 @@ class _LoggedAnswers:
         answer = one.answer
         if answer is not None:  # what the task cannot read is a judge's remark or the whole text
             canonical = None if isinstance(answer, Unstated) else self._canonical(answer)
-            answer = canonical or self._task.extract(one.text)
+            answer = canonical or self._task.extract(one.text, finished=one.finish != "length")
         self.overruled += bool(one.correct) and answer is None
         return {**response, "answer": answer, "correct": bool(one.correct) and answer is not None}
 

@@ -208,7 +208,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# JSON can spell lone surrogates, which UTF-8 cannot hold.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 LARGEST_JSON = 2**28  # bytes; a larger file is not ours
 
 
@@ -242,7 +243,10 @@ def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> An
     line = None
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        return json.loads(text, object_pairs_hook=None if repeats else _object)
+        found = json.loads(text, object_pairs_hook=None if repeats else _object)
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except _RepeatedKeyError as error:
         reason = f"the key {error.args[0]!r} twice in one object"
     except json.JSONDecodeError as error:
@@ -250,6 +254,8 @@ def parse_json(content: bytes | str, *, origin: str, repeats: bool = True) -> An
         reason, line = f"{error.msg.removesuffix(' at')} at {where}column {error.colno}", error.lineno
     except UnicodeDecodeError as error:
         reason = f"text that is not UTF-8 ({error.reason} at byte {error.start})"
+    except UnicodeEncodeError:
+        reason = "half of a character (a lone surrogate), which text cannot hold"
     except RecursionError:
         reason = "something nested too deeply to be read"
     except ValueError as error:  # of Python's own limit of digits
@@ -297,13 +303,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise line_error(path, blank, "a JSON object", "an empty line")
             try:
                 content = parse_json(line, origin=str(path), repeats=False)
-                # JSON can spell lone surrogates, which UTF-8 cannot hold.
-                if ESCAPED_SURROGATE.search(line):
-                    json.dumps(content, ensure_ascii=False).encode()
             except UnreadableJSONError as error:
                 raise line_error(path, number, "a JSON object in valid Unicode", error.reason) from error
-            except UnicodeError as error:
-                raise line_error(path, number, "a JSON object in valid Unicode", str(error)) from error
             if not isinstance(content, dict):
                 raise line_error(path, number, "a JSON object", type(content).__name__)
             yield number, content

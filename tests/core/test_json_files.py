@@ -16,6 +16,7 @@ GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "referen
 BROKEN = {
     "deep": (f'{{"id": "b", "question": {DEEP}}}', "nested too deeply"),
     "digits": (f'{{"id": "b", "reference": {DIGITS}}}', "a number that is too long"),
+    "surrogate": ('{"id": "b", "question": "\\ud800"}', "half of a character"),
     "cut": ('{"id": "b", "question": "Wh', "column"),
 }
 ANSWER = ["answer", "--question", "1?"]

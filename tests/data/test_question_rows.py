@@ -106,6 +106,8 @@ def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
     base = {"id": "a", "task": "local_number", "question": "2+2?", "responses": [], "split": "test"}
     file = write(tmp_path / "p.jsonl", {**base, "answer": 4}, {**base, "id": "b", "reference": "4"})
     assert [line.question.reference for _, line in read_pool(file, task=None, split=None)] == ["4", "4"]
+    long = write(tmp_path / "long.jsonl", {**base, "answer": 10**400})
+    assert [line.question.reference for _, line in read_pool(long, task=None, split=None)] == [str(10**400)]
     bad = write(tmp_path / "bad.jsonl", {**base, "anwser": 4})
     with pytest.raises(ValueError, match=r"bad.jsonl:1: .*'anwser'. Did you mean 'answer'"):
         list(read_pool(bad, task=None, split=None))
@@ -163,6 +165,12 @@ def test_public_data_sets_are_read_by_the_names_of_their_columns(
     for source in (str(path), f"hf:{tmp_path}:test"):  # a local folder stands for the hub
         (found,) = read_question_file(source, columns=columns)
         assert (found.text, found.answer) == (text, answer)
+
+
+def test_more_options_than_letters_are_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "q.jsonl", {"problem": "Which?", "gold": 8, "options": [str(at) for at in range(10)]})
+    with pytest.raises(InputError, match=r"q\.jsonl:1: Expected 2 to 8 different `choices`"):
+        read_question_file(file, columns=NAMED)
 
 
 def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def test_no_connection_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> Non
         ("c.jsonl", b"[1]", "c.jsonl, line 1, to be a JSON object, but got list"),
         ("d.jsonl", b'{"question": "\xff"}\n', "d.jsonl, line 1"),
         ("e.jsonl", b'{"question": "q", "solution": "s"}', "e.jsonl, line 1 to have the columns .* answer is missing"),
+        ("f.jsonl", b'{"question": "\\ud83d", "answer": "#### 1"}', "f.jsonl, line 1, to be JSON, but got half of a"),
         ("g.parquet", b"not parquet", "g.parquet to be a Parquet file"),
     ],
 )
@@ -265,10 +266,12 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
     row = ROWS["gsm8k"][0]
     rows = [row, {"question": "q", "answer": "no mark"}, {"question": " ", "answer": "#### 1"}, row]
     rows += [{"question": "q", "answer": "#### none"}, {"question": None, "answer": "#### 1"}]
+    rows += [{"question": "q", "answer": 42}, {"question": 42, "answer": "#### 1"}]
     with caplog.at_level(logging.WARNING):
         questions = dataset_task("gsm8k").load("test", path=write_lines(tmp_path / "rows.jsonl", *rows))
     assert [question.id for question in questions] == ["gsm8k/test/000000", "gsm8k/test/000003"]
-    assert "4 of 6 rows of the file" in caplog.text
+    assert "6 of 8 rows of the file" in caplog.text
+    assert "a field that cannot be read, 'int' object" in caplog.text
     assert "no valid label: 1" in caplog.text
 
 

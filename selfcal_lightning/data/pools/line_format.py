@@ -126,7 +126,7 @@ def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
         return line
     found = given_answer(line, origin=origin)
     if isinstance(found, int | float) and not isinstance(found, bool):
-        found = str(int(found)) if float(found).is_integer() else repr(found)
+        found = str(int(found)) if isinstance(found, int) or found.is_integer() else repr(found)
     return {**{name: value for name, value in line.items() if name != ANSWER}, SYNONYM: found}
 
 

@@ -217,12 +217,18 @@ class DatasetTask:
         for column in self.dataset.columns:
             if row[column] is None:
                 raise UnusableRowError(f"no {column}")
-        item = self.dataset.read_row(row, question_id)
+        try:
+            item = self.dataset.read_row(row, question_id)
+            has_text = item.body.strip() != ""
+        except InputError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # a field of another type
+            raise UnusableRowError(f"a field that cannot be read, {error}") from error
         answers = self.dataset.answers
         reference = answers.canonical(item.gold)
         if reference is None:
             raise UnusableRowError("no valid label")
-        if not item.body.strip():
+        if not has_text:
             raise UnusableRowError("no text")
         messages = self.prompt(item.body, answers.hint, chain_of_thought=chain_of_thought)
         return Question(question_id, self.name, messages, reference, item.body)

@@ -304,7 +304,7 @@ def _our_names(row: Mapping[str, Any], columns: Columns, origin: str) -> dict[st
     if isinstance(choices, Mapping) and {"text", "label"} <= choices.keys():  # ARC, CommonsenseQA
         labels, choices = list(choices["label"]), list(choices["text"])
         answer = CHOICE_LETTERS[labels.index(answer)] if answer in labels[: len(CHOICE_LETTERS)] else answer
-    if choices and isinstance(answer, int) and 0 <= answer < len(choices):  # MMLU: from 0
+    if choices and isinstance(answer, int) and 0 <= answer < min(len(choices), len(CHOICE_LETTERS)):  # MMLU: from 0
         answer = CHOICE_LETTERS[answer]
     if isinstance(answer, str) and "####" in answer:  # GSM8K: after the solution
         answer = answer.rpartition("####")[2].strip()

@@ -266,14 +266,6 @@ def remove_annotation(store_path: Path, name: str) -> None:
         file.unlink(missing_ok=True)
 
 
-def add_annotations(
-    index: SampleIndex, store_path: Path, names: Sequence[str], shards: Sequence[ShardEntry]
-) -> SampleIndex:
-    for name in names:
-        index = Annotation(store_path, name).annotate(index, shards)
-    return index
-
-
 def add_confidences(rows: Sequence[StoredRow], index: SampleIndex, start: int, names: Sequence[str]) -> list[StoredRow]:
     """Return ``rows`` with the confidences ``names`` of ``index`` from row ``start`` on, without nan."""
     annotated = []

@@ -5,7 +5,6 @@ A response of 300 tokens takes 15 KiB as a whole record and half a KiB here, so 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +15,8 @@ from selfcal_lightning.core.plan import Sampling
 from selfcal_lightning.data.store.manifest import ShardEntry, check_place
 from selfcal_lightning.data.store.parts import part_entries
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex, read_shard
-from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+from selfcal_lightning.data.store.shards import SampleIndex, decode_question, read_shard
+from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 QUESTION_COLUMNS = ("question_id", "task", "messages", "question_text", "reference")
 # Shared by all samples that have no further confidence.
@@ -48,9 +47,7 @@ def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict
     for shard in np.unique(shards).tolist():
         table = read_shard(store.path / index.files[shard], columns=QUESTION_COLUMNS)
         for row in table.take(index.row[rows[shards == shard]]).to_pylist():
-            messages = tuple(Message(**message) for message in json.loads(row["messages"]))
-            name = row["question_id"]
-            found[name] = Question(name, row["task"], messages, row["reference"], row["question_text"])
+            found[row["question_id"]] = decode_question(row)
     return found
 
 

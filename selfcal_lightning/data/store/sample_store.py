@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import remove_abandoned, write_atomically
-from selfcal_lightning.data.store.annotations import add_annotations, add_confidences
+from selfcal_lightning.data.store.annotations import Annotation, add_confidences
 from selfcal_lightning.data.store.joining import EarlierSamples, merge_parts, raise_samples, read_manifest
 from selfcal_lightning.data.store.maintenance import (
     RepairReport,
@@ -297,7 +297,10 @@ class SampleStore:
             tables.append(table.filter(pa.array(keep)))
             numbers.append(np.flatnonzero(keep))
             files.append(entry.file)
-        return add_annotations(build_index(tables, numbers, files), self.path, confidences, shards)
+        index = build_index(tables, numbers, files)
+        for name in confidences:
+            index = Annotation(self.path, name).annotate(index, shards)
+        return index
 
     def samples(
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()

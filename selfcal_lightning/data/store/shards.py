@@ -103,14 +103,18 @@ def decode_rows(table: pa.Table) -> list[StoredRow]:
     question: Question | None = None
     for row in table.to_pylist():
         if question is None or question.id != row["question_id"]:
-            messages = tuple(Message(**message) for message in json.loads(row["messages"]))
-            question = Question(row["question_id"], row["task"], messages, row["reference"], row["question_text"])
+            question = decode_question(row)
         own: dict[str, Any] = {name: row[name] for name in OWN}
         own["token_ids"], prompt_ids = _tuple(own["token_ids"]), _tuple(row["prompt_ids"])
         confidences = {} if row["confidences"] is None else json.loads(row["confidences"])
         sample = Sample(question_id=question.id, confidences=confidences, **own)
         rows.append(StoredRow(question, sample, row["split"], prompt_ids))
     return rows
+
+
+def decode_question(row: Mapping[str, Any]) -> Question:
+    messages = tuple(Message(**message) for message in json.loads(row["messages"]))
+    return Question(row["question_id"], row["task"], messages, row["reference"], row["question_text"])
 
 
 def _tuple(ids: list[int] | None) -> tuple[int, ...] | None:

@@ -28,13 +28,15 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 UNDECIDED_SHARE = 0.05
 # CPU time per pair when little is left for undecided ones; almost all decidable pairs take less.
 HURRIED_SECONDS = 0.25
+MAX_MEMORY_BYTES = 2**31
+CACHE_SIZE = 100_000
 
 
 class MathWorker:
     """One process and its fork; both are killed when they exceed the time limit."""
 
-    def __init__(self, *, max_memory_bytes: int, start_seconds: float) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(max_memory_bytes)]
+    def __init__(self, *, start_seconds: float) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(MAX_MEMORY_BYTES)]
         self.process = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,
@@ -85,12 +87,9 @@ class MathComparer:
         *,
         cpu_seconds: float = 4.0,
         wall_seconds: float = 30.0,
-        max_memory_bytes: int = 2**31,
-        cache_size: int = 100_000,
         undecided_seconds: float = 120.0,
     ) -> None:
         self.cpu_seconds, self.wall_seconds, self.undecided_seconds = cpu_seconds, wall_seconds, undecided_seconds
-        self.max_memory_bytes, self.cache_size = max_memory_bytes, cache_size
         self.num_undecided = self.num_untried = 0
         self._spent, self._since = 0.0, math.nan
         self._cache: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
@@ -116,7 +115,7 @@ class MathComparer:
                     self.num_undecided, self.num_untried = self.num_undecided + 1, self.num_untried + 1
                     return None
                 self._cache[pair] = self._decide(pair, min(self.cpu_seconds, max(HURRIED_SECONDS, left / 10)))
-                if len(self._cache) > self.cache_size:
+                if len(self._cache) > CACHE_SIZE:
                     self._cache.popitem(last=False)
             return self._cache[pair]
 
@@ -135,7 +134,7 @@ class MathComparer:
                 worker.kill()
                 worker = None
         if worker is None:
-            worker = MathWorker(max_memory_bytes=self.max_memory_bytes, start_seconds=10 * self.wall_seconds)
+            worker = MathWorker(start_seconds=10 * self.wall_seconds)
             worker.ask(*pair, cpu_seconds=cpu_seconds)
         started = time.monotonic()
         equal, lives = worker.read_reply() if worker.has_written(self.wall_seconds) else (None, False)

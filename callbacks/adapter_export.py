@@ -74,6 +74,7 @@ class AdapterExport(Callback):
         self.run: str | None = None
         self._folder, self._best_folder = Path(), Path()
         self._training: dict[str, Any] = {}
+        self._validated: int | None = None  # the step of the last validation, which `callback_metrics` are of
         self._store_dir: str | None = None
         self._tasks: list[str] | None = None
         self._base_domain: Domain | None = None
@@ -81,6 +82,7 @@ class AdapterExport(Callback):
     def setup(self, trainer: Trainer, pl_module: TrainedModule, stage: str) -> None:
         """Choose the folder while all processes are here, and refuse before training what cannot be written."""
         self._settle(trainer)
+        self._training = {}
         if stage == TrainerFn.FITTING:
             self._check(pl_module, trainer.datamodule)
 
@@ -113,16 +115,15 @@ class AdapterExport(Callback):
         return {name: self._folder.with_name(f"{self._folder.name}-{name}") for name in module.auxiliary}
 
     def _check_monitor(self, data: SampledData) -> None:
-        """Refuse the value of a task without validation questions, before the first epoch."""
+        """Refuse the value of a task that is not logged, before the first epoch."""
         key = max((key for key in KEYS if (self.monitor or "").endswith(f"/{key}")), key=len, default=None)
         if self.monitor is None or key is None or data is None:
             return
         task = self.monitor.removeprefix("val/").removesuffix(key).removesuffix("/")
-        tasks = [source.task for source in data.sources.get("validation", ())]
-        if task and tasks and task not in tasks:
-            raise unknown_name(
-                "monitor", self.monitor, [f"val/{name}{key}" for name in ("", *(f"{t}/" for t in tasks))]
-            )
+        tasks = {source.task for source in data.sources.get("validation", ())}
+        logged = sorted(tasks) if len(tasks) > 1 else []  # the values of a single task have no name of their own
+        if task and tasks and task not in logged:
+            raise unknown_name("monitor", self.monitor, [f"val/{key}", *(f"val/{name}/{key}" for name in logged)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far and the run's name, so that a resumed run does not replace a better export."""
@@ -146,7 +147,10 @@ class AdapterExport(Callback):
         self.best = (min if self.mode == "min" else max)(best, default=None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
-        if self.monitor is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._validated = trainer.global_step
+        if self.monitor is None:
             return
         if self.monitor not in trainer.callback_metrics:
             known = sorted(name for name in trainer.callback_metrics if name.startswith("val/"))
@@ -159,6 +163,11 @@ class AdapterExport(Callback):
             self._export(trainer, pl_module, self._best_folder)
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
+        if not self._training:  # a finished run was started again, and nothing was trained
+            written = (read_manifest(self._folder) or {}).get("run")
+            if trainer.strategy.broadcast(written is not None and written == self.run):
+                return
+            self._training = describe_training(trainer)
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
             for name, folder in self._folders_auxiliary(pl_module).items():
@@ -200,7 +209,9 @@ class AdapterExport(Callback):
         state = gather_trained(module) if is_sharded(module) else None
         if not trainer.is_global_zero:
             return
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        # Those of an earlier step are not of these weights.
+        known = trainer.callback_metrics if self._validated == trainer.global_step else {}
+        metrics = {name: value.item() for name, value in known.items() if name.startswith("val/")}
         facts = {"store": self._describe_store(), "run": self.run, "training": self._training}
         write_export(module, folder, state=state, metrics=metrics, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -158,13 +159,36 @@ def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, s
     folder = tmp_path / "adapter"
     first = train_into(folder, tiny_model, store)
     weights = (folder / "adapter_model.safetensors").read_bytes()
-    again = train_into(folder, tiny_model, store)
+    again = train_into(folder, tiny_model, store, gradient_checkpointing=True, recompute_above=100_000)
     assert again["run"] != first["run"]
     assert (folder / "adapter_model.safetensors").read_bytes() == weights, "nothing is lost: it is the same"
     resumed = train_into(folder, tiny_model, store, steps=4, start=tmp_path / "two.ckpt")
     assert resumed["run"] == again["run"]
     assert (folder / "adapter_model.safetensors").read_bytes() != weights
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]
+
+
+def test_a_finished_run_started_again_keeps_its_export(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    folder, last = tmp_path / "adapter", tmp_path / "last.ckpt"
+
+    def run(start: Path | None = None) -> dict[str, Any]:
+        trainer = trainer_with(AdapterExport(str(folder)))
+        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store), ckpt_path=start)
+        trainer.save_checkpoint(last)
+        return read_manifest(folder)
+
+    first = run()
+    assert run(last) == first
+    shutil.rmtree(folder)
+    again = run(last)
+    assert (again["run"], again["training"], again["metrics"]) == (first["run"], first["training"], {})
+
+
+def test_scores_of_earlier_weights_are_not_stated(tiny_model: str, store: Path, tmp_path: Path) -> None:
+    trainer = trainer_with(AdapterExport(str(tmp_path / "adapter")), max_epochs=-1, max_steps=5)
+    trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+    assert MONITORED in trainer.callback_metrics, "of the fourth step"
+    assert read_manifest(tmp_path / "adapter")["metrics"] == {}
 
 
 @pytest.mark.parametrize("place", ["merged", "base", "inside the base"])
@@ -191,8 +215,12 @@ def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
     with pytest.raises(ValueError, match=r"`monitor` must be .*calibration/ECE.*, but got 'val/ece'"):
         AdapterExport(monitor="val/ece")
     callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/gsm8k/calibration/ECE")
+    data = data_module(tiny_model, store)
     with pytest.raises(ValueError, match=r"`monitor`.*val/calibration/ECE.*val/gsm8k/calibration/ECE"):
-        trainer_with(callback).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data)
+    callback.monitor = "val/word_problems/calibration/ECE"  # that of a single task has no name of its own
+    with pytest.raises(ValueError, match="to be one of val/calibration/ECE, but got 'val/word_problems/"):
+        callback.plan_run("fit", trainer_with(callback), module_of(tiny_model), data)
 
 
 def test_the_domain_of_the_training_questions_is_part_of_the_export(

@@ -361,9 +361,9 @@ class ConfidenceModel(CalibratedModel):
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
         """Return the module of a checkpoint on its base model as stored, even if training quantised it."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
-        return cls.load_from_checkpoint(
-            path, map_location="cpu", torch_dtype=dtype, gradient_checkpointing=False, quantization=None, **place
-        )
+        # Of those, a module takes the ones that it has.
+        place |= {"torch_dtype": dtype, "quantization": None, "gradient_checkpointing": False, "recompute_above": 0}
+        return cls.load_from_checkpoint(path, map_location="cpu", **place)
 
     def merged(self) -> PreTrainedModel:
         """Return the model with its adapter merged. The module cannot be used afterwards."""
@@ -441,6 +441,12 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
     }
     # The module calls it "model", and PEFT leaves the adapter's own name out of its file.
     names = {name: name.removeprefix(PREFIX).replace(".default.", ".") for name in trained}
+    strange = [f"`{name}`" for name in ("use_rslora", "alpha_pattern") if config.get(name)]
+    strange += sorted(written.keys() - set(names.values()))  # such as the magnitudes of DoRA
+    if strange:
+        raise InputError(
+            f"The adapter in {folder} has {strange[0]}, which is not loaded here. Merge it: `selfcal export`."
+        )
     state = {name: written[names[name]] for name in trained if names[name] in written}
     check_trained(state, trained, settings={"lora": config})
     with torch.no_grad():

@@ -103,7 +103,7 @@ def test_merged_model_loads_in_vllm(module: SelfCalibrationModule, adapter: Path
 
 
 def test_fully_trained_model_is_exported_whole(tiny_model: str, tmp_path: Path) -> None:
-    module = shaken(tiny_model, lora=None)
+    module = shaken(tiny_model, lora=None, gradient_checkpointing=True, recompute_above=6000)
     folder = write_export(module, tmp_path / "full")
     assert read_manifest(folder)["kind"] == "model"
     expected = module.model(IDS).logits

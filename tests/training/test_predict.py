@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from peft import LoraConfig, get_peft_model
 from support.ssc_pools import Pool
 from support.training_runs import data_module, generation, module_of, trainer_with
+from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.confidence_writer import ConfidenceWriter, trained_sha256
 from selfcal_lightning.cli import run
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.datamodules.questions import QuestionSource
+from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
@@ -172,6 +175,21 @@ def test_mistakes_are_named(tiny_model: str, store: Path) -> None:
         )
     with pytest.raises(ValueError, match=r"no samples of round 0 for the split 'test'\. Name `test` sources"):
         trainer_with(generation()).test(module_of(tiny_model), datamodule=data_module(tiny_model, store))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"), [({"use_dora": True}, "magnitude"), ({"use_rslora": True}, "`use_rslora`")], ids=str
+)
+def test_an_adapter_of_another_kind_is_refused(
+    tiny_model: str, tmp_path: Path, changes: dict[str, bool], named: str
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=list(LoraSettings().target_modules), **changes)
+    get_peft_model(base, lora).save_pretrained(tmp_path)
+    module = module_of(tiny_model)
+    module.load_export(tmp_path)
+    with pytest.raises(ValueError, match=f"{named}.*not loaded here"):
+        module.configure_model()
 
 
 @pytest.mark.parametrize("options", [["--confidence_writer.name", "mine"], []])

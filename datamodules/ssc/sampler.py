@@ -214,10 +214,12 @@ class MicroBatch:
 def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
     """Return (epoch, its consumed batches) of the place where training continues."""
     loop = trainer.fit_loop
-    batches = loop.epoch_loop.batch_progress
-    consumed = batches.current.ready
-    whole, rest = divmod(batches.total.completed - consumed, batches_per_epoch)
-    return (whole if rest == 0 else loop.epoch_progress.current.processed), consumed
+    counted, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    epoch, consumed = counted.processed, batches.current.ready
+    if counted.ready == epoch:
+        # With `max_steps`, Lightning runs and counts an epoch without batches after a checkpoint of an epoch's end.
+        epoch -= batches.total.completed - consumed == (epoch - 1) * batches_per_epoch
+    return epoch, consumed
 
 
 def limited_batches(num_batches: int, limit: float) -> int:

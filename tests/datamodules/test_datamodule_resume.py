@@ -69,6 +69,22 @@ def test_checkpoints_of_an_epochs_end_and_runs_counted_in_steps(
         assert len(unbroken) == 22
 
 
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 1)), ((4, 1), (2, 2))])
+def test_other_micro_batches_take_the_steps_of_the_next_epoch(
+    pool: Pool, store_dir: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    def steps(size: tuple[int, int], **more: Any) -> list[list[int]]:
+        """Return the rows of every optimiser step, of micro-batches of ``size``: (rows, accumulated)."""
+        data = pool.data(store_dir, batch_size=size[0], total_tuples=44)
+        seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=0, max_epochs=3, **more).seen
+        return [sorted(row for step, _, rows, *_ in seen if step == n for row in rows) for n in range(33)]
+
+    ends = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    unbroken = steps(before, callbacks=[ends], enable_checkpointing=True)
+    for epoch, done in ((0, 11), (1, 22)):
+        assert steps(after, ckpt_path=str(tmp_path / f"epoch={epoch}.ckpt"))[done:] == unbroken[done:]
+
+
 def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: str, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit(pool.data(store_dir), callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)

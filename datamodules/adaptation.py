@@ -148,11 +148,7 @@ class RolloutDataModule(StoredDataModule):
         check_reward(self.reward)
         _check_learnt(self.reward, self.target, self.selection, self.regenerate_every_n_epochs)
         super().__post_init__()
-        if self.num_samples < 2 and self.reward != "none":
-            raise InputError(
-                f"`num_samples` must be at least 2 with `reward: {self.reward}`, which compares a response with the "
-                f"others of its group, but got {self.num_samples}."
-            )
+        self.check_num_samples()
 
     # ---- what the module and the callbacks ask for
 
@@ -160,6 +156,14 @@ class RolloutDataModule(StoredDataModule):
     def row_target(self) -> TargetName:
         """What P(True) of the validation pool is compared with."""
         return "ssc"
+
+    def check_num_samples(self) -> None:
+        """Refuse a single response where it is compared with others; a selection is learnt as it is."""
+        if self.num_samples < 2 and (self.reward != "none" or self.target is not None):
+            raise InputError(
+                f"`num_samples` must be at least 2 with `reward: {self.reward}` and `target: {self.target}`, which "
+                f"compare a response with the others of its group, but got {self.num_samples}."
+            )
 
     def questions(self, split: Split) -> list[Question]:
         """Return the questions of a split, without gold answers unless the reward is made of them."""

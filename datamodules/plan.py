@@ -14,7 +14,6 @@ from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.tasks.registry import check_source, count_source
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
 from selfcal_lightning.datamodules.ssc.sampler import limited_batches, rows_per_step, steps_per_epoch
-from selfcal_lightning.datamodules.ssc.tuples import check_agreement
 from selfcal_lightning.models.names import is_on_disk
 from selfcal_lightning.records import Question
 from selfcal_lightning.training.model_parallel import deals_rows_anew
@@ -49,10 +48,16 @@ def plan_data(data: StoredDataModule, verb: str, trainer: Trainer) -> Plan:
     rows, accumulate = rows_per_step(data.batch_size, trainer), trainer.accumulate_grad_batches
     steps = steps_per_epoch(data.mixture(task_shares(data.sources["train"])).rows_per_epoch, rows)
     each = math.ceil(limited_batches(steps * accumulate, trainer.limit_train_batches) / accumulate)
+    planned, epochs = planned_steps(trainer, each)
+    return Plan(questions=counts, training=(Training(planned, rows, epochs, data.max_length),))
+
+
+def planned_steps(trainer: Trainer, each: int) -> tuple[int, int | None]:
+    """Return the optimiser steps of a run with ``each`` an epoch, and its epochs; one epoch where nothing ends it."""
     epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
     planned = [each * epochs] if epochs is not None else []
     planned += [trainer.max_steps] if trainer.max_steps != -1 else []
-    return Plan(questions=counts, training=(Training(min(planned, default=each), rows, epochs, data.max_length),))
+    return min(planned, default=each), epochs
 
 
 def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
@@ -68,7 +73,7 @@ def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
         raise InputError("Remove the GradientAccumulationScheduler: optimiser steps are planned ahead.")
     if verb != "fit":
         return
-    check_agreement(data.num_samples, data.row_target)
+    data.check_num_samples()
     # Every epoch, whatever the interval: after a resume Lightning counts reloads from the epoch that it resumed in.
     if data.regenerate_every_n_epochs is not None and trainer.reload_dataloaders_every_n_epochs != 1:
         raise InputError(

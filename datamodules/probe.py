@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset, Sampler
 
@@ -29,7 +30,7 @@ from selfcal_lightning.confidence.splits import check_disjoint, leading_ids
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.store.shards import question_digest
-from selfcal_lightning.datamodules.plan import splits_of
+from selfcal_lightning.datamodules.plan import planned_steps, splits_of
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, epoch_position, limited_batches
 from selfcal_lightning.engines.hidden_states import LevelSettings, check_gives_hidden_states
 from selfcal_lightning.engines.settings import EngineSettings
@@ -193,8 +194,7 @@ class ProbeDataModule(LightningDataModule):
 
     def plan_run(self, verb: str, trainer: Trainer, module: LightningModule, data: object) -> Plan:
         """Check splits and targets, and return how many questions there are; no state is read for it."""
-        roles = splits_of(verb, TEST)
-        self._load(roles)
+        self._load(self._roles(verb))
         counts = tuple(
             QuestionCount(role, task, sum(entry.question.task == task for entry in pool.pool.entries))
             for role, pool in self._pools.items()
@@ -204,15 +204,14 @@ class ProbeDataModule(LightningDataModule):
             return Plan(questions=counts)
         rows = len(self._training_numbers()[0])
         size = min(self.batch_size or rows, rows)
-        epochs = None if trainer.max_epochs in (None, -1) else trainer.max_epochs
-        steps = -(-rows // size) * (epochs or 1)
-        return Plan(questions=counts, training=(Training(min(steps, _most_steps(trainer, steps)), size, epochs),))
+        steps, epochs = planned_steps(trainer, limited_batches(-(-rows // size), trainer.limit_train_batches))
+        return Plan(questions=counts, training=(Training(steps, size, epochs),))
 
     # ---- reading
 
     def setup(self, stage: str) -> None:
         """Read the questions of the stage and their hidden states; missing ones are computed and kept."""
-        roles = splits_of(stage, TEST)
+        roles = self._roles(stage)
         self._load(roles)
         missing = [role for role in roles if role not in self._rows]
         if not missing:
@@ -250,6 +249,11 @@ class ProbeDataModule(LightningDataModule):
             f"{len(train_rows.entries):,} questions to train on, {len(self._rows[VALIDATION].entries):,} to validate "
             f"on, {train_rows.features.shape[1]:,} features."
         )
+
+    def _roles(self, stage: str) -> tuple[str, ...]:
+        """Return the splits that a stage reads; without a validation split, it takes some training questions."""
+        roles = splits_of(stage, TEST)
+        return (TRAIN, VALIDATION) if VALIDATION in roles and self.splits[VALIDATION] is None else roles
 
     def _load(self, roles: Sequence[str]) -> None:
         for role in roles:
@@ -313,7 +317,7 @@ class ProbeDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Refuse another order where training continues."""
         changed = [f"`{name}` was {old!r}" for name, old in state_dict.items() if old != self.state_dict()[name]]
-        if changed and self.basis is not None:
+        if changed and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             raise InputError(f"The checkpoint has another order of questions: {'; '.join(changed)}. Restore it.")
 
 
@@ -323,7 +327,3 @@ def set_aside(questions: Sequence[Question], share: float, *, seed: int) -> np.n
     order = sorted(set(leaders.values()), key=lambda name: question_hash(f"{seed}/{name}"))
     chosen = set(order[: max(1, round(share * len(order)))])
     return np.array([leaders[question.id] in chosen for question in questions])
-
-
-def _most_steps(trainer: Trainer, steps: int) -> int:
-    return steps if trainer.max_steps in (None, -1) else int(trainer.max_steps)

@@ -182,6 +182,10 @@ class StoredDataModule(LightningDataModule, ABC):
     def collator(self) -> RowLayout:
         """Return what encodes rows and makes batches of them."""
 
+    def check_num_samples(self) -> None:
+        """Refuse a target that so few responses to a question do not have."""
+        check_agreement(self.num_samples, self.row_target)
+
     def recipes(self) -> tuple[TargetRecipe, ...]:
         """Return the target recipes: the adapter's first, then one per auxiliary adapter."""
         return (TargetRecipe(self.row_target),)
@@ -296,7 +300,7 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def train_dataloader(self) -> LateDataLoader:
         """Open the store and return the loader of training."""
-        check_agreement(self.num_samples, self.row_target)
+        self.check_num_samples()
         store, collator = self._store(), self.collator()
         epoch = epoch_to_read(self.trainer)
         newest = self.round_of(epoch)

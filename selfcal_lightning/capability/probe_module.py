@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -219,7 +220,7 @@ class LinearProbeModule(TrainedModule):
         if trainer_of(self) is None:
             return
         basis = needed_data(self.data_module, who=type(self).__name__, remedy="use ProbeDataModule").basis
-        if basis is not None:
+        if basis is not None and self.trainer.state.fn == TrainerFn.FITTING:  # elsewhere a trained probe is needed
             self._build(basis)
 
     def _build(self, basis: ProbeBasis) -> None:
@@ -310,10 +311,11 @@ class LinearProbeModule(TrainedModule):
         """Load the layers; refuse to resume a training on other features, questions or targets."""
         if BASIS_KEY in checkpoint:
             stored = basis_of(checkpoint[BASIS_KEY])
+            current = self.basis or getattr(self.data_module, "basis", None)
+            if current is not None:
+                check_same_basis(stored, current)
             if self.basis is None:
                 self._build(stored)
-            else:
-                check_same_basis(stored, self.basis)
         super().on_load_checkpoint(checkpoint)
 
     # ---- exports

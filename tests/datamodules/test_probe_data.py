@@ -78,29 +78,30 @@ def test_noise_is_that_of_so_few_responses(store: str) -> None:
     np.testing.assert_array_equal(ready(store, target="label", target_draws=1)._rows["train"].target, verdicts)
 
 
-def _trainer(epoch: int, ready: int, completed: int) -> Any:
-    current = SimpleNamespace(ready=ready)
-    progress = SimpleNamespace(current=current, total=SimpleNamespace(completed=completed))
-    epochs = SimpleNamespace(current=SimpleNamespace(processed=epoch))
+def _trainer(epoch: int, ready: int) -> Any:
+    progress = SimpleNamespace(current=SimpleNamespace(ready=ready))
+    epochs = SimpleNamespace(current=SimpleNamespace(ready=epoch + 1, processed=epoch))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), epoch_progress=epochs)
     return SimpleNamespace(fit_loop=loop, limit_train_batches=1.0)
 
 
 def test_an_order_goes_on_where_it_stopped() -> None:
-    whole = list(EpochOrder(10, 4, seed=3, trainer=_trainer(2, 0, 6)))
+    whole = list(EpochOrder(10, 4, seed=3, trainer=_trainer(2, 0)))
     assert sorted(row for batch in whole for row in batch) == list(range(10))
     assert [len(batch) for batch in whole] == [4, 4, 2]
-    assert list(EpochOrder(10, 4, seed=3, trainer=_trainer(2, 1, 7))) == whole[1:]
-    assert list(EpochOrder(10, 4, seed=3, trainer=_trainer(1, 0, 3))) != whole
-    assert list(EpochOrder(10, 4, seed=4, trainer=_trainer(2, 0, 6))) != whole
+    assert list(EpochOrder(10, 4, seed=3, trainer=_trainer(2, 1))) == whole[1:]
+    assert list(EpochOrder(10, 4, seed=3, trainer=_trainer(1, 0))) != whole
+    assert list(EpochOrder(10, 4, seed=4, trainer=_trainer(2, 0))) != whole
 
 
 def test_the_plan_reads_no_states(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.datamodules.probe.read_features", None)
     data = ProbeDataModule("bundled", store, validation_split="calibration")
-    plan = data.plan_run("fit", SimpleNamespace(max_epochs=3, max_steps=-1), None, data)
-    assert [(one.split, one.number) for one in plan.questions] == [("train", 40), ("validation", 24)]
-    assert (plan.training[0].steps, plan.training[0].rows_per_step) == (6, 32)
+    for max_epochs, max_steps, limit, steps in ((3, -1, 1.0, 6), (-1, 1000, 1.0, 1000), (3, 4, 1.0, 4), (3, -1, 1, 3)):
+        trainer = SimpleNamespace(max_epochs=max_epochs, max_steps=max_steps, limit_train_batches=limit)
+        plan = data.plan_run("fit", trainer, None, data)
+        assert [(one.split, one.number) for one in plan.questions] == [("train", 40), ("validation", 24)]
+        assert (plan.training[0].steps, plan.training[0].rows_per_step) == (steps, 32)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.module_batches import quiet_trainer
 from support.ssc_pools import TRAIN, Pool, random_samples
 
 from selfcal_lightning.adaptation.module import PolicyBatch
@@ -19,6 +20,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.adaptation import RolloutDataModule
+from selfcal_lightning.datamodules.plan import check_data
 from selfcal_lightning.records import Question, SamplingSettings
 
 AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
@@ -178,6 +180,7 @@ def test_a_selection_is_learnt_as_it_is(pool: Pool, plain: str, tmp_path: Path) 
     """One response to each question that is kept, at any sampling; the others carry no likelihood."""
     run_select(plain, str(tmp_path / "selection"), pick="share", keep="share", keep_count=5)
     learnt = {"reward": "none", "selection": str(tmp_path / "selection")}
+    check_data(data_of(pool, plain, num_samples=1, **learnt), "fit", quiet_trainer())
     data = data_of(pool, plain, **learnt)
     (batch,) = batches(data)
     assert data.steps_per_epoch == 1
@@ -210,6 +213,10 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
     ("changes", "message"),
     [
         ({"num_samples": 1}, "`num_samples` must be at least 2"),
+        (
+            {"num_samples": 1, "reward": "none", "target": "anchor"},
+            "`num_samples` must be at least 2 .*`target: anchor`",
+        ),
         ({"reward": "none"}, "nothing to learn"),
         ({"reward": "best"}, "best"),
         ({"selection": "runs/selection"}, "A `selection` needs `reward: none`"),

@@ -189,6 +189,12 @@ def test_a_checkpoint_is_validated_tested_and_exported(
     config, last = str(whole / "config.yaml"), str(whole / "checkpoints" / "last.ckpt")
     assert run(["test", "--config", config, "--ckpt_path", last]) == 0
     assert "test/capability/Skill" in capsys.readouterr().out
+    assert run(["validate", "--config", config, "--ckpt_path", last, "--data.init_args.batch_size", "8"]) == 0
+    assert "val/target/MSE" in capsys.readouterr().out
+    assert run(["validate", "--config", config, "--ckpt_path", last, "--data.init_args.seed", "1"]) == 1
+    assert "questions were others" in capsys.readouterr().err
+    assert run(["validate", "--config", config]) == 1
+    assert "Expected a trained probe" in capsys.readouterr().err
     run_export(last, str(tmp_path / "out"), merge=False, module=MODULE)
     assert load_probe(tmp_path / "out").digest == load_probe(whole / "probe").digest
     assert run(["test", "--config", config]) == 1

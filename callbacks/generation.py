@@ -47,6 +47,7 @@ from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_bytes, weights_sha256
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
+from selfcal_lightning.training.checkpoints import INCIDENTAL
 from selfcal_lightning.training.model_parallel import decides_at_epoch_end
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 from selfcal_lightning.training.rounds import (
@@ -280,9 +281,8 @@ def check_can_regenerate(
 
 def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | None) -> str:
     """Return a hash of what the weights at the beginning of ``round`` depend on, as far as settings say."""
-    left_out = {"base_model", "revision", "recompute_above"}
     content = {
-        "module": {name: value for name, value in module.hparams.items() if name not in left_out},
+        "module": {name: value for name, value in module.hparams.items() if name not in INCIDENTAL},
         "data": _data(trainer).training_settings(),
         "trainer": {name: getattr(trainer, name) for name in TRAINER_SETTINGS},
         "steps": None if round is None else trainer.estimated_stepping_batches,

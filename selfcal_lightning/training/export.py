@@ -51,14 +51,12 @@ def import_class(path: str, *, option: str) -> type:
     return found
 
 
-# What is compared to tell whether two exports are of one training, and what of it does not change what is learned.
+# What is compared to tell whether two exports are of one training, and what of it does not change what is learned;
+# neither do the incidental hyper-parameters.
 TRAINING_KEYS = (
     "kind", "module", "base_model", "prompt", "p_true", "quantization", "hyper_parameters", "store", "training",
 )  # fmt: skip
-INCIDENTAL = {
-    "base_model.model", "base_model.revision", "hyper_parameters.base_model", "hyper_parameters.revision",
-    "hyper_parameters.attn_implementation", "hyper_parameters.gradient_checkpointing", "store.path",
-}  # fmt: skip
+PLACES_OF_INPUTS = {"base_model.model", "base_model.revision", "store.path"}
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -95,10 +93,13 @@ def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     """Return "name: earlier -> now" for each setting in which two trainings differ, of those that both state."""
+    from selfcal_lightning.training.checkpoints import INCIDENTAL  # which needs torch, as this module does not
+
+    incidental = PLACES_OF_INPUTS | {f"hyper_parameters.{name}" for name in INCIDENTAL}
     # Through JSON, which makes lists of tuples.
     sides = [json.loads(json.dumps({key: side.get(key) for key in TRAINING_KEYS})) for side in (earlier, manifest)]
     before, now = (dict(flatten(side)) for side in sides)
-    shared = [name for name in before if name in now and name not in INCIDENTAL]
+    shared = [name for name in before if name in now and name not in incidental]
     return [f"{name}: {before[name]} -> {now[name]}" for name in shared if before[name] != now[name]]
 
 

@@ -82,6 +82,7 @@ def test_the_digest_of_a_training_changes_with_what_shapes_it(tiny_model: str, c
         {"data": {"num_workers": 1, "validation_batch_size": 2, "token_budget": 10_000, "pad_to_multiple_of": 16}},
         {"data": {"batch_size": 2}, "trainer": {"accumulate_grad_batches": 2}},
         {"trainer": {"limit_val_batches": 0}},
+        {"module": {"gradient_checkpointing": True, "recompute_above": 5, "attn_implementation": "sdpa"}},
     ],
     ids=str,
 )

@@ -11,14 +11,21 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
-from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, Tokens, TupleRows, shares_prefix
+from selfcal_lightning.datamodules.ssc.collate import (
+    EncodedRow,
+    RowLayout,
+    Tokens,
+    TupleRows,
+    floats,
+    longs,
+    shares_prefix,
+)
 from selfcal_lightning.datamodules.ssc.mixture import FloatArray
 from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TargetRecipe, TupleTable, make_table, question_slices
@@ -124,16 +131,16 @@ class RewardRows(RowLayout):
         micro = rows.micro
         return RewardBatch(
             **{name: laid[name] for name in ("input_ids", "attention_mask", "trees") if name in laid},
-            place=_longs([position for position, _, _ in found]),
-            place_row=_longs([number for _, number, _ in found]),
-            place_kind=_longs([place.kind for *_, place in found]),
-            place_target=_floats([place.target for *_, place in found]),
-            place_rate=_floats([place.rate.share for *_, place in found]),
-            place_rollouts=_longs([place.rate.rollouts for *_, place in found]),
-            last_place=_longs(last),
-            target=_floats(rows.target),
-            correct=_floats(rows.correct),
-            weight=_floats(micro.calibration_weight),
+            place=longs([position for position, _, _ in found]),
+            place_row=longs([number for _, number, _ in found]),
+            place_kind=longs([place.kind for *_, place in found]),
+            place_target=floats([place.target for *_, place in found]),
+            place_rate=floats([place.rate.share for *_, place in found]),
+            place_rollouts=longs([place.rate.rollouts for *_, place in found]),
+            last_place=longs(last),
+            target=floats(rows.target),
+            correct=floats(rows.correct),
+            weight=floats(micro.calibration_weight),
             total=torch.tensor(micro.calibration_total, dtype=torch.float32),
             question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
             task=tuple(row.question.task for row in rows.stored),
@@ -182,7 +189,7 @@ class RewardCollator(RewardRows):
                 f"within `max_length` {self.max_length}."
             )
         # One token of the response is "asked for": the position that it is asked of is the end of the prompt.
-        return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1, len(response) > room)
+        return EncodedRow((*prompt, *response[:room]), len(prompt), len(prompt) + 1)
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
         """Return the end of the prompt, then the ends of the steps."""
@@ -216,9 +223,9 @@ class WrittenCollator(RewardRows):
         """Return the sequence of ``row``; of one that cannot be written, which has no places, padding alone."""
         written = self._write(row)
         if written is None:
-            return EncodedRow((self.pad_id, self.pad_id), 1, 2, was_cut=False)
+            return EncodedRow((self.pad_id, self.pad_id), 1, 2)
         ids = written.ids[: self.max_length]
-        return EncodedRow(ids, written.start, written.start + 1, was_cut=len(ids) < len(written.ids))
+        return EncodedRow(ids, written.start, written.start + 1)
 
     def places(self, row: StoredRow, target: float, correct: float) -> list[Place]:
         written = self._write(row)
@@ -237,14 +244,6 @@ class WrittenCollator(RewardRows):
 
     def _write(self, row: StoredRow) -> WrittenResponse | None:
         return self.writer.write(row.question, row.sample.text)
-
-
-def _longs(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _floats(values: list[float] | np.ndarray) -> Tensor:
-    return torch.as_tensor(np.asarray(values, dtype=np.float32))
 
 
 @dataclass(eq=False, repr=False)

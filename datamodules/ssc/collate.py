@@ -31,7 +31,6 @@ class EncodedRow:
     ids: tuple[int, ...]
     response_start: int
     response_end: int
-    was_cut: bool
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,8 +96,8 @@ class RowLayout(ABC):
             ends.append(len(ids))
         padding = self._rounded(len(ids)) - len(ids)
         return {
-            "input_ids": _longs([*ids, *[self.pad_id] * padding])[None],
-            "attention_mask": _longs([1] * len(ids) + [0] * padding)[None],
+            "input_ids": longs([*ids, *[self.pad_id] * padding])[None],
+            "attention_mask": longs([1] * len(ids) + [0] * padding)[None],
             "trees": tuple(trees),
             **_labels(encoded, ends, asked),
         }
@@ -111,14 +110,14 @@ def _labels(encoded: Sequence[EncodedRow], ends: Sequence[int], asked: Sequence[
     """Return where the queries end, and which logits predict which tokens of the responses."""
     labels = [row.ids[row.response_start : row.response_end] for row in encoded]
     return {
-        "query_position": _longs([end - 1 for end in ends]),
-        "label_position": _longs([position for positions in asked for position in positions]),
-        "label_id": _longs([token for tokens in labels for token in tokens]),
-        "label_row": _longs([row for row, tokens in enumerate(labels) for _ in tokens]),
+        "query_position": longs([end - 1 for end in ends]),
+        "label_position": longs([position for positions in asked for position in positions]),
+        "label_id": longs([token for tokens in labels for token in tokens]),
+        "label_row": longs([row for row, tokens in enumerate(labels) for _ in tokens]),
     }
 
 
-def _longs(values: Sequence[int]) -> Tensor:
+def longs(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
@@ -164,14 +163,14 @@ class SSCCollator(RowLayout):
                 f"room for a response within `max_length` {self.max_length}."
             )
         if self.empty:
-            return EncodedRow((*prompt, *self.chat.query.suffix_ids), len(prompt), len(prompt), was_cut=False)
+            return EncodedRow((*prompt, *self.chat.query.suffix_ids), len(prompt), len(prompt))
         was_cut = len(response) > room
         response = response[:room]
         suffix = self.chat.query.suffix_ids
         start, end = len(prompt), len(prompt) + len(response)
         if sample.finish == "stop" and not was_cut and suffix[0] in self.chat.end_of_turn_ids:
             end += 1
-        return EncodedRow((*prompt, *response, *suffix), start, end, was_cut)
+        return EncodedRow((*prompt, *response, *suffix), start, end)
 
     def __call__(self, rows: TupleRows) -> SSCBatch:
         micro = rows.micro
@@ -182,16 +181,16 @@ class SSCCollator(RowLayout):
         laid = self.lay(encoded, rows.question_index)
         return SSCBatch(
             **laid,
-            target=_float(rows.target),
-            correct=_float(rows.correct),
-            calibration_weight=_float(micro.calibration_weight),
-            generation_weight=_float(micro.generation_weight),
+            target=floats(rows.target),
+            correct=floats(rows.correct),
+            calibration_weight=floats(micro.calibration_weight),
+            generation_weight=floats(micro.generation_weight),
             calibration_total=torch.tensor(micro.calibration_total, dtype=torch.float32),
             generation_total=torch.tensor(micro.generation_total, dtype=torch.float32),
             question_index=torch.as_tensor(np.asarray(rows.question_index, dtype=np.int64)),
             task=tuple(row.question.task for row in rows.stored),
             row=torch.as_tensor(np.where(micro.real, micro.rows, -1).astype(np.int64)),
-            auxiliary_target=None if rows.auxiliary_target is None else _float(rows.auxiliary_target),
+            auxiliary_target=None if rows.auxiliary_target is None else floats(rows.auxiliary_target),
         )
 
 
@@ -209,5 +208,5 @@ def shares_prefix(packing: Packing, base_model: str, *, revision: str | None = N
     return problem is None
 
 
-def _float(values: np.ndarray) -> Tensor:
+def floats(values: Sequence[float] | np.ndarray) -> Tensor:
     return torch.as_tensor(np.asarray(values, dtype=np.float32))

@@ -17,8 +17,7 @@ _NAMES = {
         runs_packed_rows shared_prefix_problem
     """,
     "quantization": """
-        OptimizerName Quantization build_optimizer check_installed check_settings keep_quantized_gradients
-        load_nf4_causal_lm
+        OptimizerName Quantization build_optimizer check_installed keep_quantized_gradients load_nf4_causal_lm
     """,
     "sharded_loading": """
         adapter_numbers all_numbers check_architecture files_on_this_disk frozen_bytes load_sharded_causal_lm

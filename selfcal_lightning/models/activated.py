@@ -29,6 +29,7 @@ from selfcal_lightning.models.packing import (
     TreeMasks,
     attention_kernel,
     cut_branches,
+    failing_as_packing,
     logit_tolerance,
     packed_inputs,
     spread_ids,
@@ -287,7 +288,8 @@ def _asked_logits(
     model: PeftModel, ids: Tensor, rows: Sequence[Tensor], tree: PrefixTree | None, query: list[int]
 ) -> Tensor:
     """Return the logits after the query of each row, in two passes, [B, V]."""
-    try:
+    name = type(model.get_base_model()).__name__
+    with failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
         if tree is None:
             width = max(map(len, rows))
             padded = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
@@ -297,11 +299,6 @@ def _asked_logits(
             contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=len(query), trees=[tree])
         asked, ends = _queries(contexts, query)
         return selected_logits(model, model.get_output_embeddings(), contexts.query_inputs(asked), ends)
-    except (PackingError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        name, reason = type(model.get_base_model()).__name__, f"{type(error).__name__}: {error}"
-        raise PackingError(f"Expected {name} to read a query over cached keys, but got {reason}: {_WAY_OUT}") from error
 
 
 def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:

@@ -8,7 +8,8 @@ same rule is a block mask.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -420,7 +421,7 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | None = None) -> None:
+def check_packed_equals_separate(model: PreTrainedModel) -> None:
     """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
     if config._attn_implementation == FLEX and has_window(config):
@@ -435,7 +436,7 @@ def check_packed_equals_separate(model: PreTrainedModel, *, tolerance: float | N
     model.eval()
     try:
         packed = _packed_logits(model, tree, ids)
-        tolerance = logit_tolerance(model, packed, ids) if tolerance is None else tolerance
+        tolerance = logit_tolerance(model, packed, ids)
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
             own = slice(start, start + length)
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]
@@ -482,10 +483,16 @@ def _rounding(model: PreTrainedModel, ids: Tensor) -> float:
 def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Tensor:
     """Return the logits of a row that holds ``tree``, [T, V]."""
     implementation = model.config.get_text_config()._attn_implementation
-    try:
+    with failing_as_packing(f"{type(model).__name__} to run a packed row", way_out=WAY_OUT):
         return model(**packed_inputs([tree], ids[None], implementation), use_cache=False)[0][0]
+
+
+@contextmanager
+def failing_as_packing(expected: str, *, way_out: str) -> Iterator[None]:
+    """Raise PackingError for whatever a model's own code raises in the block, but for a lack of memory."""
+    try:
+        yield
     except (PackingError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        name, reason = type(model).__name__, f"{type(error).__name__}: {error}"
-        raise PackingError(f"Expected {name} to run a packed row, but got {reason}{WAY_OUT}") from error
+        raise PackingError(f"Expected {expected}, but got {type(error).__name__}: {error}{way_out}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 Quantization = Literal["nf4"]
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
-
-
-def check_settings(*, quantization: str | None, optimizer: str, adapted: bool) -> None:
-    """Refuse an unknown choice, or a quantised base without an adapter, which cannot be trained."""
-    if quantization not in {None, *get_args(Quantization)}:
-        raise InputError(f'Expected `quantization` to be None or "nf4", but got {quantization!r}.')
-    if optimizer not in get_args(OptimizerName):
-        known = ", ".join(f'"{name}"' for name in get_args(OptimizerName))
-        raise InputError(f"Expected `optimizer` to be one of {known}, but got {optimizer!r}.")
-    if quantization is not None and not adapted:
-        raise InputError(f"Expected `lora` settings with `quantization` {quantization!r}, but got None.")
 
 
 def check_installed(*, quantization: str | None, optimizer: str) -> None:

@@ -283,11 +283,9 @@ def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloa
     held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
     if not nf4:
         return held
-    linear = sum(
-        math.prod(files.shape(name)) * files.dtype(name).itemsize for name in files.names if _is_linear(files, name)
-    )
-    numbers = sum(math.prod(files.shape(name)) for name in files.names if _is_linear(files, name))
-    return files.total_bytes - linear + round(numbers * NF4_BYTES)
+    linear = [(math.prod(files.shape(name)), files.dtype(name)) for name in files.names if _is_linear(files, name)]
+    stored = sum(numbers * dtype.itemsize for numbers, dtype in linear)
+    return files.total_bytes - stored + round(sum(numbers for numbers, _ in linear) * NF4_BYTES)
 
 
 def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]) -> int:

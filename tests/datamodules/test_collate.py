@@ -105,7 +105,6 @@ def test_too_long_responses_lose_their_end_and_never_the_query(chat: ChatFormat)
     kept = 101 - len(suffix) - len(row.prompt_ids)
     assert collator.room_for_response(len(row.prompt_ids)) == kept
     assert batch.label_id.tolist() == list(row.sample.token_ids[:kept])
-    assert collator.encode(row).was_cut
 
 
 def test_a_prompt_without_room_is_an_error_that_names_the_question(chat: ChatFormat) -> None:

@@ -20,6 +20,7 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.lora import adapter_state, read_adapter_state, set_adapter_state
 from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.training.model_parallel import data_module_of
 from selfcal_lightning.training.modules import needed_data
 from selfcal_lightning.training.rounds import adapter_folder
 from selfcal_lightning.training.settings import check_positive
@@ -149,4 +150,4 @@ def _entries(data: Any, round: int) -> dict[str, QuestionSamples]:
 
 
 def _data(trainer: Trainer) -> Any:
-    return needed_data(trainer.datamodule, who=AdaptationGuard.__name__, remedy="use RolloutDataModule")
+    return needed_data(data_module_of(trainer), who=AdaptationGuard.__name__, remedy="use RolloutDataModule")

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,10 +25,9 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.transformers.prompt_states import network_states
 from selfcal_lightning.models.activated import adapter_asleep
 from selfcal_lightning.models.folders import files_sha256, read_manifest, resolve_model
-from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.export import check_output, write_export
 from selfcal_lightning.training.metrics import KEYS as CALIBRATION_KEYS
-from selfcal_lightning.training.model_parallel import gather_trained, is_sharded
+from selfcal_lightning.training.model_parallel import data_module_of, gather_trained, is_sharded
 from selfcal_lightning.training.modules import TrainedModule, check_defines
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from selfcal_lightning.datamodules.probe import ProbeDataModule
     from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
 
-    SampledData = StoredDataModule | ProbeDataModule | None  # None where loaders were given without one
+    SampledData: TypeAlias = StoredDataModule | ProbeDataModule | None  # None where loaders were given without one
 
 KEYS = (*CALIBRATION_KEYS, *CAPABILITY_KEYS, "target/MSE", "loss")
 TRAINED = ("adapter", "model", "module")  # kinds of exports that a training writes
@@ -84,7 +83,7 @@ class AdapterExport(Callback):
         self._settle(trainer)
         self._training = {}
         if stage == TrainerFn.FITTING:
-            self._check(pl_module, trainer.datamodule)
+            self._check(pl_module, data_module_of(trainer))
 
     def _settle(self, trainer: Trainer) -> None:
         log_dir = trainer.log_dir  # agreed on by a broadcast
@@ -92,7 +91,7 @@ class AdapterExport(Callback):
         self._folder = default if self.output_dir is None else Path(self.output_dir)
         self._best_folder = self._folder.with_name(f"{self._folder.name}-best")
 
-    def _check(self, module: object, data: SampledData) -> None:
+    def _check(self, module: TrainedModule, data: SampledData) -> None:
         check_defines(module, TrainedModule, "save_export", who="AdapterExport")
         self._store_dir = None if data is None else data.store_dir
         best = [] if self.monitor is None else [self._best_folder]
@@ -194,13 +193,17 @@ class AdapterExport(Callback):
             self._base_domain = domain
         return domain
 
-    def _export_auxiliary(self, module: ConfidenceModel, name: str, folder: Path) -> None:
+    def _export_auxiliary(self, module: TrainedModule, name: str, folder: Path) -> None:
         """Export an auxiliary adapter as if it had been trained alone."""
         own = module.auxiliary[name]
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
-        facts = {"store": self._describe_store(), "run": self.run, "training": {**self._training, "rows": rows}}
+        facts: dict[str, Any] = {
+            "store": self._describe_store(),
+            "run": self.run,
+            "training": {**self._training, "rows": rows},
+        }
         write_export(module, folder, auxiliary=name, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
@@ -212,7 +215,7 @@ class AdapterExport(Callback):
         # Those of an earlier step are not of these weights.
         known = trainer.callback_metrics if self._validated == trainer.global_step else {}
         metrics = {name: value.item() for name, value in known.items() if name.startswith("val/")}
-        facts = {"store": self._describe_store(), "run": self.run, "training": self._training}
+        facts: dict[str, Any] = {"store": self._describe_store(), "run": self.run, "training": self._training}
         write_export(module, folder, state=state, metrics=metrics, domain=self._domain(module), **facts)
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
@@ -235,9 +238,9 @@ class AdapterExport(Callback):
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:
     """Return what else the weights depend on: steps, precision, rows of a step. Every process calls it."""
-    facts = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
+    facts: dict[str, Any] = {"steps": trainer.estimated_stepping_batches, "precision": str(trainer.precision)}
     facts |= {"gradient_clip_val": trainer.gradient_clip_val}
-    data: SampledData = trainer.datamodule
+    data: SampledData = data_module_of(trainer)
     if data is None:
         return facts
     rows = data.training_settings()

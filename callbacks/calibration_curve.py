@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -121,8 +121,9 @@ class PoolCurve(Callback, ABC):
 
     def _write(self, trainer: Trainer, name: str, figure: Figure) -> None:
         if self.save_images:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_figure(figure, self._folder / f"{name.replace('/', '-')}.png", dpi=110)
+            folder = cast("Path", self._folder)  # set in `setup`
+            folder.mkdir(parents=True, exist_ok=True)
+            save_figure(figure, folder / f"{name.replace('/', '-')}.png", dpi=110)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(f"{self.tag}/{name}", figure, trainer.global_step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
+from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 
 
@@ -56,7 +57,7 @@ class ConfidenceWriter(Callback):
 
     def _check(self, trainer: Trainer, module: object) -> None:
         check_defines(module, ScoringModule, "confidence_origin", "predict_step", who="ConfidenceWriter")
-        names = [callback.name for callback in trainer.callbacks if isinstance(callback, ConfidenceWriter)]
+        names = [callback.name for callback in callbacks_of(trainer) if isinstance(callback, ConfidenceWriter)]
         if (count := names.count(self.name)) > 1:
             raise InputError(
                 f"{count} ConfidenceWriters have the name {self.name!r}. `selfcal predict` adds one (options "
@@ -99,10 +100,11 @@ class ConfidenceWriter(Callback):
         self._rows, self._values = [], []
         shards = SampleStore(data.store_dir).manifest.shards
         index = scored.select(rows)
-        self._annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
+        annotation = cast("Annotation", self._annotation)  # set in `on_predict_start`
+        annotation.write_part(self._run, _part(trainer.global_rank, trainer.world_size), index, values, shards)
         trainer.strategy.barrier("ConfidenceWriter: all parts are written")
         if trainer.is_global_zero:
-            report = self._annotation.publish(
+            report = annotation.publish(
                 self._run,
                 [_part(rank, trainer.world_size) for rank in range(trainer.world_size)],
                 origin=self._origin,
@@ -113,7 +115,7 @@ class ConfidenceWriter(Callback):
             store = SampleStore(data.store_dir, num_samples=data.num_samples)
             stored = store.index(split=data.predict_split, round=rounds[scored.files[0]], confidences=[self.name])
             say(
-                f"ConfidenceWriter: wrote {self.name!r} of {report.rows:,} responses to {self._annotation.folder}; "
+                f"ConfidenceWriter: wrote {self.name!r} of {report.rows:,} responses to {annotation.folder}; "
                 f"{stored.num_missing(self.name):,} of {len(stored):,} stored for {data.predict_split!r} have none."
             )
         trainer.strategy.barrier("ConfidenceWriter: the run is published")
@@ -135,7 +137,7 @@ def trained_sha256(module: Any) -> str:
             value = parameter.detach()
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             digest.update(name.encode())
-            digest.update(whole.float().cpu().contiguous().numpy())
+            digest.update(whole.float().cpu().contiguous().numpy().data)
     return digest.hexdigest()
 
 
@@ -157,7 +159,7 @@ def _stored(data: Any) -> Any:
 
 
 def _scored(trainer: Trainer) -> tuple[Any, SampleIndex]:
-    data = _stored(trainer.datamodule)
+    data = _stored(data_module_of(trainer))
     if data.predict_index is None:
         raise InputError("ConfidenceWriter needs a data module over a sample store, but got none.")
     return data, data.predict_index

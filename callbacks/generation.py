@@ -48,7 +48,7 @@ from selfcal_lightning.models.folders import resolve_model, weights_bytes, weigh
 from selfcal_lightning.records import Question, SamplingSettings
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.checkpoints import INCIDENTAL
-from selfcal_lightning.training.model_parallel import decides_at_epoch_end
+from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of, decides_at_epoch_end
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
 from selfcal_lightning.training.rounds import (
     adapter_folder,
@@ -270,7 +270,7 @@ def check_can_regenerate(
                 f"Later rounds with `quantization` need `engine: transformers` with `dtype: auto` (or {own}), but got "
                 f"{engine.name} with {engine.dtype}, which would serve the base model as stored."
             )
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         if isinstance(callback, EarlyStopping | Timer) and decides_at_epoch_end(trainer, callback):
             early = "check_on_train_epoch_end: false"
             raise InputError(
@@ -309,7 +309,7 @@ def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]
 
 
 def _data(trainer: Trainer) -> StoredDataModule:
-    return needed_data(trainer.datamodule, who="SSCGeneration", remedy="use SSCDataModule")
+    return needed_data(data_module_of(trainer), who="SSCGeneration", remedy="use SSCDataModule")
 
 
 def _index(data: StoredDataModule, round: int) -> SampleIndex:
@@ -406,7 +406,8 @@ class SSCGeneration(Callback):
             most_tokens=self.sampling.max_new_tokens,
             most_questions=None if None in limits else sum(limits),
         )
-        notes, every, epochs = (), data.regenerate_every_n_epochs, trainer.max_epochs
+        notes: tuple[str, ...] = ()
+        every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
         if every is not None and epochs not in (None, -1) and (rounds := math.ceil(epochs / every) - 1):
             notes = (f"{rounds} later rounds sample the training questions again, as many responses each.",)
         return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=notes)
@@ -429,7 +430,7 @@ class SSCGeneration(Callback):
         check_place(Path(data.store_dir))
         pl_module.check_support()  # before the long work; the model itself is built after it
         # What others would refuse in their own `setup`, which comes after this one has sampled.
-        for one in trainer.callbacks:
+        for one in callbacks_of(trainer):
             if one is not self and isinstance(one, Participant):
                 one.plan_run(stage, trainer, pl_module, data)
         names = data.splits(stage)
@@ -509,7 +510,7 @@ class SSCGeneration(Callback):
     def _meeting(self, trainer: Trainer, name: str) -> Rendezvous:
         """Return where all processes wait for each other's part of the work ``name``, without a collective."""
         return Rendezvous(
-            self._meetings / name,
+            cast("Path", self._meetings) / name,  # set in `setup`, before anything is sampled
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             stall_timeout=self.stall_timeout,
@@ -640,8 +641,8 @@ class SSCGeneration(Callback):
         store = SampleStore(_data(trainer).store_dir)
         wanted = {question.id for questions in splits.values() for question in questions}
         wait_for_shares(meeting, store, wanted, round=round)
-        meetings = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
-        join_shares(*meetings, store, wanted, round=round)
+        joined, seen = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
+        join_shares(joined, seen, store, wanted, round=round)
         manifest = store.manifest
         _say(trainer, f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.")
 

@@ -17,7 +17,7 @@ from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.core.signals import STOPPED_STATUS, Interrupt, PreemptedError, StopSignals, never
 from selfcal_lightning.training.checkpoints import is_address
-from selfcal_lightning.training.model_parallel import forget_sigterm
+from selfcal_lightning.training.model_parallel import callbacks_of, forget_sigterm
 
 CHECKPOINT_SUFFIX = "-preempted"
 
@@ -108,7 +108,7 @@ class PreemptionCheckpoint(Callback):
 
 def interrupt_of(trainer: Trainer, stage: str) -> Interrupt:
     """Return what raises PreemptedError once a PreemptionCheckpoint was asked to stop, for long work."""
-    for callback in trainer.callbacks if stage == TrainerFn.FITTING else ():
+    for callback in callbacks_of(trainer) if stage == TrainerFn.FITTING else ():
         if isinstance(callback, PreemptionCheckpoint):
             callback.stop.install()  # its own `setup` may come later in the list of callbacks
             return callback.stop.raise_if_received

@@ -16,7 +16,7 @@ from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
 from selfcal_lightning.datamodules.ssc.sampler import limited_batches, rows_per_step, steps_per_epoch
 from selfcal_lightning.models.names import is_on_disk
 from selfcal_lightning.records import Question
-from selfcal_lightning.training.model_parallel import deals_rows_anew
+from selfcal_lightning.training.model_parallel import callbacks_of, deals_rows_anew
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -69,16 +69,16 @@ def check_data(data: StoredDataModule, verb: str, trainer: Trainer) -> None:
             f"Set `trainer.use_distributed_sampler: false` (`use_distributed_sampler=False` with {trainer.world_size} "
             "processes): Lightning would redistribute the rows and repeat some."
         )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks_of(trainer)):
         raise InputError("Remove the GradientAccumulationScheduler: optimiser steps are planned ahead.")
     if verb != "fit":
         return
     data.check_num_samples()
     # Every epoch, whatever the interval: after a resume Lightning counts reloads from the epoch that it resumed in.
-    if data.regenerate_every_n_epochs is not None and trainer.reload_dataloaders_every_n_epochs != 1:
+    if data.regenerate_every_n_epochs is not None and (every := trainer.reload_dataloaders_every_n_epochs) != 1:  # type: ignore[attr-defined]
         raise InputError(
             "Set `trainer.reload_dataloaders_every_n_epochs: 1` with `regenerate_every_n_epochs`: with "
-            f"{trainer.reload_dataloaders_every_n_epochs}, training would go on with the rows of an earlier round."
+            f"{every}, training would go on with the rows of an earlier round."
         )
 
 

@@ -302,8 +302,8 @@ class ProbeDataModule(LightningDataModule):
         return _loader(dataset, [list(range(len(dataset)))])
 
     def _dataset(self, role: str) -> ProbeDataset:
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        basis = self.basis or (None if module is None else module.basis)
+        module: Any = self.trainer.lightning_module if self.trainer is not None else None
+        basis: ProbeBasis | None = self.basis or (None if module is None else module.basis)
         if basis is None:
             raise InputError(f"The split {role!r} needs a trained probe: give `--ckpt_path`.")
         return self._rows[role].dataset(basis.centre, basis.scale)

@@ -214,7 +214,8 @@ class MicroBatch:
 def epoch_position(trainer: Trainer, batches_per_epoch: int) -> tuple[int, int]:
     """Return (epoch, its consumed batches) of the place where training continues."""
     loop = trainer.fit_loop
-    counted, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+    counted: Any = loop.epoch_progress.current
+    batches = loop.epoch_loop.batch_progress
     epoch, consumed = counted.processed, batches.current.ready
     if counted.ready == epoch:
         # With `max_steps`, Lightning runs and counts an epoch without batches after a checkpoint of an epoch's end.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from itertools import chain, combinations
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -224,9 +224,9 @@ class StoredDataModule(LightningDataModule, ABC):
             self._questions = loaded
         return self._questions[split]
 
-    def splits(self, verb: str) -> tuple[str, ...]:
+    def splits(self, verb: str) -> tuple[Split, ...]:
         """Return the splits that a verb of the Trainer reads."""
-        return splits_of(verb, self.predict_split)
+        return cast("tuple[Split, ...]", splits_of(verb, self.predict_split))
 
     def known_questions(self, verb: str) -> dict[Split, list[Question]] | None:
         """Return what a verb of the Trainer reads, by split; None where the hub would have to be asked."""
@@ -445,7 +445,8 @@ class StoredDataModule(LightningDataModule, ABC):
 
         def draw(epoch: int) -> EpochDraw:
             check_round_of(epoch, newest=newest, every=self.regenerate_every_n_epochs)
-            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch
+            # `overfit_batches` is set by a connector of the Trainer.
+            epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch  # type: ignore[attr-defined]
             question = table.index.question_index
             return group_by_question(rows(epoch), question, group_size=self.group_size, seed=self.seed, epoch=epoch)
 

@@ -167,10 +167,12 @@ def read_rounds(
 
     Targets are computed over all rows of a question, each weighted by the confidence of the model that gave it.
     """
-    wanted = {"split": split, "questions": questions, "confidences": confidences}
-    indexes = [read_index(store, round=round, **wanted) for round in rounds]
-    for round in rounds if chat is not None else ():
-        check_prompts(store, chat, round=round, query_counts=query_counts)
+    indexes = [
+        read_index(store, split=split, round=round, questions=questions, confidences=confidences) for round in rounds
+    ]
+    if chat is not None:
+        for round in rounds:
+            check_prompts(store, chat, round=round, query_counts=query_counts)
     pooled = indexes[0] if len(indexes) == 1 else pool_rounds(indexes)
     if questions is None:
         number = len(np.unique(pooled.question_index))

@@ -32,6 +32,7 @@ from selfcal_lightning.core.signals import keeping
 from selfcal_lightning.models.folders import check_adapter, check_files, read_manifest
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, check_checkpoint_file, is_address
 from selfcal_lightning.training.export import import_class
+from selfcal_lightning.training.model_parallel import callbacks_of
 from selfcal_lightning.training.modules import TrainedModule
 
 FIT, LAST = "fit", "last"
@@ -73,7 +74,7 @@ def plan_training_run(
 
 
 def _participants(trainer: Trainer, *more: object) -> list[Participant]:
-    return [one for one in (*more, *_callbacks(trainer)) if isinstance(one, Participant)]
+    return [one for one in (*more, *callbacks_of(trainer)) if isinstance(one, Participant)]
 
 
 def untrained_note(verb: str) -> str:
@@ -95,10 +96,6 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     return (
         f"{kept}; training resumes from the newest checkpoint in {folder} with `--ckpt_path last`, else from the start."
     )
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -231,7 +228,7 @@ class SelfCalibrationCLI(LightningCLI):
         trainer = super().instantiate_trainer(**kwargs)
         # The numbers of Lightning's own bar would take six lines of eighty columns.
         bar = importlib.import_module("selfcal_lightning.callbacks.progress_bar").OneLineProgressBar
-        callbacks = _callbacks(trainer)
+        callbacks = callbacks_of(trainer)
         callbacks[:] = [bar() if type(one) is RichProgressBar else one for one in callbacks]
         plugins = self._get(self.config_init, "trainer")["plugins"]
         named = any(isinstance(one, CheckpointIO) for one in (plugins if isinstance(plugins, list) else [plugins]))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.core.errors import InputError
@@ -48,12 +49,12 @@ class Domain:
     num_questions: int
 
     @classmethod
-    def fit(cls, states: Floats) -> Domain:
+    def fit(cls, states: NDArray[np.floating]) -> Domain:
         """Fit to the states [N, D] of at least 20 questions; the threshold comes from five-fold cross-validation."""
-        states = np.asarray(states, dtype=np.float64)
-        folds = np.random.default_rng(0).permutation(len(states)) % NUM_FOLDS
-        held_out = [_gaussian(states[folds != k], np.inf).distance(states[folds == k]) for k in range(NUM_FOLDS)]
-        return _gaussian(states, float(np.quantile(np.concatenate(held_out), LEVEL)))
+        rows = np.asarray(states, dtype=np.float64)
+        folds = np.random.default_rng(0).permutation(len(rows)) % NUM_FOLDS
+        held_out = [_gaussian(rows[folds != k], np.inf).distance(rows[folds == k]) for k in range(NUM_FOLDS)]
+        return _gaussian(rows, float(np.quantile(np.concatenate(held_out), LEVEL)))
 
     def distance(self, states: Floats) -> Floats:
         """Return the distance of each state [n] from those of the training prompts."""

@@ -46,7 +46,7 @@ from selfcal_lightning.training.checkpoints import check_base_model, check_train
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
-from selfcal_lightning.training.model_parallel import trainer_of
+from selfcal_lightning.training.model_parallel import callbacks_of, trainer_of
 from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters
 from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.schedule import with_cosine
@@ -372,7 +372,7 @@ class QuantileRewardModule(CalibratedModel):
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
             if (format := self.settings.format) is not None:
-                check_no_sampling([class_path(type(one)) for one in cast(Any, trainer).callbacks], format)
+                check_no_sampling([class_path(type(one)) for one in callbacks_of(trainer)], format)
         check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -31,6 +31,14 @@ def trainer_of(module: LightningModule) -> Trainer | None:
     """Return the trainer of a module, or None; the public attribute would raise."""
     trainer: Trainer | None = module._trainer
     return trainer
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined]  # set by a connector of the Trainer
+
+
+def data_module_of(trainer: Trainer) -> Any:
+    return trainer.datamodule  # type: ignore[attr-defined]  # set by a connector of the Trainer
 
 
 def forget_sigterm(trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ from selfcal_lightning.training.checkpoints import (
     check_trained,
     check_training_state,
 )
-from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, trainer_of
+from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, data_module_of, trainer_of
 from selfcal_lightning.training.resume import gather_random_states, restore_random_states
 
 ExportKind = Literal["adapter", "model", "module"]
@@ -78,8 +78,8 @@ class TrainedModule(LightningModule):
 
     @property
     def data_module(self) -> Any:
-        trainer: Any = trainer_of(self)
-        return None if trainer is None else trainer.datamodule
+        trainer = trainer_of(self)
+        return None if trainer is None else data_module_of(trainer)
 
     # ---- validation and test
 

@@ -163,14 +163,22 @@ class AdapterExport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: TrainedModule) -> None:
         if not self._training:  # a finished run was started again, and nothing was trained
-            written = (read_manifest(self._folder) or {}).get("run")
-            if trainer.strategy.broadcast(written is not None and written == self.run):
-                return
             self._training = describe_training(trainer)
+            folders = [self._folder, *self._folders_auxiliary(pl_module).values()]
+            if trainer.strategy.broadcast(all(map(self._is_written, folders))):
+                if trainer.is_global_zero:
+                    say(f"AdapterExport: {self._folder} holds the {pl_module.export_kind} of this run already.")
+                return
         self._export(trainer, pl_module, self._folder)
         if trainer.is_global_zero:
             for name, folder in self._folders_auxiliary(pl_module).items():
                 self._export_auxiliary(pl_module, name, folder)
+
+    def _is_written(self, folder: Path) -> bool:
+        """Return whether a folder has the export of this run, after as many steps."""
+        manifest = read_manifest(folder) or {}
+        steps = (manifest.get("training") or {}).get("steps")
+        return self.run is not None and (manifest.get("run"), steps) == (self.run, self._training["steps"])
 
     def _domain(self, module: TrainedModule) -> Domain | None:
         """Return what the training prompts look like to the model, so that unlike questions are noticed."""

@@ -66,8 +66,8 @@ def read_states(model: Path, prompt: Prompt | None, pool: Sequence[QuestionSampl
 
 def fit_probes(
     training: Sequence[QuestionSamples], files: dict[str, Path], validation: Sequence[QuestionSamples]
-) -> dict[str, Floats]:
-    """Fit a ridge regression of each state to the agreement of the training responses; return [N] of the test's.
+) -> dict[str, dict[str, Floats]]:
+    """Fit a ridge regression of each state to the agreement of the training responses; return [N] by split and state.
 
     The penalty is chosen by folds of the training questions. The mean state's values are made monotone by isotonic
     regression on the agreement of the validation responses (arXiv 2604.19444 does so with embeddings).
@@ -75,16 +75,17 @@ def fit_probes(
     targets = np.array([value for entry in training for value in agreement(entry)])
     groups = np.repeat(np.arange(len(training)), [len(entry.samples) for entry in training])
     states = {split: np.load(file) for split, file in files.items()}
-    found = {}
+    found: dict[str, dict[str, Floats]] = {"validation": {}, "test": {}}
     for name in STATES:
         centre, scale = states["train"][name].mean(axis=0), states["train"][name].std(axis=0) + 1e-6
         read = {split: (arrays[name] - centre) / scale for split, arrays in states.items()}
         folds = list(GroupKFold(FOLDS).split(read["train"], targets, groups))
         ridge = RidgeCV(alphas=PENALTIES, cv=folds).fit(read["train"], targets)
-        values = ridge.predict(read["test"])
+        values = {split: ridge.predict(read[split]) for split in found}
         if name == MEAN:
             checked = np.array([value for entry in validation for value in agreement(entry)])
-            isotonic = IsotonicRegression(out_of_bounds="clip").fit(ridge.predict(read["validation"]), checked)
-            values = isotonic.predict(values)
-        found[name] = np.clip(values, 0.0, 1.0)
+            isotonic = IsotonicRegression(out_of_bounds="clip").fit(values["validation"], checked)
+            values = {split: isotonic.predict(one) for split, one in values.items()}
+        for split, one in values.items():
+            found[split][name] = np.clip(one, 0.0, 1.0)
     return found

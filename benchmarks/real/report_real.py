@@ -2,7 +2,7 @@
 
 SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
 reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
-those of the test questions; nothing is chosen or fitted on them. Continues from what is there.
+those of the test questions, and nothing is fitted on them. Continues from what is there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from _real_jobs import (
 )
 from _states import MEAN, QUERY, RESPONSE, STATES, agreement, fit_probes
 from matplotlib.figure import Figure
-from shared.estimates import RESAMPLES, mean_bounds, metric_columns
+from shared.estimates import RESAMPLES, errors_over_seeds, metric_columns
 from shared.study import Options, Study
 from shared.tables import show, table, triple
 
@@ -64,6 +64,7 @@ from selfcal_lightning.metrics.bootstrap import (
     bootstrap_interval,
     calibration_error_bounds,
     estimate_of,
+    mean_over_seeds,
     resample_weights,
 )
 from selfcal_lightning.metrics.calibration import ErrorBounds
@@ -88,6 +89,7 @@ Pool = list[QuestionSamples]
 ADAPTER, UPPER, FUSED = "adapter", "labels", "fused"
 LIKELIHOOD, KIND, COCOA, ENTROPY = "likelihood", "kind", "cocoa", "semantic_entropy"
 BLOCKS = (2, 4, 8)
+PRIOR_VOTES = 2  # what the agreement of a kind of question counts for beside votes
 WEIGHTS = {"": None, "_likelihood": LIKELIHOOD, "_p_true": P_TRUE}
 NONE, SPLIT, TRAINING = "none", "validation", "training"
 
@@ -114,12 +116,17 @@ RIVALS = {
     RESPONSE: Rival("linear probe of the state at the response's end"),
     QUERY: Rival("linear probe of the state at the query"),
     MEAN: Rival("isotonic ridge of the mean state"),
+    f"fused_{QUERY}": Rival("fusion of the probe at the query and the likelihood", labels=SPLIT),
+    f"fused_{MEAN}": Rival("fusion of the ridge of the mean state and the likelihood", labels=SPLIT),
     "share_2": Rival("share of 2 votes", 2),
     "share_4": Rival("share of 4 votes", 4),
     "share_4_likelihood": Rival("share of 4 votes, weighted by the likelihood", 4),
     "share_4_p_true": Rival("share of 4 votes, weighted by P(True)", 4),
+    "share_4_others": Rival("share of the 3 other votes", 4),
+    "share_4_shrunk": Rival("share of the 3 other votes, shrunk to the kind's agreement", 4),
     "share_8": Rival("share of 8 votes", 8),
     "share_8_likelihood": Rival("share of 8 votes, weighted by the likelihood", 8),
+    "share_8_shrunk": Rival("share of the 7 other votes, shrunk to the kind's agreement", 8),
     ENTROPY: Rival("semantic entropy of 8 samples", 8),
     COCOA: Rival("likelihood x share of 8 votes (CoCoA)", 8),
     ADAPTER: Rival("**activated adapter**"),
@@ -289,16 +296,19 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Columns:
-    """A confidence on the test responses: each metric's value and resamples [1 + R], mean over seeds, and by seed."""
+    """A confidence on the test responses: each metric's value and resamples [1 + R] over seeds, and by seed.
+
+    Resamples draw clusters of questions, and training seeds where there are several.
+    """
 
     metrics: Mapping[str, Floats]
     error: ErrorBounds
-    by_seed: tuple[float, ...]
+    by_seed: Mapping[str, Sequence[float]]
     within_kind: float | None
 
     @classmethod
     def of(cls, pool: Pool, names: Sequence[str]) -> Columns:
-        """Measure a confidence that has one name for each seed; resamples draw clusters of questions."""
+        """Measure a confidence that has one name for each seed."""
         clusters = {entry.question.id: cluster(entry) for entry in pool}
         kinds = {entry.question.id: kind(entry) for entry in pool}
         rows, errors, within = [], [], []
@@ -312,9 +322,9 @@ class Columns:
             rows.append(row)
             errors.append(calibration_error_bounds(*pair, grouped, num_resamples=RESAMPLES))
             within.append(bootstrap_interval(*pair, by_kind, metrics=[one], num_resamples=1)[one].value)
-        mean = {metric: np.mean([row[metric] for row in rows], axis=0) for metric in rows[0]}
-        by_seed = tuple(float(row[AUROC][0]) for row in rows)
-        return cls(mean, mean_bounds(errors), by_seed, None if None in within else float(np.mean(within)))
+        mean = {metric: mean_over_seeds(np.array([row[metric] for row in rows])) for metric in rows[0]}
+        by_seed = {metric: [round(float(row[metric][0]), 4) for row in rows] for metric in (AUROC, BRIER)}
+        return cls(mean, errors_over_seeds(errors), by_seed, None if None in within else float(np.mean(within)))
 
     def estimate(self, metric: str) -> Estimate:
         if metric == ECE:
@@ -327,7 +337,7 @@ class Columns:
 
     def as_json(self) -> dict[str, Any]:
         shown = {metric: triple(self.estimate(metric)) for metric in SHOWN}
-        return shown | {"by_seed": [round(value, 4) for value in self.by_seed], "within_kind": self.within_kind}
+        return shown | {"by_seed": self.by_seed, "within_kind": self.within_kind}
 
 
 def cluster(entry: QuestionSamples) -> str:
@@ -355,13 +365,12 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     if PROBE in question_annotation_names(jobs.test):
         keys = [(entry.question.id, question_digest(entry.question)) for entry in pool]
         pool = list(with_question_confidence(pool, question_values(jobs.test, PROBE, keys), name=PROBE))
-    if all(file.is_file() for file in jobs.states.values()):
-        training, checked = entries(jobs.samples, "train"), entries(jobs.samples, "validation")
-        probes = fit_probes(training, jobs.states, checked)
-        rows = iter(zip(*(probes[name] for name in STATES), strict=True))
-        pool = mapped(pool, lambda samples: [with_values(one, zip(STATES, next(rows), strict=True)) for one in samples])
     known = [name for name in adapters if _is_whole(jobs.samples, "validation", name)]
     validation = with_cheap(entries(jobs.samples, "validation", known), priors, ())
+    has_states = all(file.is_file() for file in jobs.states.values())
+    if has_states:
+        probes = fit_probes(entries(jobs.samples, "train"), jobs.states, entries(jobs.samples, "validation"))
+        pool, validation = with_probes(pool, probes["test"]), with_probes(validation, probes["validation"])
     scorers: list[Any] = [
         fit_scaler(validation, "temperature", source=P_TRUE, name="p_true_scaled"),
         fit_scaler(validation, "platt", source=LIKELIHOOD, name="likelihood_scaled"),
@@ -374,7 +383,15 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     scorers += [
         fit_fusion(validation, [MEAN_LOGPROB, f"logit:{name}"], name=f"fused_{name}") for name in known
     ]  # fmt: skip
+    if has_states:
+        scorers += [fit_fusion(validation, [MEAN_LOGPROB, name], name=f"fused_{name}") for name in (QUERY, MEAN)]
     return mapped(pool, lambda samples: [add_scores(one, scorers) for one in samples]), fused
+
+
+def with_probes(pool: Pool, probes: Mapping[str, Floats]) -> Pool:
+    """Add what each probe says of the responses, which are in its order."""
+    rows = iter(zip(*(probes[name] for name in STATES), strict=True))
+    return mapped(pool, lambda samples: [with_values(one, zip(STATES, next(rows), strict=True)) for one in samples])
 
 
 def with_values(sample: Sample, values: Iterable[tuple[str, float]]) -> Sample:
@@ -411,6 +428,10 @@ def with_cheap(pool: Pool, priors: Mapping[str, float], adapters: Sequence[str])
                 for suffix, name in weights.items():
                     for place, share in enumerate(shares(block, name), start):
                         added[place][f"share_{size}{suffix}"] = share
+                for place, share in enumerate(agreement(replace(entry, samples=block)), start):
+                    others, known = size - 1, samples[place].answer is not None
+                    shrunk = (others * share + PRIOR_VOTES * priors[kind(entry)]) / (others + PRIOR_VOTES)
+                    added[place] |= {f"share_{size}_others": share, f"share_{size}_shrunk": shrunk if known else 0.0}
         entropy = entropy_confidence(samples)
         for one, more in zip(samples, added, strict=True):
             more[ENTROPY] = entropy
@@ -454,13 +475,15 @@ def _votes(pool: Pool, adapters: Sequence[str]) -> dict[str, Floats]:
 
 
 def vote_columns(pool: Pool, names: Sequence[str | None], budgets: Sequence[int]) -> Floats:
-    hits = np.mean([grid_outcome(SelfConsistency(confidence=name), pool, budgets).correct for name in names], axis=0)
     _, place = np.unique([cluster(entry) for entry in pool], return_inverse=True)
     sizes = np.bincount(place)
-    sums = np.array([np.bincount(place, weights=row) for row in hits])
     weights = resample_weights(len(sizes), num_resamples=RESAMPLES)
-    found: Floats = (sums @ weights) / (sizes @ weights)
-    return found
+    found = []
+    for name in names:
+        hits = grid_outcome(SelfConsistency(confidence=name), pool, budgets).correct
+        sums = np.array([np.bincount(place, weights=row) for row in hits])
+        found.append((sums @ weights) / (sizes @ weights))
+    return mean_over_seeds(np.array(found))
 
 
 def _mean_tokens(pool: Pool) -> float:
@@ -468,13 +491,16 @@ def _mean_tokens(pool: Pool) -> float:
 
 
 def _tokens_to_accuracy(report: Mapping[str, Any], votes: Mapping[str, Floats]) -> dict[str, Any]:
-    """Return the tokens to the accuracy of 8 counted votes over those of 8 counted votes, by weight."""
+    """Return the tokens to the accuracy of 8 counted votes over those that counted votes take to it, by weight."""
     response, query = report["response_tokens"], report["query_tokens"]
     goal, found = votes["counted"][max(BLOCKS) - 1], {}
+
+    def reached(curve: Floats) -> Floats:
+        return np.array([samples_to_reach(curve[:, at], goal[at]) for at in range(curve.shape[1])])
+
     for name, curve in votes.items():
         each = response + (query if name in (P_TRUE, ADAPTER) else 0)
-        reached = np.array([samples_to_reach(curve[:, at], goal[at]) for at in range(curve.shape[1])])
-        ratio = reached * each / (max(BLOCKS) * response)
+        ratio = reached(curve) * each / (reached(votes["counted"]) * response)
         ends = ratio[0], np.quantile(ratio, 0.025, method="lower"), np.quantile(ratio, 0.975, method="higher")
         found[name] = [float(end) if math.isfinite(end) else None for end in ends]
     return found
@@ -632,8 +658,8 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         f"Command: `{report['command']}`. Models sampled in bfloat16, "
         f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
         "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
-        "countries. Rows of the adapter are means over training seeds. *samples*: how many responses to the question "
-        "a confidence needs; *labels*: which labelled questions it needs.",
+        "countries, and over training seeds where there are several (in brackets: each). *samples*: how many responses "
+        "to the question a confidence needs; *labels*: which labelled questions it needs.",
         "",
         *_overview(report["tasks"]),
         "",
@@ -660,11 +686,16 @@ def _overview(tasks: Mapping[str, Any]) -> list[str]:
         best = max((one for one in free if one in found and one != ADAPTER), key=lambda one: found[one][AUROC][0])
         rows.append([
             TITLES[name], f"{found[best][AUROC][0]:.3f} ({RIVALS[best].label})",
-            f"{found['share_4_likelihood'][AUROC][0]:.3f}", f"{found[ADAPTER][AUROC][0]:.3f}",
+            f"{found['share_4_likelihood'][AUROC][0]:.3f}",
+            f"{found[ADAPTER][AUROC][0]:.3f} ({by_seed(found[ADAPTER], AUROC)})",
             show(task["differences"]["share_4_likelihood"][AUROC], "+"), f"{votes['counted'][0][0]:.3f}",
             *(f"{votes[weight][3][0]:.3f}" for weight in ("counted", LIKELIHOOD, ADAPTER)),
         ])  # fmt: skip
     return table(heads, rows, left=1) if rows else ["No adapter was scored."]
+
+
+def by_seed(row: Mapping[str, Any], metric: str) -> str:
+    return ", ".join(f"{value:.3f}" for value in row["by_seed"][metric])
 
 
 def _work_table(tasks: Mapping[str, Any]) -> list[str]:
@@ -703,8 +734,8 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         ),
     ]
     if ADAPTER in task["confidences"] and len(task["seeds"]) > 1:
-        by_seed = ", ".join(f"{value:.3f}" for value in task["confidences"][ADAPTER]["by_seed"])
-        lines += ["", f"AUROC of the adapter by training seed: {by_seed}."]
+        row = task["confidences"][ADAPTER]
+        lines += ["", f"The adapter by training seed: AUROC {by_seed(row, AUROC)}; Brier {by_seed(row, BRIER)}."]
     if task.get("second_draw"):
         found = ", ".join(f"{RIVALS[one].label} {show(value)}" for one, value in task["second_draw"].items())
         lines += ["", f"AUROC on a second draw of test responses, training seed 0: {found}."]
@@ -725,8 +756,13 @@ def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
         ratios = [
             [VOTES[weight], show(ratio, digits=2)] for weight, ratio in task["tokens"].items() if weight != "counted"
         ]
-        lines += ["", f"Tokens to the accuracy of 8 counted votes, over theirs (the query takes {task['query_tokens']} "
-                  "tokens a response):", "", *table(["votes weighted by", "ratio of tokens"], ratios)]  # fmt: skip
+        lines += [
+            "",
+            "Tokens to the accuracy of 8 counted votes, over those that counted votes take to it, by lines between "
+            f"samples (the query takes {task['query_tokens']} tokens a response):",
+            "",
+            *table(["votes weighted by", "ratio of tokens"], ratios),
+        ]
     generators = [
         [label, *(show(row[key]) for key in (PASS_AT_1, "votes_4", "weighted_4", AUROC, ECE, BRIER))]
         for label, row in task["generators"].items()

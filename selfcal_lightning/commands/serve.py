@@ -106,14 +106,16 @@ def run_batch(
     """
     for module in LIBRARIES:
         check_installed(module, extra=EXTRA)
-    from selfcal_lightning.serving.batch import read_requests, run_requests
+    from selfcal_lightning.serving.batch import open_output, read_requests, run_requests
 
     requests = read_requests(Path(input))
     if Path(output).exists() and Path(output).samefile(input):
         raise InputError(f"Expected `output` to be another file than `input`, but got {output} for both.")
     options = engine.of(revision=revision, adapter=adapter)
-    service = open_service(ServiceSettings(model, engine=options, limits=limits, **settings))
-    said = asyncio.run(run_requests(service, requests, Path(output)))
+    chosen = ServiceSettings(model, engine=options, limits=limits, **settings)
+    file, done = open_output(Path(output), requests)
+    service = open_service(chosen)
+    said = asyncio.run(run_requests(service, requests, file, done))
     say(f"{said}: {output}")
 
 
@@ -150,6 +152,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
             check_live(P_TRUE, found.of_samples)
         return found
 
+    feedback = Feedback(folder)  # locks its file
     calibration, (_, fitted) = load(), choices.load_fitted_files((), settings.threshold_file)
     if fitted is not None and (wanted := fitted.fields["max_samples"]) > settings.limits.max_samples:
         raise InputError(
@@ -182,5 +185,5 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
         desk = Desk(source, engine=engine, chat=chat, confidence=P_TRUE)
     return Service(
         replace(settings, strategy=strategy, strategy_args=fields), desk, sampling=sampling,
-        calibration=calibration, feedback=Feedback(folder), load=load, fitted=fitted, key=key,
+        calibration=calibration, feedback=feedback, load=load, fitted=fitted, key=key,
     )  # fmt: skip

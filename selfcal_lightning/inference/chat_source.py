@@ -84,6 +84,7 @@ class _Asked:
     started: int = 0
     pending: set[int] = field(default_factory=set)
     dropped: int = 0
+    stated: int = 0  # tokens of replies that state a confidence
 
 
 class ChatSource:
@@ -210,7 +211,7 @@ class ChatSource:
             self.prompt_tokens.pop(name, None)
         ended = {name: asked for name in question_ids if (asked := self._open.pop(name, None)) is not None}
         self._drop(list(ended.values()))
-        waste = {name: Waste(asked.dropped, None if asked.dropped else 0) for name, asked in ended.items()}
+        waste = {name: Waste(one.dropped, None if one.dropped else one.stated) for name, one in ended.items()}
         return dict.fromkeys(question_ids, Waste()) | waste
 
     def close(self) -> None:
@@ -248,6 +249,7 @@ class ChatSource:
             stated = _read(await self._transport.post("chat/completions", plain, deadline=until))
         except ServerError:  # the response is there, and has no confidence
             stated = _Answer("", None, 0, 0, None)
+        asked.stated += stated.tokens or 0
         value, name = NUMBERS.parse(stated.text), asked.question.id
         self.prompt_tokens[name] = self.prompt_tokens.get(name, 0) + found.prompt_tokens + stated.prompt_tokens
         return RecordedResponse(
@@ -255,7 +257,7 @@ class ChatSource:
             finish="length" if found.finish == "length" else "stop",
             logprob=found.logprob,
             confidences={} if value is None else {VERBALIZED: value},
-            num_tokens=None if found.tokens is None or stated.tokens is None else found.tokens + stated.tokens,
+            num_tokens=found.tokens,
         )
 
 
@@ -293,8 +295,8 @@ def _read(answer: Any, stops: Sequence[str] = ()) -> _Answer:
         logprob = math.fsum(float(row["logprob"]) for row in rows) if rows else None
         tokens = usage.get("completion_tokens")
         is_number = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
-        if cut_at(content, stops) != content:  # the server knows no stops
-            finish, logprob = "stop", None
+        if cut_at(content, stops) != content:  # the server knows no stops; the tokens are those of the whole text
+            finish = "stop"
         prompt_tokens = int(usage.get("prompt_tokens") or 0)
         return _Answer(text, finish, tokens if is_number else None, prompt_tokens, logprob)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:

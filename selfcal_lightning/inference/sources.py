@@ -87,6 +87,7 @@ class Draws:
         seed: Seed of the run.
         key: Seeds derive from it.
         stops: Texts that end a response; they are no part of it.
+        to_the_end: Whether it is drawn to its own end all the same, since its log-probability is read.
         tools: Functions that the model may call, for chat servers.
         turns: The conversation as the client wrote it, for chat servers.
     """
@@ -96,6 +97,7 @@ class Draws:
     seed: int
     key: str
     stops: tuple[str, ...] = ()
+    to_the_end: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     turns: tuple[Mapping[str, Any], ...] = ()
 
@@ -275,7 +277,7 @@ class EngineSource:
                 continue  # its next part is queued
             asked.finished[index] = sample
             touched[asked.question.id] = self._end(name)
-        for asked in [asked for asked in self._open.values() if asked.draws.stops]:
+        for asked in [one for one in self._open.values() if one.draws.stops and not one.draws.to_the_end]:
             touched |= {asked.question.id: asked} if self._end_at_stops(asked) else {}
         return [sample for asked in touched.values() for sample in self._judged(asked)]
 
@@ -300,8 +302,11 @@ class EngineSource:
             self._end(name)
         return bool(found)
 
-    def _cut(self, asked: _Asked, text: str, drawn: int) -> RecordedResponse:
-        """Return a response that a stop ended, of ``drawn`` tokens before it was cut, and ask its query anew."""
+    def _cut(self, asked: _Asked, text: str, drawn: int, logprob: float | None = None) -> RecordedResponse:
+        """Return a response that a stop ended, of ``drawn`` tokens before it was cut, and ask its query anew.
+
+        Its log-probability, where known, is the share that its tokens have of all.
+        """
         ids, query, masses = tuple(self._chat.response_ids(text)), self._chat.query, None
         asked.thrown += max(drawn - len(ids), 0)
         if self.query_tokens:
@@ -310,7 +315,8 @@ class EngineSource:
                 (masses,) = self._engine.next_token_probabilities([prompt], (*query.yes_ids, *query.no_ids))
         n = len(query.yes_ids)
         yes, no = (None, None) if masses is None else (sum(masses[:n]), sum(masses[n:]))
-        return RecordedResponse(text, ids, "stop", yes_mass=yes, no_mass=no)
+        logprob = None if logprob is None else logprob * len(ids) / max(drawn, 1)
+        return RecordedResponse(text, ids, "stop", logprob=logprob, yes_mass=yes, no_mass=no)
 
     def _to_step_end(self, name: str, response: Response) -> Response | RecordedResponse | None:
         """Return a sample up to the end of its step; None, with the next part queued, if the end is not known yet."""
@@ -418,7 +424,7 @@ class EngineSource:
             elif isinstance(response, Response) and (
                 (text := cut_at(response.text, asked.draws.stops)) != response.text
             ):
-                response = self._cut(asked, text, len(response.token_ids))
+                response = self._cut(asked, text, len(response.token_ids), response.logprob)
             yield add_scores(asked.judge.read(response), self.scorers)
 
 

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -76,9 +75,7 @@ class Service:
         key: str | None = None,
     ) -> None:
         self.settings, self.desk, self.limits, self.feedback = settings, desk, settings.limits, feedback
-        self.model = settings.name or Path(settings.model).name
-        if "@" in self.model:
-            raise InputError(f"Expected a model's name without @, but got {self.model!r}. Give it another by `name`.")
+        self.model = settings.served_name
         self.sampling, self.load, self.fitted, self.key = sampling, load, fitted, key
         self.metrics = Metrics(feedback, desk)
         self.started, self.stopping = int(time.time()), False
@@ -175,7 +172,7 @@ class Service:
                 message = f"With this strategy, sampling, stops and tools the server guarantees {known}."
                 raise Refused(400, message, param="selfcal.max_error_rate")
         messages = tuple(turn.as_message() for turn in body.messages)
-        turns = tuple(turn.model_dump(exclude_none=True, exclude=bodies.UNREAD) for turn in body.messages)
+        turns = tuple(turn.as_turn() for turn in body.messages)
         seed = body.seed if options.seed is None else options.seed
         name = name or f"chatcmpl-{uuid.uuid4().hex}"
         return Job(
@@ -441,7 +438,10 @@ def is_loopback(host: str) -> bool:
 
 def _is_ours(address: str | None) -> bool:
     """Return whether a Host or Origin is this machine's; others come of pages in a browser."""
-    return address is None or is_loopback(urlsplit(address if "//" in address else f"//{address}").hostname or "")
+    try:
+        return address is None or is_loopback(urlsplit(address if "//" in address else f"//{address}").hostname or "")
+    except ValueError:
+        return False
 
 
 def refusal_response(refusal: Refused) -> Response:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,9 +64,10 @@ def open_output(path: Path, requests: Mapping[str, Any]) -> tuple[BinaryIO, set[
     return file, done
 
 
-async def run_requests(service: Service, requests: Mapping[str, Mapping[str, Any]], target: Path) -> str:
-    """Answer the requests that ``target`` does not have, append what comes, and say how many."""
-    file, done = open_output(target, requests)
+async def run_requests(
+    service: Service, requests: Mapping[str, Mapping[str, Any]], file: BinaryIO, done: Collection[str]
+) -> str:
+    """Answer the requests that a file does not have, append what comes, and say how many."""
     room, statuses = asyncio.Semaphore(2 * service.desk.source.target), Counter[int]()
 
     async def answer(name: str, line: Mapping[str, Any], bar: Progress) -> None:

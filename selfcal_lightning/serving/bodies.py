@@ -88,15 +88,26 @@ class Turn(Lenient):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def text(self) -> str:
+        whole = self.content or ""
+        return whole if isinstance(whole, str) else "".join(part.text or "" for part in whole)
+
+    def as_turn(self) -> dict[str, Any]:
+        """Return the message as any server of the protocol takes it; ``as_message`` has checked it."""
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        further = {"tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return turn | {name: value for name, value in further.items() if value}
+
     def as_message(self) -> Message:
         """Return the message as chat templates take it; calls of tools are written as models write them."""
-        parts = self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
+        parts = self.content if isinstance(self.content, list) else []
         if other := [part.type for part in parts if part.text is None]:
             raise Refused(400, f"Expected `content` to hold text only, but got {other[0]!r}.", param="messages")
         for name, value in [pair for one in (self, *parts) for pair in (one.model_extra or {}).items()]:
             if value and name not in {*UNREAD, "name", "cache_control"}:
                 raise Refused(400, f"This server does not know `{name}` in a message. Leave it out.", param="messages")
-        text = "".join(part.text or "" for part in parts)
+        text = self.text
         try:
             text += "".join(map(written_call, self.tool_calls or ()))
         except (KeyError, TypeError, ValueError, RecursionError) as error:

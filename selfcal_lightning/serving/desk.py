@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
 from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens, total_tokens
@@ -291,7 +292,11 @@ class Desk:
         """Say how the samples of a question are drawn; the prompt is written here, since the tokeniser is ours."""
         ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
         job.prompt_tokens = len(ids)
-        return Draws(ids, job.sampling, job.seed, job.key, tuple(job.reader.stops), job.tools, job.turns)
+        read = {job.strategy.confidence, *(name for scorer in self.source.scorers for name in scorer.requires)}
+        return Draws(
+            ids, job.sampling, job.seed, job.key, stops=tuple(job.reader.stops),
+            to_the_end=not read.isdisjoint((LOGPROB, MEAN_LOGPROB)), tools=job.tools, turns=job.turns,
+        )  # fmt: skip
 
     def _on_arrival(self, sample: Sample) -> None:
         job = self.jobs[sample.question_id]

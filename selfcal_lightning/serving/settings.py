@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError, check_at_least
@@ -75,3 +76,11 @@ class ServiceSettings:
     seed: int = 0
     query: str = DEFAULT_QUERY
     engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        if "@" in self.served_name:  # after it, clients name a strategy
+            raise InputError(f"Expected a model's name without @, but got {self.served_name!r}. Set `name`.")
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.model).name

@@ -42,6 +42,8 @@ def test_shares_are_those_of_blocks(script: Callable[[str], ModuleType], entry: 
     # The first four weigh .5, .25, .25 and, unreadable, 1: in all 2.
     assert values("share_4_likelihood")[:4] == pytest.approx([0.375, 0.375, 0.125, 0.0])
     assert values("share_8")[0] == 3 / 8
+    assert values("share_4_others")[:4] == pytest.approx([1 / 3, 1 / 3, 0.0, 0.0])
+    assert values("share_4_shrunk")[:4] == pytest.approx([(1 + 2 * 0.3) / 5] * 2 + [2 * 0.3 / 5, 0.0])
     assert values("cocoa")[0] == pytest.approx(0.5 * 3 / 8)
     assert values("kind") == [0.3] * 8
     entropy = -(2 * 3 / 8 * math.log(3 / 8) + 2 * 1 / 8 * math.log(1 / 8))
@@ -115,5 +117,6 @@ def test_probes_of_states_learn_the_agreement_of_other_questions(
         np.savez(files[split], **dict.fromkeys(states.STATES, rows))
     found = states.fit_probes(pools["train"], files, pools["validation"])
     assert set(target) == {0.0, 2 / 3}
-    for values in found.values():
+    assert found.keys() == {"validation", "test"}
+    for values in found["test"].values():
         assert np.abs(values - target).mean() < 0.03

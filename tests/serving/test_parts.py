@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 from support.driver_fakes import live
-from support.fakes import FakeEngine, fake_questions
+from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
 from selfcal_lightning.commands.serve import run_batch, run_serve
+from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.features import ConfidenceScores
 from selfcal_lightning.confidence.scaling import PlattMap, Scaler
 from selfcal_lightning.confidence.splits import FittedOn
@@ -24,6 +25,7 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.openai.wire import ServerError
 from selfcal_lightning.inference import chat_source
 from selfcal_lightning.inference.driver import Driver
+from selfcal_lightning.inference.sources import Draws, EngineSource
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdict
@@ -74,7 +76,7 @@ def test_a_stop_cuts_the_text_of_a_closed_server_but_no_call() -> None:
     message = {"content": "a\nb", "tool_calls": [call]}
     rows = {"content": [{"logprob": -1.0}]}
     found = chat_source._read({"choices": [{"message": message, "finish_reason": "length", "logprobs": rows}]}, ["\n"])
-    assert (found.text, found.finish, found.logprob) == (f"a{chat_source.written_call(call)}", "stop", None)
+    assert (found.text, found.finish, found.logprob) == (f"a{chat_source.written_call(call)}", "stop", -1.0)
     found.text.encode()
 
 
@@ -86,6 +88,7 @@ def test_a_stop_cuts_the_text_of_a_closed_server_but_no_call() -> None:
         ("evil.example", None, 403),
         ("localhost", "https://evil.example", 403),
         ("localhost", "null", 403),
+        ("[::1", None, 403),
     ],
 )
 def test_without_a_key_pages_in_a_browser_are_refused(host: str, origin: str | None, status: int) -> None:
@@ -103,6 +106,7 @@ def test_without_a_key_pages_in_a_browser_are_refused(host: str, origin: str | N
     [
         ({"task": "local_nmber"}, "local_nmber"),
         ({"output": "in.jsonl"}, "another file than `input`"),
+        ({"name": "m@2"}, "without @"),
         ({"scorers": "other.json"}, "verbalized"),
     ],
 )
@@ -139,8 +143,8 @@ def test_a_batch_whose_engine_died_writes_no_answer_for_it(tmp_path: Path) -> No
         pass
 
     server.begin, server.desk.close = refuse, close
-    with pytest.raises(RunError, match="gone"):
-        asyncio.run(run_requests(server, {"a": line}, target))
+    with target.open("wb") as file, pytest.raises(RunError, match="gone"):
+        asyncio.run(run_requests(server, {"a": line}, file, set()))
     assert target.read_text() == ""
 
 
@@ -170,11 +174,6 @@ def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_name_with_an_at_sign_is_refused() -> None:
-    with pytest.raises(InputError, match=r"without @.*'m@2'"):
-        service(name="m@2")
-
-
 def test_limits_below_what_a_threshold_was_fitted_with_are_refused(tmp_path: Path) -> None:
     source, file = tmp_path / "in.jsonl", tmp_path / "risk.json"
     source.write_text('{"custom_id": "a"}\n')
@@ -189,6 +188,31 @@ def test_fewer_samples_keep_the_fitted_strategy(wanted: int | None, found: int) 
     body = read_body(ChatBody, {"model": "m", "messages": MESSAGES, "selfcal": {"max_samples": wanted}})
     strategy, fitted = server.strategy_for(body, server.sampling)
     assert (strategy.name, strategy.max_samples, fitted is None) == ("early_stopping", found, found == 1)
+
+
+def draw_four(question: Question, stops: tuple[str, ...]) -> tuple[list[Sample], int]:
+    """Return four samples of a question that are drawn to their ends, and the tokens that stops threw away."""
+    chat, sampling = FakeChat(), SamplingSettings(max_new_tokens=64)
+    source = EngineSource(
+        FakeEngine(slots=2), chat, sampling=sampling, tasks=lambda name: FakeTask(),
+        draws=lambda one: Draws(chat.prompt_ids(one.messages), sampling, 0, one.id, stops=stops, to_the_end=True),
+    )  # fmt: skip
+    source.prepare([question], confidence="p_true")
+    source.submit(question.id, 4)
+    found: list[Sample] = []
+    while len(found) < 4:
+        found += source.poll()
+    return found, source.cancel([question.id])[question.id].tokens or 0
+
+
+def test_a_stop_keeps_the_mean_log_probability_and_counts_what_it_throws_away() -> None:
+    (question,) = fake_questions(1)
+    (whole, nothing), (cut, thrown) = draw_four(question, ()), draw_four(question, (" answer",))
+    for before, after in zip(whole, cut, strict=True):
+        assert after.text == before.text.partition(" answer")[0]
+        assert confidence_of(after, "mean_logprob") == pytest.approx(confidence_of(before, "mean_logprob"))
+    lengths = [sum(sample.num_tokens or 0 for sample in samples) for samples in (whole, cut)]
+    assert (nothing, thrown) == (0, lengths[0] - lengths[1])
 
 
 def test_a_strategy_may_weigh_by_what_samples_carry_anyway() -> None:
@@ -244,12 +268,12 @@ def test_a_question_that_is_given_up_tells_what_it_had_cost() -> None:
 MESSAGES = [{"role": "user", "content": "?"}]
 
 
-def service(fitted: FittedThreshold | None = None, name: str | None = None) -> Service:
+def service(fitted: FittedThreshold | None = None) -> Service:
     """Return a server whose desk has no engine."""
     source = SimpleNamespace(scorers=())
     desk: Any = SimpleNamespace(jobs={}, cancelled_tokens=0, confidence="p_true", engine=None, chat=None, source=source)
     sampling = SamplingSettings(edt_scale=None)
-    return Service(ServiceSettings("m", name=name), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
+    return Service(ServiceSettings("m"), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
 
 
 def guaranteed() -> FittedThreshold:

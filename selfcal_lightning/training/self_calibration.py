@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from collections import deque
 from dataclasses import asdict
 from functools import partial
 from typing import Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.models.activated import Contexts, adapter_in_use, ask
 from selfcal_lightning.models.causal_lm import recompute_layers
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -68,9 +70,11 @@ def generation_part(batch: SSCBatch, token_losses: Tensor) -> Tensor:
 
 
 NAMES = (
-    "calibration", "generation", "confidence", "calibration_rows", "above_eta", "rows", "tokens", "slots", "separate",
+    "calibration", "generation", "confidence", "squares", "calibration_rows", "above_eta", "rows", "tokens", "slots",
+    "separate",
 )  # fmt: skip
 GIB = 2**30
+COLLAPSED, LAST_STEPS = 0.01, 5  # a smaller spread of the confidence in so many last steps tells nothing apart
 
 
 class StepLog:
@@ -101,6 +105,7 @@ class StepLog:
             calibration.detach(),
             generation.detach(),
             (confidence.detach() * calibrates).sum(),
+            (confidence.detach().double() ** 2 * calibrates).sum(),
             calibrates.sum(),
             math.nan if eta is None else (real & (batch.target > eta)).sum(),
             real.sum(),
@@ -119,11 +124,15 @@ class StepLog:
         seconds = max(self._seconds + time.perf_counter() - self._started, 1e-9)
         device = self._sums.device
         self.restart()
+        asked = max(sums["calibration_rows"], 1.0)
+        mean = sums["confidence"] / asked
         return {
             "train/loss/Calibration": sums["calibration"],
             "train/loss/Generation": sums["generation"],
             "train/loss/Total": sums["calibration"] + omega * sums["generation"],
-            "train/Confidence": sums["confidence"] / max(sums["calibration_rows"], 1.0),
+            "train/Confidence": mean,
+            # Of one response, or a few, it says nothing.
+            "train/ConfidenceSpread": math.sqrt(max(sums["squares"] / asked - mean**2, 0.0)) if asked > 3 else math.nan,
             "train/TargetAboveEta": sums["above_eta"] / max(sums["rows"], 1.0),
             "train/speed/TokensPerSecond": sums["tokens"] / seconds,
             "train/speed/ResponsesPerSecond": sums["rows"] / seconds,
@@ -274,6 +283,7 @@ class SelfCalibrationModule(ConfidenceModel):
             | {"auxiliary": {name: asdict(one) for name, one in self.auxiliary.items()}}
         )
         self._step_log = StepLog()
+        self._spreads: deque[float] = deque(maxlen=LAST_STEPS)
 
     def on_validation_start(self) -> None:
         self._step_log.pause()  # tokens per second are those of training
@@ -352,3 +362,12 @@ class SelfCalibrationModule(ConfidenceModel):
         if logged:
             self.log_dict(logged)
             self.log_dict({short: logged[name] for short, name in BAR.items()}, prog_bar=True, logger=False)
+            self._spreads.append(logged["train/ConfidenceSpread"])
+
+    def on_train_end(self) -> None:
+        """Warn of a confidence that is the same for all responses, which no label is needed to see."""
+        if len(self._spreads) == LAST_STEPS and max(self._spreads) < COLLAPSED and self.trainer.is_global_zero:
+            say(
+                f"Note: the confidence differs by less than {COLLAPSED} between the responses of the last {LAST_STEPS} "
+                "steps: training has collapsed. Lower `model.lr`, set `trainer.gradient_clip_val` or take another seed."
+            )

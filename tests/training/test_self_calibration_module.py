@@ -208,6 +208,17 @@ def test_auto_dtype_follows_the_device_that_the_trainer_will_use(
 # ---- what is logged
 
 
+@pytest.mark.parametrize(("spreads", "warned"), [([0.001] * 5, True), ([0.001] * 4 + [0.2], False), ([0.0] * 4, False)])
+def test_a_collapse_is_told_at_the_end(
+    tiny_model: str, capsys: pytest.CaptureFixture[str], spreads: list[float], warned: bool
+) -> None:
+    module = module_of(tiny_model)
+    module._trainer = SimpleNamespace(is_global_zero=True)
+    module._spreads.extend(spreads)
+    module.on_train_end()
+    assert ("training has collapsed" in " ".join(capsys.readouterr().err.split())) == warned
+
+
 def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     module = module_of(tiny_model)
     module.configure_model()
@@ -224,6 +235,8 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     assert logged["train/loss/Total"] == pytest.approx(calibration / total_cal + 0.1 * generation / total_gen, abs=1e-5)
     mean = sum(w * c for w, c in zip(calibrating, confidences, strict=True)) / total_cal
     assert logged["train/Confidence"] == pytest.approx(mean, abs=1e-5)
+    squares = sum(w * c**2 for w, c in zip(calibrating, confidences, strict=True)) / total_cal
+    assert logged["train/ConfidenceSpread"] == pytest.approx(math.sqrt(squares - mean**2), abs=1e-4)
     assert logged["train/TargetAboveEta"] == pytest.approx(sum(row.target > Planned.eta for row in rows) / 8)
     assert 0.0 < logged["train/speed/PaddingShare"] < 0.5
     assert logged["train/speed/TokensPerSecond"] > 0

@@ -19,6 +19,10 @@ _RUN = re.compile(rf"(?:[0-9.,+\-*/×÷·−()%$= \t]|{_TIMES}|\\div)+")
 _TOKEN = re.compile(rf"{_NUMBER}|{_TIMES}|\\div|[-+*/×÷·−()%.,]")
 _SIGN = {"×": "*", "·": "*", "x": "*", r"\times": "*", r"\cdot": "*", "÷": "/", r"\div": "/", "−": "-"}
 _PUNCTUATION = (".", ",")
+# Markup around numbers, and what may follow one directly: `\(2 + 3 = 5\)`, `**20**`, `\boxed{20}`, `20\text{ dollars}`.
+# `2**3` is a power.
+_MARKUP = re.compile(r"(?<![\w)*])\*\*(?=\S)|(?<=\S)\*\*(?![\w(*])|(?<!\\)\\(?:boxed\{|[()\[\]$]|(?=%))")
+_TEXT_BEHIND = re.compile(r"\\text\s*\{")
 # Exact arithmetic on longer sides costs time, and neither people nor models write them.
 _MOST_TOKENS, _LONGEST_NUMBER = 60, 40
 
@@ -52,7 +56,13 @@ def find_equations(text: str) -> list[Equation]:
     A right side with decimals holds when the left side rounds to it, as in ``10 / 3 = 3.33``. One side has to compute
     something: ``half of 20 = 10`` is no equation.
     """
-    return [equation for run in _RUN.finditer(text) if "=" in run.group() for equation in _of_run(text, run)]
+    plain = _MARKUP.sub(_blank, text)  # of the same length: places are those in the text
+    return [found for run in _RUN.finditer(plain) if "=" in run.group() for found in _of_run(text, plain, run)]
+
+
+def _blank(mark: re.Match[str]) -> str:
+    """Return what replaces markup: spaces, or for display mathematics line breaks, which end an equation."""
+    return ("\n" if mark.group() in ("\\[", "\\]") else " ") * len(mark.group())
 
 
 def equation_validity(texts: Sequence[str], answers: Sequence[Fraction | None] | None = None) -> list[float | None]:
@@ -71,23 +81,21 @@ def arithmetic_value(expression: str) -> Fraction | None:
     return None if others else _value(_TOKEN.findall(expression))
 
 
-def _of_run(text: str, run: re.Match[str]) -> Iterator[Equation]:
+def _of_run(text: str, plain: str, run: re.Match[str]) -> Iterator[Equation]:
     sides, position = [], run.start()
     for side in run.group().split("="):
         sides.append([_Token(m.group(), position + m.start(), position + m.end()) for m in _TOKEN.finditer(side)])
         position += len(side) + 1
     is_chained = False
     for at, (before, after) in enumerate(pairwise(sides)):
-        left = _last_expression(text, before, is_first=at == 0)
-        right = _first_expression(text, after, is_last=at == len(sides) - 2)
+        left = _last_expression(plain, before, is_first=at == 0)
+        right = _first_expression(plain, after, is_last=at == len(sides) - 2)
         if left is None or right is None or not (left.is_computed or right.is_computed or is_chained):
             is_chained = False
             continue
-        written = text[right.start : right.end]
-        yield Equation(
-            text[left.start : left.end], written, _holds(left.value, right.value, written),
-            right.value, left.start, right.end,
-        )  # fmt: skip
+        holds = _holds(left.value, right.value, plain[right.start : right.end])
+        sides_as_written = text[left.start : left.end], text[right.start : right.end]
+        yield Equation(*sides_as_written, holds, right.value, left.start, right.end)
         is_chained = not any(token.text in _PUNCTUATION for token in after)
 
 
@@ -117,7 +125,8 @@ def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Sid
         return None
     while own and own[-1].text == ("(" if _depth(own) > 0 else ")") and _depth(own) != 0:  # "... = 7 (since"
         own = own[:-1]
-    behind = text[own[-1].end : own[-1].end + 1] if own and is_last and cut == len(tokens) else ""
+    end = own[-1].end if own and is_last and cut == len(tokens) else len(text)
+    behind = "" if _TEXT_BEHIND.match(text, end) else text[end : end + 1]
     return None if behind.isalnum() or behind in tuple("^_{\\!") else _side(own)
 
 
@@ -185,7 +194,6 @@ def _factor(tokens: list[str]) -> tuple[Fraction, list[str]]:
     return value, rest
 
 
-Token = str
 _STEP_TOKEN = re.compile(rf"{_NUMBER}|\\[A-Za-z]+|[^\W\d_]+|[^\s\w]")
 _SIGNS = {
     "×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "times": "*", "÷": "/", "\\div": "/", "−": "-", "plus": "+",
@@ -197,9 +205,9 @@ _FRACTION = re.compile(r"\\d?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
 _DIGITS = frozenset("0123456789")
 
 
-def canonical_step(text: str) -> tuple[Token, ...]:
+def canonical_step(text: str) -> tuple[str, ...]:
     """Return the tokens of a step in one spelling."""
-    found: list[Token] = []
+    found: list[str] = []
     for token in _STEP_TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
         if token in _LEFT_OUT:
             continue
@@ -208,7 +216,7 @@ def canonical_step(text: str) -> tuple[Token, ...]:
     return tuple(found)
 
 
-def is_number(token: Token) -> bool:
+def is_number(token: str) -> bool:
     """Return whether a token is a number in ASCII digits; ``²`` and ``①`` are signs."""
     return token.lstrip(".")[:1] in _DIGITS
 
@@ -218,13 +226,13 @@ def step_numbers(text: str) -> frozenset[str]:
     return frozenset(_number(token) for token in re.findall(_NUMBER, text))
 
 
-def step_key(text: str) -> tuple[Token, ...]:
+def step_key(text: str) -> tuple[str, ...]:
     """Return a key that is equal for steps that say the same: canonical tokens, with operands of one sign sorted."""
     sides = " ".join(canonical_step(text)).split("=")
     return tuple(" ".join(_sorted_operands(side.split())) for side in sides)
 
 
-def _sorted_operands(side: Sequence[Token]) -> list[Token]:
+def _sorted_operands(side: Sequence[str]) -> list[str]:
     """Sort the operands of a plain sum or a plain product."""
     signs = _OPERATORS.intersection(side)
     if len(signs) != 1 or not signs <= {"+", "*"}:

@@ -401,6 +401,10 @@ def test_equations_between_words_are_all_found(sums: list[tuple[int, int, int]])
         ("10 = 5 × 2 (since 5 + 5)", [("10", "5 × 2", True)]),
         ("109+58=167. 4+5=9", [("109+58", "167", True), ("4+5", "9", True)]),
         ("(34+75=109), ((3 + 4 = 7", [("34+75", "109", True), ("3 + 4", "7", True)]),
+        ("2 + 3 = 5 and 5 * 4 = **20**", [("2 + 3", "5", True), ("5 * 4", "20", True)]),
+        (r"**5 * 4 = \boxed{20}**, \(2 + 3 = 5\)", [("5 * 4", "20", True), ("2 + 3", "5", True)]),
+        (r"\[2 + 3 = 6\] 10/3 = \$3.33", [("2 + 3", "6", False), ("10/3", "3.33", True)]),
+        (r"5 * 4 = 20\text{ dollars}, .2 * 100 = 20\%", [("5 * 4", "20", True), (".2 * 100", r"20\%", True)]),
     ],
 )  # fmt: skip
 def test_what_is_an_equation(text: str, wanted: list[tuple[str, str, bool]]) -> None:
@@ -412,7 +416,8 @@ def test_what_is_an_equation(text: str, wanted: list[tuple[str, str, bool]]) -> 
     [
         "2x = 4", "x + 3 = 7", "x - 3 = 4", "7 = x + 3", "7 = 3 + x", "7 = 3x", "x^2 + 3 = 7", "8 = 2^3", "f(3) = 9",
         "30% of 20 = 6", "half of 20 = 10", "5! = 120", "1/0 = 5", "a2+3=5", "= 5", "3 = ", "3 == 3", "3 <= 4 + 5",
-        "5 km + 3 km = 8 km", "3 + = 7", "", "=" * 50, "1" * 500 + "+1=2",
+        "5 km + 3 km = 8 km", "2**(3) = 8", "x**2 + 1 = 5", r"5 * 4 = 20\sqrt{2}", "3 + = 7", "",
+        "=" * 50, "1" * 500 + "+1=2",
     ],
 )  # fmt: skip
 def test_what_is_none(text: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import unknown_name
+from selfcal_lightning.core.plugins import load_installed_plugins, loaded_plugins
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.registry import get_task
 
@@ -18,11 +21,18 @@ _FILE = '''"""Rewards of exported questions: 1 where a response gives the label,
 """
 
 from selfcal_lightning.adaptation.reward_file import TaskRewards
-
+{plugins}
 rewards = TaskRewards({names})
 judge, compute_score = rewards.judge, rewards.compute_score
 correct_reward, reward_func = rewards.correct_reward, rewards.reward_func
 '''
+
+_PLUGINS = """from selfcal_lightning.core.plugins import load_plugins
+
+load_plugins({places})
+"""
+# OpenRLHF decodes queries with their special tokens, of which the last ones end the turn.
+_END_OF_TURN = re.compile(r"(?:(?:<\|[^<>|]{1,40}\|>|<｜[^<>｜]{1,40}｜>|</s>|<eos>|<end_of_turn>)\s*)+\Z")
 
 
 class TaskRewards:
@@ -33,6 +43,7 @@ class TaskRewards:
     """
 
     def __init__(self, *names: str) -> None:
+        load_installed_plugins()  # a trainer loads none
         self._tasks = {f"selfcal/{name}": get_task(name) for name in names}
 
     def judge(self, data_source: str, response: str, label: str | None) -> float | None:
@@ -72,7 +83,8 @@ class TaskRewards:
         rows = zip(queries, prompts, map(json.loads, labels), strict=True)
         rewards = torch.tensor(
             [
-                self.judge(label["data_source"], query.removeprefix(prompt), label["answer"]) or 0.0
+                self.judge(label["data_source"], _END_OF_TURN.sub("", query.removeprefix(prompt)), label["answer"])
+                or 0.0
                 for query, prompt, label in rows
             ]
         )
@@ -80,4 +92,8 @@ class TaskRewards:
 
 
 def reward_source(tasks: Iterable[Task]) -> str:
-    return _FILE.replace("{names}", ", ".join(f'"{name}"' for name in sorted(task.name for task in tasks)))
+    """Return the file; it loads the plug-ins of this process, since a task may be of one."""
+    names = ", ".join(f'"{name}"' for name in sorted(task.name for task in tasks))
+    places = [str(Path(name).resolve()) if name.endswith(".py") else name for name in loaded_plugins()]
+    plugins = _PLUGINS.replace("{places}", json.dumps(places)) if places else ""
+    return _FILE.replace("{names}", names).replace("{plugins}", plugins)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from selfcal_lightning.adaptation.reward_file import TaskRewards
+from selfcal_lightning.core.plugins import load_installed_plugins
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.metrics.group_rewards import soft_share
 
@@ -207,6 +208,7 @@ def _texts(completions: Sequence[Any]) -> list[str]:
 
 @cache
 def _task(data_source: str) -> Any:
+    load_installed_plugins()
     return get_task(data_source.removeprefix("selfcal/"))
 
 

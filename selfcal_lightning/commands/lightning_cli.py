@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
@@ -36,6 +35,7 @@ from selfcal_lightning.training.model_parallel import callbacks_of
 from selfcal_lightning.training.modules import TrainedModule
 
 FIT, LAST = "fit", "last"
+OF_LOGGERS = ("events.*", "hparams.yaml", "metrics.csv", "config*.yaml")
 CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
 
 
@@ -106,7 +106,10 @@ def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 @contextmanager
 def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
-    """If the block fails or is stopped before anything was logged, remove the log folders that it made."""
+    """If the block fails or is stopped before anything was logged, remove the log folders that it made.
+
+    A log folder may be the folder of the run, with samples in it: only files of loggers go, and a folder that is empty.
+    """
     folders = [Path(logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
     before = {folder for folder in folders if folder.exists()}
     try:
@@ -117,7 +120,10 @@ def untrained_folders_removed(trainer: Trainer) -> Iterator[None]:
             for logger in trainer.loggers:
                 logger.finalize("failed")
             for folder in set(folders) - before:
-                shutil.rmtree(folder, ignore_errors=True)
+                for file in [file for pattern in OF_LOGGERS for file in folder.glob(pattern)]:
+                    file.unlink(missing_ok=True)
+                with suppress(OSError):  # something else is in it, or it was never made
+                    folder.rmdir()
         raise
 
 

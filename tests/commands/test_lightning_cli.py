@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.commands.lightning_cli import LIGHTNING_LOGGER, silence_lightning
+from selfcal_lightning.commands.lightning_cli import LIGHTNING_LOGGER, silence_lightning, untrained_folders_removed
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
 from selfcal_lightning.models.folders import base_model_identity
 
@@ -48,6 +50,27 @@ def test_a_checkpoint_that_would_run_code_is_refused(
     assert "Traceback" not in error
     torch.load(tmp_path / "evil.ckpt", weights_only=False)
     assert (tmp_path / "taken").exists(), "the checkpoint of this test is one that runs code"
+
+
+def test_a_log_folder_loses_only_what_loggers_wrote(tmp_path: Path) -> None:
+    """Without name and version, the log folder is that of the run, samples included."""
+    run, apart = tmp_path / "run", tmp_path / "apart"
+    loggers = [SimpleNamespace(log_dir=str(one), finalize=lambda _: None) for one in (run, apart)]
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    trainer = SimpleNamespace(loggers=loggers, state=state, global_step=0, is_global_zero=True)
+
+    def stopped() -> None:
+        (run / "samples").mkdir(parents=True)
+        (run / "samples" / "config.yaml").write_text("")
+        apart.mkdir()
+        for folder in (run, apart):
+            for name in ("events.out.tfevents.1", "hparams.yaml", "config.yaml"):
+                (folder / name).write_text("")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), untrained_folders_removed(trainer):
+        stopped()
+    assert sorted(tmp_path.rglob("*")) == [run, run / "samples", run / "samples" / "config.yaml"]
 
 
 def test_a_config_of_the_user_is_never_replaced(

@@ -37,6 +37,7 @@ LOCAL_TASKS = {
     "expression": "local_expression",
     "short text": "local_text",
 }
+QUESTIONS_FILE = "questions.jsonl"
 ENGINES = ("transformers", "vllm")
 
 
@@ -142,13 +143,18 @@ def _with_local_questions(case: CommonCase) -> CommonCase:
     """Write questions of the hub, or of named columns, as a file of our format, and return the case with it."""
     if case.columns is None and not is_hub_name(case.questions):
         return case
-    place = case.folder / "questions.jsonl"
-    is_own = partial(has_first_keys, {"question"}, exactly=False)
-    check_replaceable(place, is_own, option="output_dir", kind="earlier questions", inputs=[case.questions])
+    place = case.folder / QUESTIONS_FILE
+    check_questions_target(place, inputs=[case.questions])
     found = ({"id": row.id, "question": row.text, "answer": row.answer, "task": row.task}
              for row in read_question_file(case.questions, columns=case.columns))  # fmt: skip
-    write_json_lines(place, ({name: value for name, value in row.items() if value is not None} for row in found))
+    write_json_lines(place, found)
     return replace(case, questions=str(place), columns=None)
+
+
+def check_questions_target(place: Path, *, inputs: Sequence[str] = ()) -> None:
+    """Raise InputError where writing questions to ``place`` would replace a file that is not ours."""
+    is_own = partial(has_first_keys, {"id", "question", "answer", "task"})
+    check_replaceable(place, is_own, option="output_dir", kind="earlier questions", inputs=inputs)
 
 
 def read_preset(name: str) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from typing import Any
 from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.lightning_cli import RaisingParser, run_trainer
-from selfcal_lightning.commands.presets import CommonCase, as_arguments, by_task, count_parts, own_task, prepare
+from selfcal_lightning.commands.presets import (
+    QUESTIONS_FILE,
+    CommonCase,
+    as_arguments,
+    by_task,
+    check_questions_target,
+    count_parts,
+    own_task,
+    prepare,
+)
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_json_lines
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -27,7 +36,6 @@ from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, SamplingSettings
 
-QUESTIONS_FILE = "questions.jsonl"
 QUESTION_ENDINGS = (*JSON_ENDINGS, PARQUET_ENDING, ".txt", ".csv")
 
 
@@ -275,6 +283,7 @@ def _as_file(questions: Questions, place: Path, *, task: str) -> Path:
     if isinstance(questions, str | Path):
         return check_question_file(questions)
     asked = read_questions(questions, task=task)
+    check_questions_target(place)
     write_json_lines(place, (_as_row(one, number) for number, one in enumerate(asked, start=1)))
     return place
 

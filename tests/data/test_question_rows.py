@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
+from selfcal_lightning.commands.python import calibrate, evaluate
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.line_format import read_pool
 from selfcal_lightning.data.tasks.base import take_part
@@ -210,9 +211,17 @@ def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
         stated = common_case([*words, "--columns.question", "problem", "--columns.answer=gold"])
         assert stated is not None
         assert sum(stated[0].counts.values()) == 30
-        assert json.loads((folder / "questions.jsonl").read_text().splitlines()[4]) == {"question": "4+1?", "answer": 5}
+        written = json.loads((folder / "questions.jsonl").read_text().splitlines()[4])
+        assert written == {"id": None, "question": "4+1?", "answer": 5, "task": None}
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "questions.jsonl").write_text('{"problem": "x"}\n')
     case = CommonCase("bundled", source, output_dir=str(tmp_path / "own"), columns=Columns(question="problem"))
-    with pytest.raises(InputError, match="something else"):
-        prepare(case)
+    asked = [{"question": f"{number}+1?", "answer": number + 1} for number in range(30)]
+    for own in ('{"problem": "x"}\n', '{"question": "x", "answer": "y"}\n'):
+        (tmp_path / "own" / "questions.jsonl").write_text(own)
+        with pytest.raises(InputError, match="something else"):
+            prepare(case)
+        with pytest.raises(InputError, match="something else"):
+            calibrate("bundled", asked, output_dir=tmp_path / "own")
+        with pytest.raises(InputError, match="something else"):
+            evaluate("bundled", asked, output_dir=tmp_path / "own")
+        assert (tmp_path / "own" / "questions.jsonl").read_text() == own

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
-from selfcal_lightning.adaptation.selection_files import Example, Selection, digest_of
+from selfcal_lightning.adaptation.selection_files import STEPS_FILE, Example, Selection, digest_of
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import UnreadableJSONError, parse_json
 from selfcal_lightning.data.store.manifest import read_record, write_record
+from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.data.tasks.extraction import final_part
 from selfcal_lightning.engines.base import MAX_FAILURES, Engine, FailuresInARow, RequestsFailedError
 from selfcal_lightning.records import Message, Request, SamplingSettings, sample_seed
@@ -175,7 +176,7 @@ class RuleExtractor:
     """Takes the equations of a response as its key steps, as written."""
 
     def describe(self) -> dict[str, Any]:
-        return {"backend": "rules", "version": 1}
+        return {"backend": "rules", "version": 2}
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
         for example in chosen:
@@ -215,7 +216,7 @@ class EngineExtractor:
     ) -> None:
         self._engine, self._chat = engine, chat
         self._sampling = SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=max_new_tokens)
-        self._max_failures = max_failures
+        self._in_a_row = FailuresInARow(max_failures, way_out=_WAY_OUT)
 
     def describe(self) -> dict[str, Any]:
         """Return what the outcome depends on: the model and its prompt."""
@@ -231,12 +232,11 @@ class EngineExtractor:
         }
 
     def extract(self, chosen: Sequence[Example]) -> Iterator[Extracted]:
-        jobs = {f"steps/{number}": _Job(example) for number, example in enumerate(chosen)}
+        jobs = {f"{one.row.question_id}/{one.row.round}/{one.sample.index}": _Job(one) for one in chosen}
         room = self._engine.max_context - self._sampling.max_new_tokens
         too_long = [name for name, job in jobs.items() if len(self._prompt(job)) > room]
         yield from (_none(jobs.pop(name).example, NO_ROOM) for name in too_long)
         failures: dict[str, Any] = {}
-        in_a_row = FailuresInARow(self._max_failures, way_out=_WAY_OUT)
         pending = set(self._engine.submit([self._request(name, job) for name, job in jobs.items()]))
         try:
             while pending:
@@ -249,11 +249,11 @@ class EngineExtractor:
                             yield _none(jobs[name].example, REFUSED)
                         else:
                             failures[name] = failure
-                        in_a_row.add(name, jobs[name].example.row.question_id, failure)
+                        self._in_a_row.add(name, jobs[name].example.row.question_id, failure)
                     continue
                 if not responses:
                     raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
-                in_a_row.clear()
+                self._in_a_row.clear()
                 for response in responses:
                     pending.discard(response.request_id)
                     job = jobs[response.request_id]
@@ -303,9 +303,6 @@ def _none(example: Example, reason: str, *, repaired: bool = False) -> Extracted
     return Extracted(row.question_id, row.round, example.sample.index, None, reason, repaired)
 
 
-FILE = "key_steps.json"
-
-
 @dataclass(frozen=True)
 class KeySteps:
     extractor: Mapping[str, Any]
@@ -342,7 +339,7 @@ class KeySteps:
 
 def read_key_steps(selection: Selection) -> KeySteps | None:
     """Return the key steps of a selection; None where none were extracted."""
-    file = selection.path / FILE
+    file = selection.path / STEPS_FILE
     if not file.exists():
         return None
     content = read_record(file, dict)
@@ -354,13 +351,20 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
 
 
 def check_extractor(selection: Selection, extractor: Mapping[str, Any], *, overwrite: bool) -> list[Extracted]:
-    """Return the steps that were extracted before, by the same extractor."""
-    known = None if overwrite else read_key_steps(selection)
+    """Return the steps that were extracted before, by the same extractor; ``overwrite`` discards others."""
+    try:
+        known = read_key_steps(selection)
+    except (InputError, StoreCorruptError):
+        if not overwrite:
+            raise
+        known = None
     if known is None:
         return []
     if digest_of(dict(known.extractor)) != digest_of(dict(extractor)):
+        if overwrite:
+            return []
         other = "backend" if known.extractor["backend"] != extractor["backend"] else "model or prompt"
-        raise InputError(f"{selection.path / FILE} holds steps from another {other}. Set `overwrite`.")
+        raise InputError(f"{selection.path / STEPS_FILE} holds steps from another {other}. Set `overwrite`.")
     return list(known.found)
 
 
@@ -372,7 +376,7 @@ def write_key_steps(selection: Selection, extractor: Mapping[str, Any], found: I
         "rates": steps.rates,
         "found": [asdict(one) for one in steps.found],
     }
-    write_record(selection.path / FILE, content)
+    write_record(selection.path / STEPS_FILE, content)
     return steps
 
 

@@ -25,7 +25,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import (
     as_json_line,
     check_apart,
-    is_empty_folder,
+    holds_only,
     json_object_or_none,
     to_json,
     write_atomically,
@@ -184,7 +184,7 @@ def check_export_target(output: str | Path, selection: Selection) -> None:
     place = Path(output)
     check_apart(place, {"selection": selection.path, "store": selection.manifest["store"]["path"]}, option="output")
     is_own = _manifest_of(place).get("kind") == KIND
-    if place.exists() and not is_own and not (place.is_dir() and is_empty_folder(place)):
+    if place.exists() and not is_own and not (place.is_dir() and holds_only(place)):
         raise InputError(f"`output` {output} is no earlier export and is left as it is. Choose another name.")
 
 
@@ -205,9 +205,12 @@ def export_rl(
         files[REWARD_FILE] = reward_source(get_task(name) for name in names).encode()
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    if earlier := _manifest_of(folder):  # its manifest goes first; another format has other files
-        for name in (MANIFEST_FILE, *(Path(name).name for name in earlier.get("files", ()))):
-            (folder / name).unlink(missing_ok=True)
+    earlier = {Path(name).name for name in _manifest_of(folder).get("files", ())}  # another format has other files
+    # Without digests until all is written: after a kill, the folder is still known as an export.
+    begun = {"kind": KIND, "files": dict.fromkeys(sorted({*earlier, *files}))}
+    write_atomically(folder / MANIFEST_FILE, to_json(begun))
+    for name in earlier:
+        (folder / name).unlink(missing_ok=True)
     for name, data in files.items():
         write_atomically(folder / name, data)
     settings = selection.manifest["settings"]

@@ -33,7 +33,7 @@ from selfcal_lightning.confidence.estimators import WEIGHTS
 from selfcal_lightning.confidence.features import required_confidences
 from selfcal_lightning.confidence.registry import pool_dependent, recorded_confidences
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import check_apart, is_empty_folder, json_object_or_none, write_atomically
+from selfcal_lightning.core.files import check_apart, holds_only, json_object_or_none, write_atomically
 from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.pools.recorded import annotation_estimators
 from selfcal_lightning.data.store.annotations import Annotation, annotation_names
@@ -110,6 +110,7 @@ def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
 
 
 ROWS_FILE, MANIFEST_FILE, KIND = "selection.parquet", "manifest.json", "selection"
+STEPS_FILE = "key_steps.json"  # of `selfcal extract-steps`
 _SCORE = "score."
 _TEXT, _REAL, _INT = pa.string(), pa.float64(), pa.int32()
 _FIELDS = {
@@ -145,12 +146,12 @@ class Selection:
 
 
 def check_selection_target(output: str | Path, *, store_dir: str) -> None:
-    """Raise InputError unless ``output`` is a new or empty folder, or an earlier selection."""
+    """Raise InputError unless ``output`` is a new or empty folder, or an earlier selection, perhaps cut short."""
     place = Path(output)
     check_apart(place, {"store": store_dir}, option="output")
     if place.exists() and not place.is_dir():
         raise InputError(f"Expected `output` to be the name of a folder, but got the file {output}.")
-    if place.exists() and not is_empty_folder(place) and not is_selection(place):
+    if place.exists() and not is_selection(place) and not holds_only(place, (ROWS_FILE, STEPS_FILE)):
         raise InputError(f"`output` {output} is no earlier selection and is left as it is. Choose another name.")
 
 

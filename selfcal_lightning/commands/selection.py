@@ -12,7 +12,7 @@ from selfcal_lightning.adaptation.picking import FUSED, SHARE, LabelKind, Order,
 from selfcal_lightning.adaptation.rl_export import ExportLabel, Format, RLExport, check_label, export_rl
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
-from selfcal_lightning.engines.base import MAX_FAILURES
+from selfcal_lightning.engines.base import MAX_FAILURES, Failure, RequestsFailedError
 from selfcal_lightning.engines.opening import check_engine, load_chat, open_engine
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
@@ -152,6 +152,7 @@ def run_extract_steps(
         found: list[key_steps.Extracted] = key_steps.check_extractor(chosen, described, overwrite=overwrite)
         known = {one.key for one in found}
         everything = selection_files.examples(chosen, store_dir=store_dir)
+        failures: dict[str, Failure] = {}
         left = [one for one in everything if (one.row.question_id, one.row.round, one.sample.index) not in known]
         with Progress(len(left), label="Extracting steps") as progress:
             for start in range(0, len(left), CHUNK):
@@ -159,9 +160,13 @@ def run_extract_steps(
                     for one in extractor.extract(left[start : start + CHUNK]):
                         found.append(one)
                         progress.update(1)
+                except RequestsFailedError as error:  # all others are asked before it is raised
+                    failures |= error.failures
                 finally:  # also where a service fails
                     key_steps.write_key_steps(chosen, described, found)
         steps = key_steps.write_key_steps(chosen, described, found)
+    if failures:
+        raise RequestsFailedError(failures)
     sys.stdout.write(describe_steps(steps))
     return steps
 

@@ -382,6 +382,12 @@ def is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
+def holds_only(folder: Path, names: Collection[str] = ()) -> bool:
+    """Return whether a folder holds nothing but files of these names and what killed writers left of them."""
+    found = [path.name for path in folder.iterdir()]
+    return all(name in names or (name.startswith(".") and name.endswith(".tmp")) for name in found)
+
+
 def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: str) -> None:
     """Refuse an output folder that is, contains, or lies inside one of the inputs."""
     mine = Path(path).resolve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +15,14 @@ import pytest
 from support.house import ROOT
 from support.selection_stores import select, sums_store
 
+from selfcal_lightning.adaptation import reward_file, rl_export
 from selfcal_lightning.adaptation.reward_file import reward_source
 from selfcal_lightning.adaptation.rl_export import training_rows
 from selfcal_lightning.adaptation.selection_files import Selection, examples, read_selection
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.selection import run_export_rl, run_extract_steps
+from selfcal_lightning.core import plugins
+from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.tasks.registry import get_task
 
 GOLDEN = ROOT / "tests" / "data" / "rl_columns.json"
@@ -180,6 +184,10 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     label = json.dumps({"data_source": source, "answer": "7"})
     found = reward.reward_func(["P? " + right, "P? " + wrong], ["P? "] * 2, [label] * 2, extra=1)
     assert torch.equal(found["rewards"], torch.tensor([1.0, 0.0]))
+    said, label = "P? The answer is Paris.", json.dumps({"data_source": "selfcal/local_text", "answer": "Paris"})
+    ends = ("<|im_end|>", "<|im_end|>\n<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<end_of_turn>\n")
+    queries = [said + end for end in ends]
+    assert reward.reward_func(queries, ["P? "] * 6, [label] * 6)["rewards"].tolist() == [1.0] * 6
     assert set(found) == {"rewards", "scores", "extra_logs"}
 
 
@@ -188,6 +196,45 @@ def test_the_exported_file_is_loaded_by_its_path(made: Selection, reward: Module
         reward.judge("gsm8k", "Answer: 7", "7")
     export = run_export_rl(str(made.path), str(tmp_path / "out"), "trl")
     assert load(export.path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
+
+
+def test_the_file_loads_the_plugins_of_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_plugin.py").write_text("import sys\nsys.path.append('seen by my_plugin')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv(plugins.VARIABLE, "[]")
+    monkeypatch.setattr(plugins, "_loaded", {})
+    plugins.load_plugins(["my_plugin.py"])
+    (tmp_path / "reward.py").write_text(reward_source([get_task("local_number")]))
+    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.delitem(sys.modules, "my_plugin")
+    sys.path.remove("seen by my_plugin")
+    monkeypatch.chdir("/")
+    points: list[bool] = []
+    monkeypatch.setattr(reward_file, "load_installed_plugins", lambda: points.append(True))
+    assert load(tmp_path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7") == 1.0
+    assert "seen by my_plugin" in sys.path
+    assert points == [True]
+    monkeypatch.delitem(sys.modules, "my_plugin")
+
+
+def test_an_export_that_was_cut_short_is_made_again(
+    made: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "sft.parquet":
+            raise OSError("no space")
+        write_atomically(path, data)
+
+    (tmp_path / ".export.json.1-abcd.tmp").write_text("{")
+    run_export_rl(str(made.path), str(tmp_path), "openrlhf")
+    monkeypatch.setattr(rl_export, "write_atomically", full)
+    with pytest.raises(OSError, match="no space"):
+        run_export_rl(str(made.path), str(tmp_path), "verl")
+    monkeypatch.undo()
+    assert set(run_export_rl(str(made.path), str(tmp_path), "trl").manifest["files"]) == {"train.parquet", "reward.py"}
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"export.json", "train.parquet", "reward.py", ".export.json.1-abcd.tmp"}
 
 
 def test_what_cannot_be_exported_is_refused(made: Selection, tmp_path: Path) -> None:

@@ -271,6 +271,13 @@ def test_other_folders_are_left_as_they_are(store: Path, tmp_path: Path) -> None
         read_selection(tmp_path)
 
 
+def test_a_selection_that_was_cut_short_is_made_again(store: Path, tmp_path: Path) -> None:
+    (tmp_path / ".manifest.json.1-abcd.tmp").write_text("{")
+    (select(store, tmp_path).path / "manifest.json").unlink()
+    (tmp_path / "key_steps.json").write_text("{}")
+    assert select(store, tmp_path).kept
+
+
 def test_the_verb_says_what_it_kept(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["select", "--store_dir", str(store), "--output", str(tmp_path / "s"), "--keep_count"]
     assert run([*arguments, "3"]) == 0

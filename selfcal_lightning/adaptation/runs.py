@@ -69,7 +69,8 @@ def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
 MODULE = "selfcal_lightning.adaptation.module.TestTimeTrainingModule"
 DATA = "selfcal_lightning.datamodules.adaptation.RolloutDataModule"
 GUARD = "selfcal_lightning.callbacks.adaptation_guard.AdaptationGuard"
-OWN_OF_MODEL, OWN_OF_DATA = ("base_model", "reward", "target"), ("store_dir", "selection", "num_samples")
+OWN_OF_MODEL = ("base_model", "revision", "reward", "target", "lr", "seed")
+OWN_OF_DATA = ("store_dir", "selection", "num_samples", "batch_size", "seed")
 LOGGER = "lightning.pytorch.loggers.TensorBoardLogger"
 ADAPTER, SAMPLES, GUARD_FILE = "adapter", "samples", "guard.json"
 # A policy gradient needs samples at temperature 1 from the whole distribution.
@@ -153,9 +154,10 @@ def fit_settings(
     }  # fmt: skip
     stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
     stated += [("data", name, data[name]) for name in OWN_OF_DATA]
+    stated += [("trainer", "max_epochs", one.rounds)]
     override(settings, options)
     for section, name, value in stated:
-        if (found := settings[section]["init_args"][name]) != value:
+        if (found := settings[section].get("init_args", settings[section])[name]) != value:
             raise InputError(f"Expected `fit_options` without `{section}.{name}`, but got {found!r}; it is {value!r}.")
     return settings
 

@@ -54,8 +54,12 @@ def test_rounds_are_drawn_from_the_policy_and_options_override(tmp_path: Path) -
     assert settings["model"]["init_args"]["kl"] == 0.1
     assert (settings["trainer"]["devices"], settings["trainer"]["max_epochs"]) == (2, 3)
     assert settings["data"]["init_args"]["regenerate_every_n_epochs"] == 1
-    with pytest.raises(InputError, match=r"`fit_options` without `model\.reward`"):
-        fit_settings(of(), tmp_path, engine=EngineSettings(), guard={}, options={"model": {"reward": "ssc"}})
+    for section, name, value in (
+        ("model", "reward", "ssc"), ("model", "lr", 2e-3), ("model", "revision", "abc"), ("model", "seed", 1),
+        ("data", "batch_size", 3), ("data", "seed", 1), ("trainer", "max_epochs", 9),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=rf"`fit_options` without `{section}\.{name}`"):
+            fit_settings(of(), tmp_path, engine=EngineSettings(), guard={}, options={section: {name: value}})
     one = fit_settings(of("entropy"), tmp_path, engine=EngineSettings(), guard={}, options={})["data"]["init_args"]
     assert (one["train"], one["regenerate_every_n_epochs"]) == ([], None)
 

@@ -67,7 +67,7 @@ def run_export(
     if merge:
         _write_merged(adapter, target, base_model, dtype, kind)
     else:
-        _write_trained(adapter, target, base_model, dtype, kind)
+        _write_trained(adapter, target, base_model, dtype, kind, overwrite=overwrite)
     if push:
         _push(target, push, private=private, token=token)
     return str(target)
@@ -103,7 +103,13 @@ def _write_merged(
 
 
 def _write_trained(
-    checkpoint: str, target: Path, base_model: str | None, dtype: Dtype, kind: type[TrainedModule] | None
+    checkpoint: str,
+    target: Path,
+    base_model: str | None,
+    dtype: Dtype,
+    kind: type[TrainedModule] | None,
+    *,
+    overwrite: bool,
 ) -> None:
     """Write the adapter of a checkpoint, or whatever else the module trains on top of its base model."""
     if kind is None or _hyper_parameters(checkpoint).get("lora", {}) is None:
@@ -115,13 +121,14 @@ def _write_trained(
         raise InputError(f"Expected `dtype` to be auto with `merge: false`, but got {dtype!r}: adapters are float32.")
     # The dtype is that of the base, which is not written.
     module, stored = _module_of(checkpoint, base_model, dtype="bfloat16", kind=kind)
+    places = {name: target.with_name(f"{target.name}-{name}") for name in module.auxiliary}
+    for place in places.values():  # all of them before the first is written
+        exports.check_output(place, kinds=("adapter",), overwrite=overwrite)
     trained = _as_trained(stored)
     what = "adapter" if module.export_kind == "adapter" else "trained weights"
     say(f"Writing the {what} to {target}")
     exports.write_export(module, target, described=trained)
-    for name in module.auxiliary:
-        place = target.with_name(f"{target.name}-{name}")
-        exports.check_output(place, kinds=("adapter",), overwrite=False)
+    for name, place in places.items():
         own = cast("ConfidenceModel", module).describe_auxiliary(name)["hyper_parameters"]
         described = {**trained, "hyper_parameters": {**trained["hyper_parameters"], **own}}
         say(f"Writing the adapter {name!r}, an auxiliary one, to {place}")

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -132,6 +133,12 @@ def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, to
     trainer.fit(module, datamodule=pool.data(free_store, **data), ckpt_path=str(tmp_path / "last.ckpt"))
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False)
+    run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False, overwrite=True)
+    (tmp_path / f"new-{next(iter(AUXILIARY))}").mkdir()
+    (tmp_path / f"new-{next(iter(AUXILIARY))}" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match="which holds other files"):
+        run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "new"), merge=False, overwrite=True)
+    assert not (tmp_path / "new").exists(), "all folders are checked before the first is written"
     for name in ("adapter", *(f"adapter-{name}" for name in AUXILIARY)):
         one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
         assert max((one[key] - other[key]).abs().max() for key in one) < 1e-5

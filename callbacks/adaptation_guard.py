@@ -97,7 +97,8 @@ class AdaptationGuard(Callback):
 
     def _monitors(self, data: Any, round: int) -> RoundMonitors:
         earlier, now = _entries(data, 0), _entries(data, round)
-        shared = sorted(earlier.keys() & now.keys())
+        learnt = {question.id for question in data.questions("train")} or earlier.keys()  # a store may hold others
+        shared = sorted(earlier.keys() & now.keys() & learnt)
         return round_monitors(
             [[sample.answer for sample in now[name].samples] for name in shared],
             [[sample.answer for sample in earlier[name].samples] for name in shared],

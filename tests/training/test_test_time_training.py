@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from support.training_runs import trainer_with
 
 import selfcal_lightning.adaptation.module as adaptation
 from selfcal_lightning.adaptation.module import PolicySettings, policy_parts
+from selfcal_lightning.callbacks import adaptation_guard
 from selfcal_lightning.callbacks.adaptation_guard import AdaptationGuard, restore
 from selfcal_lightning.callbacks.generation import SSCGeneration
 from selfcal_lightning.commands.selection import run_select
@@ -229,6 +231,17 @@ def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Pat
     first.configure_model()
     gain = module.response_logprobs(batch) - first.response_logprobs(batch)
     assert gain[batch.generation_weight[batch.label_row] > 0].mean() > 0.1
+
+
+def test_the_guard_compares_the_questions_that_are_learnt(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may hold others, which no later round samples."""
+    own = next(SampleStore(store).samples(split="train")).question
+    sizes = []
+    monkeypatch.setattr(adaptation_guard, "round_monitors", lambda answers, *_, **__: sizes.append(len(answers)))
+    for learnt in ([own], []):
+        data = SimpleNamespace(store_dir=store, num_samples=4, questions=lambda _, learnt=learnt: learnt)
+        AdaptationGuard()._monitors(data, 0)
+    assert sizes[0] == 1 < sizes[1], "all, where none are named"
 
 
 def test_what_the_module_states_and_the_data_must_agree(tiny_model: str, store: str) -> None:

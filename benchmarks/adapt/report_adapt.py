@@ -41,8 +41,8 @@ from selfcal_lightning.adaptation.evaluation import (
     Change,
     SampledSet,
     describe,
+    judged_entries,
     read_set,
-    round_accuracy,
     verdict,
 )
 from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
@@ -50,11 +50,13 @@ from selfcal_lightning.commands.adapt import run_adapt
 from selfcal_lightning.commands.pools import run_drop_rounds
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.core.processes import run_step
+from selfcal_lightning.data.store.overview import counted_samples
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights
 from selfcal_lightning.models.folders import config_path, read_manifest
-from selfcal_lightning.records import SamplingSettings
+from selfcal_lightning.records import Question, SamplingSettings
 
 SETS = ("transductive", "inductive", "out_of_domain")
 TOKENS = 120
@@ -240,6 +242,18 @@ def change(
     changes["majority"] = mean_change(*([one.majority(size) for one in group] for group in stores))
     changes["pass@k"] = mean_change(*([one.solved(size) for one in group] for group in stores))
     return {name: as_json(one) for name, one in changes.items()}
+
+
+def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
+    """Return the share of right responses to each question in a round [Q], in the order of their ids."""
+    store = SampleStore(store_dir)
+    found = counted_samples(store, store.index(split="train", round=round), round=round)
+    entries = sorted(found, key=lambda one: one.question.id)
+    shares = [
+        sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
+        for entry, verdicts in judged_entries(entries, questions)
+    ]
+    return np.array(shares, dtype=np.float64)
 
 
 def rise_of_rounds(folder: Path, seeds: Sequence[int], sizes: Options) -> dict[str, float | None] | None:

@@ -23,7 +23,7 @@ from selfcal_lightning.metrics.bootstrap import (
     paired_bootstrap,
     resample_counts,
 )
-from selfcal_lightning.metrics.group_rewards import majority, majority_answer, reward_quality
+from selfcal_lightning.metrics.group_rewards import majority, majority_answer, reward_accuracy
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
@@ -231,7 +231,7 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
         rewards: list[float | None] = []
         right: list[bool | None] = []
         labels: list[bool] = []
-        for entry, verdicts in _judged(entries, questions):
+        for entry, verdicts in judged_entries(entries, questions):
             answers = [sample.answer for sample in entry.samples]
             rewards += majority(answers)
             right += [verdicts[answer] for answer in answers]
@@ -241,7 +241,7 @@ def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[s
         found[str(round)] = {
             "pass@1": sum(known) / len(known) if known else None,
             "label_accuracy": sum(labels) / len(labels) if labels else None,
-            "reward_accuracy": reward_quality(rewards, right).reward_accuracy,
+            "reward_accuracy": reward_accuracy(rewards, right),
             "tokens": sum(sample.num_tokens or 0 for entry in entries for sample in entry.samples),
         }
     return found
@@ -261,19 +261,7 @@ def rows_of(store: SampleStore, questions: Sequence[Question], *, round: int) ->
     return index.select(np.array([name in names for name in index.question_id], dtype=bool))
 
 
-def round_accuracy(store_dir: str | Path, questions: Sequence[Question], *, round: int) -> Floats:
-    """Return the share of right responses to each question in a round [Q], in the order of their ids."""
-    store = SampleStore(store_dir)
-    found = counted_samples(store, store.index(split="train", round=round), round=round)
-    entries = sorted(found, key=lambda one: one.question.id)
-    shares = [
-        sum(verdicts[sample.answer] for sample in entry.samples) / len(entry.samples)
-        for entry, verdicts in _judged(entries, questions)
-    ]
-    return np.array(shares, dtype=np.float64)
-
-
-def _judged(
+def judged_entries(
     entries: Sequence[QuestionSamples], questions: Sequence[Question]
 ) -> Iterator[tuple[QuestionSamples, Mapping[str | None, bool]]]:
     """Yield the questions that have a gold answer, with whether each answer to them is right."""

@@ -325,7 +325,6 @@ class KeySteps:
             "responses": len(self.found),
             "with_steps": sum(one.steps is not None for one in self.found),
             "repaired": sum(one.repaired and one.steps is not None for one in self.found),
-            "empty": reasons[EMPTY],
             "without_steps": dict(sorted(reasons.items())),
             "steps": len(steps),
             "forms": forms,

@@ -63,7 +63,6 @@ def round_monitors(
     confidences: Sequence[Sequence[float | None]],
     lengths: Sequence[Sequence[int | None]],
     is_first: bool,
-    logprob_fall: float | None = None,
 ) -> RoundMonitors:
     """Compare a round with round 0, the same questions in the same order."""
     if not answers:
@@ -83,7 +82,6 @@ def round_monitors(
         unreadable=sum(not answer for answer in flat) / max(len(flat), 1),
         length=_mean([float(length) for group in lengths for length in group if length is not None]),
         confidence_gap=None if confidence is None or share is None else confidence - share,
-        logprob_fall=logprob_fall,
     )
 
 

@@ -24,7 +24,7 @@ _NAMES = {
         WithinQuestion auprc aurc auroc kendall pearson roc_curve spearman within_question_discrimination
     """,
     "group_rewards": """
-        RewardQuality anchored_soft_share group_advantages majority majority_answer reward_quality share soft_share
+        anchored_soft_share group_advantages majority majority_answer reward_accuracy share soft_share
     """,
     "risk": """
         Certificate binomial_p_value certify_threshold guided_grid hoeffding_bentkus_p_value questions_needed reject

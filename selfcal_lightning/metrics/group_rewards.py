@@ -10,7 +10,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from selfcal_lightning.core.errors import InputError
@@ -22,21 +21,6 @@ GroupReward = Literal[
 ]
 # Which pool sets a response's target confidence: its own round's, round 0's, or the mean of both.
 PoolTarget = Literal["round", "anchor", "mix"]
-
-
-@dataclass(frozen=True)
-class RewardQuality:
-    """Label-free rewards compared with labels. For reports only, never for training.
-
-    Attributes:
-        reward_accuracy: Share of responses where "reward above one half" matches being right.
-        mean_gap: Mean reward minus the share of right responses: above 0 if rewards are too generous.
-        count: Responses with a reward and a label.
-    """
-
-    reward_accuracy: float | None
-    mean_gap: float | None
-    count: int
 
 
 def majority_answer(answers: Sequence[str | None]) -> str | None:
@@ -120,21 +104,17 @@ def anchored_soft_share(
     return [masses.get(answer, 0.0) / total if answer and total > 0.0 else None for answer in answers]
 
 
-def reward_quality(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> RewardQuality:
-    """Compare rewards in [0, 1] with labels, where both are known.
+def reward_accuracy(rewards: Sequence[float | None], correct: Sequence[bool | None]) -> float | None:
+    """Return the share of responses where "reward above one half" matches being right; for reports only.
 
     Rewards can be mostly right even if the majority is wrong, since scattered wrong answers get 0 either way.
 
     Example:
-        >>> reward_quality([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
-        RewardQuality(reward_accuracy=0.75, mean_gap=0.25, count=4)
+        >>> reward_accuracy([1.0, 1.0, 0.0, 0.0, None], [True, False, False, False, True])
+        0.75
     """
     pairs = [(r, c) for r, c in zip(rewards, correct, strict=True) if r is not None and c is not None]
-    if not pairs:
-        return RewardQuality(None, None, 0)
-    agreeing = sum((reward > 0.5) == right for reward, right in pairs)
-    gap = math.fsum(reward - right for reward, right in pairs)
-    return RewardQuality(agreeing / len(pairs), gap / len(pairs), len(pairs))
+    return sum((reward > 0.5) == right for reward, right in pairs) / len(pairs) if pairs else None
 
 
 def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None]) -> list[float | None]:
@@ -145,6 +125,7 @@ def _without_gaps(shares: Sequence[float | None], answers: Sequence[str | None])
 
 
 Scale = Literal["group", "none", "batch"]
+_MINIMUM_SPREAD = 1e-6
 
 
 def group_advantages(
@@ -152,12 +133,11 @@ def group_advantages(
     *,
     scale: Scale = "group",
     leave_one_out: bool = False,
-    minimum_spread: float = 1e-6,
 ) -> list[list[float | None]]:
     """Compute how much better each response is than its group, optionally in units of a reward spread.
 
     ``A = (r - mean) / std``. The mean is over the group, or over its other members; None rewards are left out. In a
-    group whose spread is at most ``minimum_spread``, or with a single reward, all advantages are 0.
+    group without a spread (at most 1e-6, which rounding makes), or with a single reward, all advantages are 0.
 
     Args:
         rewards: Rewards of the responses of each group, one group per question.
@@ -165,7 +145,6 @@ def group_advantages(
             that of all rewards, "none" by nothing, which does not favour questions of small spread.
         leave_one_out: Whether to compare a response with the mean of the others, which makes the baseline independent
             of its own reward and the difference ``n / (n - 1)`` times as large.
-        minimum_spread: Largest standard deviation that counts as no spread, at least 0.
 
     Example:
         >>> group_advantages([[1.0, 0.0, None], [1.0, 1.0]], scale="none")
@@ -177,8 +156,6 @@ def group_advantages(
     """
     if scale not in ("group", "none", "batch"):
         raise InputError(f'Expected `scale` to be "group", "none" or "batch", but got {scale!r}.')
-    if not minimum_spread >= 0.0:
-        raise InputError(f"Expected `minimum_spread` to be at least 0, but got {minimum_spread}.")
     known = [[reward for reward in group if reward is not None] for group in rewards]
     for numbers in known:
         if not all(map(math.isfinite, numbers)):
@@ -187,7 +164,7 @@ def group_advantages(
     advantages: list[list[float | None]] = []
     for group, values in zip(rewards, known, strict=True):
         size, spread = len(values), _spread(values)
-        if size < 2 or spread <= minimum_spread:
+        if size < 2 or spread <= _MINIMUM_SPREAD:
             advantages.append([None if reward is None else 0.0 for reward in group])
             continue
         mean, unit = math.fsum(values) / size, {"group": spread, "batch": overall, "none": 1.0}[scale]

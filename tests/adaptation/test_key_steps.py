@@ -230,7 +230,7 @@ def test_steps_of_another_selection_are_not_taken(selection: Selection, made: Se
     run_extract_steps(str(selection.path))
     store = Path(selection.manifest["store"]["path"])
     other = select(store, tmp_path / "other", threshold=0.9)
-    shutil.copy(selection.path / other.path / STEPS_FILE)
+    shutil.copy(selection.path / STEPS_FILE, other.path / STEPS_FILE)
     with pytest.raises(ValueError, match="of an earlier selection"):
         read_key_steps(other)
     assert read_key_steps(made) is None

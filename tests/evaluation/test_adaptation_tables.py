@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -91,8 +92,8 @@ def test_a_collapse_is_seen_where_the_votes_rise() -> None:
     def seen(answers: list[list[str | None]], fall: float, *, first: bool = False) -> list[str]:
         limits = {"agreement": 0.1, "unreadable": 0.02, "logprob_fall": 0.05}
         zero = round_monitors(earlier, earlier, confidences=nothing, lengths=[[]] * 4, is_first=True)
-        now = round_monitors(answers, earlier, confidences=nothing, lengths=[[]] * 4, is_first=first, logprob_fall=fall)
-        return collapse(now, zero, **limits)
+        now = round_monitors(answers, earlier, confidences=nothing, lengths=[[]] * 4, is_first=first)
+        return collapse(replace(now, logprob_fall=fall), zero, **limits)
 
     assert seen([["7", "7", "7"]] * 4, 0.04) == []
     assert "agreement" in seen([["9", "9", "9"]] * 4, 0.0)[0]

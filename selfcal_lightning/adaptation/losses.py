@@ -7,12 +7,16 @@ micro-batches and processes does not change the update.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from selfcal_lightning.confidence.certainty import token_entropy
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.training.losses import at_least_float32, row_means
+
+Normalise = Literal["tokens", "responses"]
 
 
 def policy_gradient_loss(
@@ -22,6 +26,7 @@ def policy_gradient_loss(
     *,
     ratio: Tensor | None = None,
     clip: tuple[float, float] = (0.2, 0.28),
+    normalise: Normalise = "tokens",
 ) -> Tensor:
     """Compute the clipped policy gradient loss of responses.
 
@@ -35,21 +40,25 @@ def policy_gradient_loss(
         ratio: Chance of each token under the trained model over that under the sampling model [n]: ``token_ratio`` or
             ``sequence_ratio(...)[row]``. None means 1.
         clip: How far below and above 1 a ratio still counts.
+        normalise: "tokens" returns the sum over the tokens of a response, to be divided by the tokens of the step;
+            "responses" their mean, to be divided by the responses of the step.
 
     Returns:
-        The mean over the tokens of each response [B]; 0 for a response without tokens.
+        One loss per response [B]; 0 for a response without tokens.
 
     Example:
         >>> logprob, row = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0, 0, 1])
         >>> policy_gradient_loss(logprob, torch.tensor([1.0, -1.0]), row)
-        tensor([-1.,  1.])
+        tensor([-2.,  1.])
         >>> policy_gradient_loss(logprob, torch.tensor([1.0, -1.0]), row, ratio=torch.full((3,), 2.0))
-        tensor([-1.2800,  2.0000])
+        tensor([-2.5600,  2.0000])
 
     Reference:
         Schulman et al., PPO, arXiv 1707.06347, equation 7; Yu et al., DAPO, arXiv 2503.14476, section 3.1 (two bounds);
         Zheng et al., GSPO, arXiv 2507.18071 (one ratio a response).
     """
+    if normalise not in ("tokens", "responses"):
+        raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
     if min(clip) < 0.0:
         raise InputError(f"Expected `clip` to hold two numbers of at least 0, but got {clip}.")
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
@@ -62,7 +71,9 @@ def policy_gradient_loss(
         weight = weight * ratio.detach().to(weight.dtype)
     gain = advantage.to(weight.dtype)[row]
     losses = -torch.minimum(weight * gain, weight.clamp(1.0 - clip[0], 1.0 + clip[1]) * gain)
-    return row_means(losses, row, num_rows=len(advantage))
+    if normalise == "responses":
+        return row_means(losses, row, num_rows=len(advantage))
+    return losses.new_zeros(len(advantage)).index_add(0, row, losses)
 
 
 def token_ratio(new: Tensor, old: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def policy_parts(
     """
     row, rows, clip = batch.label_row, batch.batch_size, (policy.clip_low, policy.clip_high)
     ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, policy.ratio)
-    gradient = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip)
+    gradient = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses")
     divergence = entropy = clipped = torch.zeros_like(gradient)
     if reference is not None:
         divergence = row_means(kl_estimate(logprob, reference), row, num_rows=rows)

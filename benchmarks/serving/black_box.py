@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from load import PORT, start_server
+from shared.estimates import metric_columns
 from shared.study import RESULTS
 from shared.tables import show, table, triple, write_report
 from sklearn.linear_model import LogisticRegression
@@ -36,7 +37,7 @@ from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.engines.opening import load_chat, open_engine
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.metrics.arrays import AUROC, BRIER
-from selfcal_lightning.metrics.bootstrap import bootstrap_interval
+from selfcal_lightning.metrics.bootstrap import bootstrap_interval, estimate_of
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.records import QuestionSamples, Request, Response
 
@@ -90,13 +91,22 @@ def scaled(values: np.ndarray, correct: np.ndarray, question: np.ndarray) -> np.
     return found
 
 
+def clusters(pool: Sequence[QuestionSamples]) -> list[int]:
+    """Return what resamples and folds keep together: the country that facts are about, else the question."""
+    names = [entry.question.id for entry in pool]
+    facts = pool[0].question.task == "country_facts"
+    keys = [name.rsplit("/", 1)[-1].split("-")[0] if facts else name for name in names]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
+
+
 def row(
     name: str, pool: Sequence[QuestionSamples], scores: Scores, responses: int, requests: int, tokens: float
 ) -> dict[str, Any]:
     """Measure a confidence on the responses that have it, and count the others."""
     cells = [
         (value, bool(sample.correct), number)
-        for number, (entry, values) in enumerate(zip(pool, scores, strict=True))
+        for number, entry, values in zip(clusters(pool), pool, scores, strict=True)
         for sample, value in zip(entry.samples, values, strict=True)
         if value is not None
     ]
@@ -157,7 +167,8 @@ def measure(model: str, store: str, split: str, shown: Sequence[str], limit: int
             rows.append(row(f"{title}, {size}", pool, scores, size, 0, size * each))
     for title, name in read.items():
         scores = [[confidence_of(sample, name) for sample in entry.samples] for entry in pool]
-        rows.append(row(title, pool, scores, 1, int(name != "mean_logprob"), each + (name != "mean_logprob")))
+        asks = name != "mean_logprob"
+        rows.append(row(title, pool, scores, 1, int(asks), each + asks * len(chat.query.suffix_ids)))
     right = sum(bool(sample.correct) for entry in pool for sample in entry.samples) / total
     counts = {"questions": len(pool), "responses": total, "right": round(right, 4)}
     return {"model": model, "split": split, **counts, "rows": rows}
@@ -186,7 +197,21 @@ def read_by_another(reader: str, adapter: str, store: str, split: str, limit: in
         row("own likelihood (needs log-probabilities)", pool, likelihood, 1, 0, each),
     ]
     counts = {"questions": len(pool), "responses": len(samples), "right": round(right, 4)}
-    return {"model": reader, "split": split, **counts, "rows": rows}
+    return {"model": reader, "split": split, **counts, "rows": rows, "above": above(pool, scores, likelihood)}
+
+
+def above(pool: Sequence[QuestionSamples], scores: Scores, others: Scores) -> list[float | None]:
+    """Return by how much the AUROC of one confidence is above another's, on the same resamples."""
+    numbers = [number for number, entry in zip(clusters(pool), pool, strict=True) for _ in entry.samples]
+    correct = [bool(sample.correct) for entry in pool for sample in entry.samples]
+    first, second = (
+        metric_columns(
+            (np.array([value for values in one for value in values], dtype=float), np.array(correct), np.array(numbers)),
+            [AUROC], num_resamples=1000,
+        )[AUROC]
+        for one in (scores, others)
+    )  # fmt: skip
+    return triple(estimate_of(first - second))
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
@@ -216,6 +241,8 @@ def as_markdown(report: dict[str, Any]) -> str:
                 for r in found["rows"]
             ],
         )
+        if "above" in found:
+            lines += ["", f"AUROC of the reader above the likelihood, paired: {show(found['above'], '+')}."]
         lines.append("")
     return "\n".join(lines)
 

@@ -204,13 +204,14 @@ def above(pool: Sequence[QuestionSamples], scores: Scores, others: Scores) -> li
     """Return by how much the AUROC of one confidence is above another's, on the same resamples."""
     numbers = [number for number, entry in zip(clusters(pool), pool, strict=True) for _ in entry.samples]
     correct = [bool(sample.correct) for entry in pool for sample in entry.samples]
+
+    def flat(one: Scores) -> np.ndarray:
+        return np.array([value for values in one for value in values], dtype=float)
+
     first, second = (
-        metric_columns(
-            (np.array([value for values in one for value in values], dtype=float), np.array(correct), np.array(numbers)),
-            [AUROC], num_resamples=1000,
-        )[AUROC]
+        metric_columns((flat(one), np.array(correct), np.array(numbers)), [AUROC], num_resamples=1000)[AUROC]
         for one in (scores, others)
-    )  # fmt: skip
+    )
     return triple(estimate_of(first - second))
 
 

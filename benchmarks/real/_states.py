@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,15 +64,22 @@ def read_states(model: Path, prompt: Prompt | None, pool: Sequence[QuestionSampl
     return found
 
 
+def labels(entry: QuestionSamples) -> list[float]:
+    return [float(bool(sample.correct)) for sample in entry.samples]
+
+
 def fit_probes(
-    training: Sequence[QuestionSamples], files: dict[str, Path], validation: Sequence[QuestionSamples]
+    training: Sequence[QuestionSamples],
+    files: dict[str, Path],
+    validation: Sequence[QuestionSamples],
+    target: Callable[[QuestionSamples], list[float]] = agreement,
 ) -> dict[str, dict[str, Floats]]:
-    """Fit a ridge regression of each state to the agreement of the training responses; return [N] by split and state.
+    """Fit a ridge regression of each state to a target of the training responses; return [N] by split and state.
 
     The penalty is chosen by folds of the training questions. The mean state's values are made monotone by isotonic
-    regression on the agreement of the validation responses (arXiv 2604.19444 does so with embeddings).
+    regression on the target of the validation responses (arXiv 2604.19444 does so with embeddings).
     """
-    targets = np.array([value for entry in training for value in agreement(entry)])
+    targets = np.array([value for entry in training for value in target(entry)])
     groups = np.repeat(np.arange(len(training)), [len(entry.samples) for entry in training])
     states = {split: np.load(file) for split, file in files.items()}
     found: dict[str, dict[str, Floats]] = {"validation": {}, "test": {}}
@@ -83,7 +90,7 @@ def fit_probes(
         ridge = RidgeCV(alphas=PENALTIES, cv=folds).fit(read["train"], targets)
         values = {split: ridge.predict(read[split]) for split in found}
         if name == MEAN:
-            checked = np.array([value for entry in validation for value in agreement(entry)])
+            checked = np.array([value for entry in validation for value in target(entry)])
             isotonic = IsotonicRegression(out_of_bounds="clip").fit(values["validation"], checked)
             values = {split: isotonic.predict(one) for split, one in values.items()}
         for split, one in values.items():

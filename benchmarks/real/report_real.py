@@ -42,7 +42,7 @@ from _real_jobs import (
     all_jobs,
     entries,
 )
-from _states import MEAN, QUERY, RESPONSE, STATES, agreement, fit_probes
+from _states import MEAN, QUERY, RESPONSE, agreement, fit_probes, labels
 from matplotlib.figure import Figure
 from shared.estimates import RESAMPLES, errors_over_seeds, metric_columns
 from shared.study import Options, Study
@@ -134,6 +134,8 @@ RIVALS = {
     "share_4_adapter": Rival("share of 4 votes, weighted by the adapter", 4),
     BEST_WAY: Rival(f"activated adapter, {OTHER_WAYS[BEST_WAY]}", labels=SPLIT),
     UPPER: Rival("activated adapter trained on labels", labels=TRAINING),
+    f"labels_{QUERY}": Rival("linear probe of the state at the query, trained on labels", labels=TRAINING),
+    f"labels_{MEAN}": Rival("isotonic ridge of the mean state, trained on labels", labels=TRAINING),
 }
 SHOWN = {AUROC: "AUROC", ECE: "ECE", BRIER: "Brier", WITHIN_QUESTION_AUROC: "within-question AUROC"}
 VOTES = {"counted": "counted", P_TRUE: "P(True) of the base model", LIKELIHOOD: "likelihood", ADAPTER: "**adapter**"}
@@ -369,8 +371,11 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
     validation = with_cheap(entries(jobs.samples, "validation", known), priors, ())
     has_states = all(file.is_file() for file in jobs.states.values())
     if has_states:
-        probes = fit_probes(entries(jobs.samples, "train"), jobs.states, entries(jobs.samples, "validation"))
+        pools = entries(jobs.samples, "train"), jobs.states, entries(jobs.samples, "validation")
+        probes = fit_probes(*pools)
         pool, validation = with_probes(pool, probes["test"]), with_probes(validation, probes["validation"])
+        taught = fit_probes(*pools, labels)["test"]
+        pool = with_probes(pool, {f"labels_{name}": values for name, values in taught.items()})
     scorers: list[Any] = [
         fit_scaler(validation, "temperature", source=P_TRUE, name="p_true_scaled"),
         fit_scaler(validation, "platt", source=LIKELIHOOD, name="likelihood_scaled"),
@@ -390,8 +395,8 @@ def _pool(jobs: Jobs, scored: Sequence[str], adapters: Sequence[str]) -> tuple[P
 
 def with_probes(pool: Pool, probes: Mapping[str, Floats]) -> Pool:
     """Add what each probe says of the responses, which are in its order."""
-    rows = iter(zip(*(probes[name] for name in STATES), strict=True))
-    return mapped(pool, lambda samples: [with_values(one, zip(STATES, next(rows), strict=True)) for one in samples])
+    rows = iter(zip(*probes.values(), strict=True))
+    return mapped(pool, lambda samples: [with_values(one, zip(probes, next(rows), strict=True)) for one in samples])
 
 
 def with_values(sample: Sample, values: Iterable[tuple[str, float]]) -> Sample:

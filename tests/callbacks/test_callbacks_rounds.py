@@ -160,6 +160,7 @@ def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
         assert texts(store, round) == texts(folder / "store", round)
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_a_new_round(
     tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
 ) -> None:

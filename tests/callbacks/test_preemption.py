@@ -83,6 +83,7 @@ def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **se
     return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"max_epochs": -1, "max_steps": 8}, {"limit_val_batches": 0}])
 def test_stopped_again_and_again(tiny_model: str, store: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     watch = Asked()

@@ -180,6 +180,7 @@ def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(
     assert [score is None for score in scores] == [False, True, False], "the cut one has a step, the empty one has none"
 
 
+@pytest.mark.slow
 def test_an_evaluation_a_fusion_and_a_threshold_take_them_by_their_names(
     store: Path, prm: RewardSettings, tiny_model: str, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def test_an_epoch_is_all_questions_once(pool: Pool, store_dir: str) -> None:
     assert sorted(rows[rows >= 0].tolist()) == list(range(12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activated", [True, False])
 def test_a_taught_adapter_answers_through_the_verb(activated: bool, answered: Path, tmp_path: Path) -> None:
     store = answered

@@ -212,6 +212,7 @@ def test_a_stopped_run_samples_no_further_round(tiny_model: str, tmp_path: Path)
     assert not adapter_folder(store, 2).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs the extra qlora")
 def test_a_round_of_a_quantised_model_says_so(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tmp_path / "store"

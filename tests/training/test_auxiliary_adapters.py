@@ -113,6 +113,7 @@ def test_plain_peft_states_what_was_trained(pool: Pool, together: Path) -> None:
     torch.testing.assert_close(module.confidence(batch).p_true, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, together: Path, tmp_path: Path) -> None:
     class StopError(RuntimeError):
         pass

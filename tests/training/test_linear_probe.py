@@ -183,6 +183,7 @@ def test_other_settings_do_not_go_on(
         trained(store, {"batch_size": 16, **data}, epochs=7, ckpt_path=last, **{**MLP, **model})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_validated_tested_and_exported(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,18 @@ def serve(service: Service, *, host: str, port: int) -> None:
             loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(service.reload()))
             yield
 
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            if service.stopping:  # a second signal
+                super().handle_exit(sig, frame)
+            else:
+                service.stopping = True
+                self.draining = asyncio.get_running_loop().create_task(self.drain())
+
+        async def drain(self) -> None:
+            """Keep the sockets open while questions are in work: `/ready` says so, and new questions get 503."""
+            await service.desk.close(limits.stop_s)
+            self.should_exit = True
+
         async def on_tick(self, counter: int) -> bool:
             return await super().on_tick(counter) or service.desk.died is not None
 

@@ -322,14 +322,16 @@ def test_without_the_right_key_nothing_is_told_and_no_key_is_logged(tmp_path: Pa
         body = {"model": "bundled", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         assert server.post("/v1/chat/completions", body, Authorization=given).status == status
     assert server.get("/health", Authorization="").status == 200
-    # SIGTERM in the middle: what is in work is answered, and no more is taken.
+    # SIGTERM in the middle: what is in work is answered, and no more is taken, which `/ready` says meanwhile.
     found: list[Reply] = []
     body["selfcal"] = {"strategy": "self_consistency", "max_samples": 16}
     body["max_tokens"] = 400
     asking = threading.Thread(target=lambda: found.append(server.post("/v1/chat/completions", body)))
     asking.start()
     server.until("selfcal_queue", 1.0)
-    assert server.end() == 0
+    server.process.send_signal(signal.SIGTERM)
+    assert (server.get("/ready").status, server.post("/v1/chat/completions", body).status) == (503, 503)
+    assert server.process.wait(60) == 0
     asking.join()
     assert (found[0].status, found[0].selfcal["samples_used"] > 0) == (200, True)
     assert "s3cret" not in (tmp_path / "log").read_text()

@@ -15,7 +15,7 @@ import pytest
 from support.fakes import fake_questions
 from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
 
-from selfcal_lightning.data.store import sample_store as store_module
+from selfcal_lightning.data.store import maintenance
 from selfcal_lightning.data.store.manifest import StoreManifest
 from selfcal_lightning.data.store.sample_store import SampleStore
 
@@ -180,7 +180,7 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
     """Another part commits, and its process joins, between this joiner's reading of the parts and its writing."""
     store, questions = make_store(tmp_path), fake_questions(4)
     write(store, questions[:2], part="a")
-    merge, calls = store_module.merge_parts, []
+    merge, calls = maintenance.merge_parts, []
 
     def slow_merge(root: Path, entries: list, **options: Any) -> StoreManifest:
         manifest = merge(root, entries, **options)
@@ -190,7 +190,7 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
             SampleStore(tmp_path).join()
         return manifest
 
-    monkeypatch.setattr(store_module, "merge_parts", slow_merge)
+    monkeypatch.setattr(maintenance, "merge_parts", slow_merge)
     store.join()
     assert calls == [1, 2, 2]
     assert store.question_ids() == {q.id for q in questions}

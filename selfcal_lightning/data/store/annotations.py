@@ -31,7 +31,6 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import write_atomically
-from selfcal_lightning.data.store.joining import row_origins
 from selfcal_lightning.data.store.manifest import (
     AnnotationPart,
     AnnotationRecord,
@@ -283,6 +282,27 @@ def _covers(table: pa.Table, other: pa.Table) -> bool:
 
 def _positions(column: pa.ChunkedArray, values: pa.Array) -> np.ndarray:
     return pc.index_in(column, value_set=values).fill_null(-1).to_numpy().astype(np.int64)
+
+
+def row_origins(index: SampleIndex, shards: Sequence[ShardEntry]) -> tuple[np.ndarray, list[str]]:
+    """Return the shard that each row was first written to, as a number [R] in a list of hashes, and that list."""
+    known = {entry.file: entry for entry in shards}
+    entries = [known[file] for file in index.files]
+    hashes = list(dict.fromkeys(sha for e in entries for sha in (e.origin, *(each[2] for each in e.continues))))
+    number = {sha: place for place, sha in enumerate(hashes)}
+    origins = np.array([number[entry.origin] for entry in entries], dtype=np.int64)[index.shard]
+    if not any(entry.continues for entry in entries):
+        return origins, hashes
+    names, questions = np.unique(index.question_id, return_inverse=True)
+    place_of = {name: place for place, name in enumerate(names.tolist())}
+    # A later copy is longer: from the longest to the shortest, the first shard of a row is set last.
+    for name, count, sha in sorted((each for e in entries for each in e.continues), key=lambda each: -each[1]):
+        if name in place_of:
+            start = np.searchsorted(questions, place_of[name])
+            rows = slice(start, np.searchsorted(questions, place_of[name], side="right"))
+            first = index.sample_index[rows] < count
+            origins[rows] = np.where(first, number[sha], origins[rows])
+    return origins, hashes
 
 
 FOLDER, FILE = "question_annotations", "question_values.json"

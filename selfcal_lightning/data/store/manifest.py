@@ -278,6 +278,12 @@ def read_rounds(root: Path) -> dict[int, RoundRecord]:
     return {record.round: record for record in map(read_round, files)}
 
 
+def read_manifest(root: Path) -> StoreManifest:
+    """Return what readers of the store in ``root`` see; no shards before the first join."""
+    file = root / MANIFEST_FILE
+    return read_record(file, StoreManifest.from_json) if file.exists() else StoreManifest(read_rounds(root))
+
+
 def flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ("a.b", value) for nested mappings."""
     for name, value in content.items():

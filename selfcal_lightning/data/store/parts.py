@@ -1,4 +1,4 @@
-"""Parts of the sample store: the folder of one writer with its lock and its manifest, and their repair."""
+"""Parts of the sample store: the folder of one writer with its lock and its manifest."""
 
 from __future__ import annotations
 
@@ -6,37 +6,21 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import NO_LOCKS, write_atomically
-from selfcal_lightning.data.store.manifest import (
-    PartManifest,
-    Reread,
-    RoundRecord,
-    ShardEntry,
-    read_record,
-    write_record,
-)
-from selfcal_lightning.data.store.shards import (
-    StoreCorruptError,
-    StoreVersionError,
-    check_shard,
-    encode_question,
-    encode_shard,
-    read_shard,
-)
+from selfcal_lightning.data.store.manifest import PartManifest, RoundRecord, ShardEntry, read_record, write_record
+from selfcal_lightning.data.store.shards import encode_question, encode_shard, read_shard
 from selfcal_lightning.records import QuestionSamples
 
 logger = logging.getLogger(__name__)
@@ -112,7 +96,6 @@ class ShardWriter:
         self.orphans = self.committed = 0
         self._lock = PartLock(folder)
         self._tables: list[pa.Table] = []
-        self._splits: Counter[str] = Counter()
         self._sizes: dict[str, int] = {}  # samples of each question, by its id
         self._buffered: dict[str, int] = {}
         self._part: PartManifest | None = None
@@ -152,50 +135,6 @@ class ShardWriter:
 
     def append(self, group: QuestionSamples) -> None:
         """Add a question with all its samples, by index from 0; a full shard is committed at once."""
-        self._check(group)
-        self._tables.append(encode_question(group))
-        self._splits[group.split] += 1
-        self._buffered[group.question.id] = len(group.samples)
-        if self.buffered >= self.questions_per_shard:
-            self.commit()
-
-    def commit(self) -> int:
-        """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
-        part = self._manifest()
-        if not self._tables:
-            return 0
-        number = part.next_shard
-        path = self.folder / shard_name(self.record.round, number)
-        data = encode_shard(self._tables, shard_metadata(self.record.digest, self.folder))
-        shard = ShardEntry(
-            file=path.name,
-            round=self.record.round,
-            questions=len(self._tables),
-            rows=sum(table.num_rows for table in self._tables),
-            splits=dict(self._splits),
-            bytes=len(data),
-            sha256=hashlib.sha256(data).hexdigest(),
-            engine=self.engine,
-        )
-        write_atomically(path, data)
-        part = replace(part, next_shard=number + 1, shards=(*part.shards, shard))
-        write_part(self.folder, part)
-        self._part = part
-        self.committed += shard.questions
-        self._sizes |= self._buffered
-        self.discard()
-        return shard.questions
-
-    def discard(self) -> None:
-        """Forget what is buffered: those questions count as not sampled."""
-        self._tables, self._splits, self._buffered = [], Counter(), {}
-
-    def _manifest(self) -> PartManifest:
-        if self._part is None:
-            raise RunError("Expected the writer to be open, but it was used outside its `with` block.")
-        return self._part
-
-    def _check(self, group: QuestionSamples) -> None:
         self._manifest()
         name, samples, round = group.question.id, group.samples, self.record.round
         if name in self._buffered or len(samples) <= self._sizes.get(name, -1):
@@ -208,6 +147,35 @@ class ShardWriter:
         wanted = self.record.samples_of(group.split)
         if self.record.num_samples is not None and len(samples) != wanted:
             raise InputError(f"Expected {wanted} samples of question {name!r}, but got {len(samples)}.")
+        self._tables.append(encode_question(group))
+        self._buffered[name] = len(samples)
+        if self.buffered >= self.questions_per_shard:
+            self.commit()
+
+    def commit(self) -> int:
+        """Write what is buffered as one shard and enter it in the part manifest. Returns the number of questions."""
+        part = self._manifest()
+        if not self._tables:
+            return 0
+        number = part.next_shard
+        written = write_shard(self.folder, number, self.record.round, self._tables, self.record.digest)
+        shard = ShardEntry(round=self.record.round, engine=self.engine, **written)
+        part = replace(part, next_shard=number + 1, shards=(*part.shards, shard))
+        write_part(self.folder, part)
+        self._part = part
+        self.committed += shard.questions
+        self._sizes |= self._buffered
+        self.discard()
+        return shard.questions
+
+    def discard(self) -> None:
+        """Forget what is buffered: those questions count as not sampled."""
+        self._tables, self._buffered = [], {}
+
+    def _manifest(self) -> PartManifest:
+        if self._part is None:
+            raise RunError("Expected the writer to be open, but it was used outside its `with` block.")
+        return self._part
 
 
 def read_part(folder: Path) -> PartManifest:
@@ -220,12 +188,19 @@ def write_part(folder: Path, part: PartManifest) -> None:
     write_record(folder / PART_FILE, part.as_json())
 
 
-def shard_name(round: int, number: int) -> str:
-    return f"round-{round:03d}-shard-{number:06d}.parquet"
-
-
-def shard_metadata(fingerprint_digest: str, folder: Path) -> dict[str, str]:
-    return {"fingerprint": fingerprint_digest, "part": folder.name}
+def write_shard(folder: Path, number: int, round: int, tables: Sequence[pa.Table], fingerprint: str) -> dict[str, Any]:
+    """Write ``tables``, one a question, as a shard of the part in ``folder``. Returns the fields of its entry."""
+    name = f"round-{round:03d}-shard-{number:06d}.parquet"
+    data = encode_shard(tables, {"fingerprint": fingerprint, "part": folder.name})
+    write_atomically(folder / name, data)
+    return {
+        "file": name,
+        "questions": len(tables),
+        "rows": sum(table.num_rows for table in tables),
+        "splits": dict(Counter(table["split"][0].as_py() for table in tables)),
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
 
 
 def part_folders(root: Path) -> list[Path]:
@@ -244,11 +219,6 @@ def part_entries(root: Path) -> list[ShardEntry]:
     return [entry for entry in entries if entry.file not in replaced]
 
 
-def part_rereads(root: Path) -> tuple[Reread, ...]:
-    found = (read_part(folder).reread for folder in part_folders(root))
-    return tuple(sorted((reread for reread in found if reread is not None), key=lambda reread: reread.at))
-
-
 def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
     """Remove temporary files and shards that are not in the manifest. Returns their number."""
     known = {shard.file for shard in shards}
@@ -258,64 +228,3 @@ def remove_unfinished(folder: Path, shards: Iterable[ShardEntry]) -> int:
     if files:
         logger.info("Removed %d unfinished files of a killed run from %s.", len(files), folder)
     return len(files)
-
-
-def find_failed(root: Path, entries: Sequence[ShardEntry]) -> dict[str, list[str]]:
-    """Find questions with failed requests, which left empty responses; their ids by file."""
-    failed: dict[str, list[str]] = {}
-    for entry in entries:
-        table = read_shard(root / entry.file, columns=("question_id", "text", "token_ids", "finish"))
-        empty = pc.and_(pc.equal(pc.list_value_length(table["token_ids"]), 0), pc.equal(table["text"], ""))
-        names = table.filter(pc.and_(empty, pc.is_null(table["finish"])))["question_id"].unique().to_pylist()
-        if found := sorted(set(names) - set(entry.dropped)):
-            failed[entry.file] = found
-    return failed
-
-
-def repair_part(folder: Path, aside: Path) -> tuple[list[str], int, int]:
-    """Move damaged shards of a part to the folder ``aside``. Returns their names, lost questions, removed files."""
-    name = folder.name
-    try:
-        part = read_part(folder)
-    except StoreVersionError:
-        raise
-    except StoreCorruptError:
-        aside.mkdir(exist_ok=True)
-        shutil.move(folder, aside / f"{name}-{time.time_ns()}")
-        return [f"parts/{name}"], 0, 0
-    bad = []
-    for entry in part.shards:
-        try:
-            check_shard(folder / entry.file, size=entry.bytes, sha256=entry.sha256)
-            continue
-        except StoreCorruptError as error:
-            logger.warning("%s", error)
-        bad.append(entry)
-        aside.mkdir(exist_ok=True)
-        if (folder / entry.file).exists():
-            shutil.move(folder / entry.file, aside / f"{name}-{entry.file}")
-    if bad:
-        part = replace(part, shards=tuple(entry for entry in part.shards if entry not in bad))
-        write_part(folder, part)
-    removed = remove_unfinished(folder, part.shards)
-    return [f"parts/{name}/{entry.file}" for entry in bad], sum(entry.questions for entry in bad), removed
-
-
-def drop_questions(folder: Path, dropped: Mapping[str, Sequence[str]]) -> None:
-    """Hide questions of a part from readers; ``dropped`` holds their ids by the name of the shard."""
-    part = read_part(folder)
-    write_part(folder, replace(part, shards=tuple(hide(one, dropped.get(one.file, ())) for one in part.shards)))
-
-
-def hide(entry: ShardEntry, names: Iterable[str]) -> ShardEntry:
-    return replace(entry, dropped=tuple(sorted({*entry.dropped, *names})))
-
-
-def drop_shards(folder: Path, unwanted: Callable[[ShardEntry], bool]) -> int:
-    """Remove the ``unwanted`` shards of a part: first from the manifest, then from disk. Returns their number."""
-    part = read_part(folder)
-    kept = tuple(entry for entry in part.shards if not unwanted(entry))
-    if len(kept) < len(part.shards):
-        write_part(folder, replace(part, shards=kept))
-    remove_unfinished(folder, kept)
-    return len(part.shards) - len(kept)

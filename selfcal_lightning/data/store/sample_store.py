@@ -10,7 +10,7 @@ Layout of a store's folder::
     runs/                     the resolved options of each command that wrote here, for people
 
 ``manifest.json`` is derived from the parts, so anyone may join them again at any time. Every JSON file but those under
-``runs/`` is a record with a format and a seal (``records``).
+``runs/`` is a record with a format and a seal (``manifest``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,51 +30,43 @@ import pyarrow.parquet as pq
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import remove_abandoned, write_atomically
+from selfcal_lightning.data.store import maintenance, shards
+from selfcal_lightning.data.store import manifest as records
 from selfcal_lightning.data.store.annotations import Annotation, add_confidences
-from selfcal_lightning.data.store.joining import EarlierSamples, merge_parts, raise_samples, read_manifest
-from selfcal_lightning.data.store.maintenance import (
-    RepairReport,
-    all_parts,
-    drop_later_rounds,
-    drop_replaced,
-    repair_store,
-    write_reread,
-)
-from selfcal_lightning.data.store.manifest import (
-    MANIFEST_FILE,
-    Reread,
-    RoundRecord,
-    ShardEntry,
-    StoredQuestion,
-    StoreFingerprint,
-    StoreManifest,
-    check_place,
-    read_round,
-    read_rounds,
-    record_bytes,
-    round_file,
-    round_files,
-    write_record,
-)
-from selfcal_lightning.data.store.parts import ShardWriter, part_entries, part_folders, read_part
-from selfcal_lightning.data.store.shards import (
-    INDEX_COLUMNS,
-    SampleIndex,
-    StoreCorruptError,
-    StoredRow,
-    build_index,
-    check_shard,
-    decode_rows,
-    fingerprint_of,
-    group_rows,
-    read_shard,
-)
-from selfcal_lightning.records import QuestionSamples
+from selfcal_lightning.data.store.manifest import Reread, RoundRecord, ShardEntry, StoredQuestion, StoreFingerprint
+from selfcal_lightning.data.store.parts import PartLock, ShardWriter, part_entries, part_folders, read_part
+from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError, StoredRow
+from selfcal_lightning.records import QuestionSamples, Sample
 
 logger = logging.getLogger(__name__)
 
 OPEN_SHARDS = 32
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class EarlierSamples:
+    """The samples that questions already have, read one question at a time."""
+
+    def __init__(
+        self, root: Path, entries: Iterable[ShardEntry], questions: Callable[[ShardEntry], Mapping[str, StoredQuestion]]
+    ) -> None:
+        self._root = root
+        self._places: dict[str, tuple[int, str, int]] = {}
+        for entry in entries:
+            for group, (name, question) in enumerate(questions(entry).items()):
+                if name not in entry.dropped and question.samples > self._places.get(name, (0, "", 0))[0]:
+                    self._places[name] = question.samples, entry.file, group
+
+    def count(self, question_id: str) -> int:
+        return self._places.get(question_id, (0, "", 0))[0]
+
+    def of(self, question_id: str) -> tuple[Sample, ...]:
+        if question_id not in self._places:
+            return ()
+        _, file, group = self._places[question_id]
+        with pq.ParquetFile(self._root / file) as shard:  # whose row groups are its questions
+            rows = shards.decode_rows(shard.read_row_group(group, use_threads=False))
+        return tuple(row.sample for row in rows)
 
 
 class SampleStore:
@@ -131,15 +124,15 @@ class SampleStore:
         """
         if num_samples is not None and num_samples < 1:
             raise InputError(f"Expected `num_samples` to be None or at least 1, but got {num_samples}.")
-        check_place(Path(path))
+        records.check_place(Path(path))
         store = cls(path, num_samples=num_samples)
-        file = round_file(store.path, round)
+        file = records.round_file(store.path, round)
         file.parent.mkdir(parents=True, exist_ok=True)
         if removed := remove_abandoned(store.path):
             logger.info("Removed %d unfinished files of a killed run from %s.", removed, store.path)
         if not file.exists():
             record = RoundRecord(round, fingerprint, fingerprint.as_json(), num_samples, engine)
-            write_record(file, record.as_json(), exclusive=True)
+            records.write_record(file, record.as_json(), exclusive=True)
         stored = store.round_manifest(round)
         differences = stored.fingerprint.differences(fingerprint)
         if differences:
@@ -149,7 +142,7 @@ class SampleStore:
                 + ". Samples are never mixed: use another `store_dir` or the same settings, or delete the folder."
             )
         if extend and num_samples is not None:
-            stored = raise_samples(store.path, round, splits, num_samples)
+            stored = _raise_samples(store.path, round, splits, num_samples)
         known = min((stored.samples_of(split) or 0 for split in splits), default=stored.num_samples)
         if stored.num_samples is not None and num_samples is not None and num_samples > (known or 0):
             raise InputError(
@@ -160,16 +153,16 @@ class SampleStore:
         return store
 
     @property
-    def manifest(self) -> StoreManifest:
+    def manifest(self) -> records.StoreManifest:
         """Rounds and joined shards as on disk now; no shards before the first join."""
-        return read_manifest(self.path)
+        return records.read_manifest(self.path)
 
     def round_manifest(self, round: int = 0) -> RoundRecord:
-        file = round_file(self.path, round)
+        file = records.round_file(self.path, round)
         if not file.exists():
-            rounds = list(read_rounds(self.path))
+            rounds = list(records.read_rounds(self.path))
             raise InputError(f"Expected round {round} to be in the store {self.path}, but got rounds {rounds}.")
-        return read_round(file)
+        return records.read_round(file)
 
     def writer(self, part: str, *, round: int = 0, questions_per_shard: int = 64) -> ShardWriter:
         """Return the writer of ``part``, to be opened by ``with``. Every process needs its own part."""
@@ -180,7 +173,7 @@ class SampleStore:
         folder = self.path / "parts" / part
         return ShardWriter(folder, record, engine=engine, questions_per_shard=questions_per_shard)
 
-    def join(self) -> StoreManifest:
+    def join(self) -> records.StoreManifest:
         """Show readers everything that writers have committed, and return the manifest.
 
         Any process may call this at any time: if a commit comes in between, the manifest is written again. Equal
@@ -190,23 +183,23 @@ class SampleStore:
             StoreCorruptError: A shard is missing, truncated or changed.
             InputError: Two parts hold different samples of one question.
         """
-        file = self.path / MANIFEST_FILE
+        file = self.path / records.MANIFEST_FILE
         while True:
             entries = part_entries(self.path)
-            merged = merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
-            manifest = record_bytes(merged.as_json())
-            if not file.exists() or file.read_bytes() != manifest:
-                write_atomically(file, manifest)
+            merged = maintenance.merge_parts(self.path, entries, check=self._check, questions=self._questions_of)
+            content = records.record_bytes(merged.as_json())
+            if not file.exists() or file.read_bytes() != content:
+                write_atomically(file, content)
             if part_entries(self.path) == entries:
                 return self.manifest
 
-    def repair(self) -> RepairReport:
+    def repair(self) -> maintenance.RepairReport:
         """Move damaged shards aside, keep the first part's duplicates, clean up after killed writers, and join.
 
         Questions with failed requests are dropped, so that they are sampled again. Nothing readable is deleted.
         """
-        report = repair_store(self.path, self._questions_of)
-        if round_files(self.path):
+        report = maintenance.repair_store(self.path, self._questions_of)
+        if records.round_files(self.path):
             self.join()
         return report
 
@@ -226,13 +219,15 @@ class SampleStore:
             stale: Annotations that depend on answers, removed if an answer has changed.
             on_question: Called with every question that was read.
         """
-        with all_parts(self.path):
+        with maintenance.all_parts(self.path):
             self.join()
-            drop_replaced(self.path)  # left by a killed re-extraction
+            maintenance.drop_replaced(self.path)  # left by a killed re-extraction
             hidden = {entry.file: entry.dropped for entry in self.manifest.shards}
-            reread = write_reread(self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question)
+            reread = maintenance.write_reread(
+                self.path, read, readers=readers, stale=stale, hidden=hidden, on_question=on_question
+            )
             self.join()
-            drop_replaced(self.path)
+            maintenance.drop_replaced(self.path)
         return reread
 
     def drop_rounds(self, first: int) -> int:
@@ -242,7 +237,7 @@ class SampleStore:
         """
         if first < 1:
             raise InputError(f"`first` must be at least 1, got {first}. Use another `store_dir` for round 0.")
-        dropped = drop_later_rounds(self.path, first)
+        dropped = maintenance.drop_later_rounds(self.path, first)
         self.join()
         return dropped
 
@@ -280,12 +275,12 @@ class SampleStore:
         tables: list[pa.Table] = []
         numbers: list[np.ndarray] = []
         files: list[str] = []
-        shards = self._shards()
-        for entry in shards:
+        entries = self._shards()
+        for entry in entries:
             if entry.round != round:
                 continue
             self._check(entry)
-            table = read_shard(self.path / entry.file, columns=INDEX_COLUMNS)
+            table = shards.read_shard(self.path / entry.file, columns=shards.INDEX_COLUMNS)
             self._check_fingerprint(entry, table)
             keep = np.ones(table.num_rows, dtype=bool)
             if split is not None:
@@ -297,16 +292,16 @@ class SampleStore:
             tables.append(table.filter(pa.array(keep)))
             numbers.append(np.flatnonzero(keep))
             files.append(entry.file)
-        index = build_index(tables, numbers, files)
+        index = shards.build_index(tables, numbers, files)
         for name in confidences:
-            index = Annotation(self.path, name).annotate(index, shards)
+            index = Annotation(self.path, name).annotate(index, entries)
         return index
 
     def samples(
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
     ) -> Iterator[QuestionSamples]:
         """Yield the joined questions of ``round`` with their samples, by question id; one question in memory."""
-        return map(group_rows, self.rows(split=split, round=round, task=task, confidences=confidences))
+        return map(shards.group_rows, self.rows(split=split, round=round, task=task, confidences=confidences))
 
     def rows(
         self, *, split: str | None = None, round: int = 0, task: str | None = None, confidences: Sequence[str] = ()
@@ -330,29 +325,31 @@ class SampleStore:
         for (file, group), positions in sorted(wanted.items()):
             handle, starts = self._handle(file)
             table = handle.read_row_group(group, use_threads=False)
-            rows = decode_rows(table.take([locators[position][1] - int(starts[group]) for position in positions]))
+            rows = shards.decode_rows(
+                table.take([locators[position][1] - int(starts[group]) for position in positions])
+            )
             for position, decoded in zip(positions, rows, strict=True):
                 found[position] = decoded
         return [stored for stored in found if stored is not None]
 
     def _shards(self) -> tuple[ShardEntry, ...]:
-        shards = self.manifest.shards
-        self._entries = {entry.file: entry for entry in shards}
-        return shards
+        entries = self.manifest.shards
+        self._entries = {entry.file: entry for entry in entries}
+        return entries
 
     def _check(self, entry: ShardEntry) -> None:
         """Check the size of a shard and, once per object, its sha256."""
         checked = self._checked.get(entry.file) == entry.sha256
-        check_shard(self.path / entry.file, size=entry.bytes, sha256=None if checked else entry.sha256)
+        shards.check_shard(self.path / entry.file, size=entry.bytes, sha256=None if checked else entry.sha256)
         self._checked[entry.file] = entry.sha256
 
     def _check_fingerprint(self, entry: ShardEntry, table: pa.Table) -> None:
         """Check the fingerprint in a shard against its round, whose file may have been replaced."""
-        file = round_file(self.path, entry.round)
+        file = records.round_file(self.path, entry.round)
         if not file.exists():
             return
-        wanted = read_round(file).digest
-        found = fingerprint_of(table.schema.metadata)
+        wanted = records.read_round(file).digest
+        found = shards.fingerprint_of(table.schema.metadata)
         if found != wanted:
             drop = f"delete it with `selfcal drop-rounds --store_dir {self.path} --first {entry.round}`, "
             raise StoreCorruptError(
@@ -364,7 +361,7 @@ class SampleStore:
     def _questions_of(self, entry: ShardEntry) -> dict[str, StoredQuestion]:
         key = f"{entry.file}/{entry.sha256}"
         if key not in self._questions:
-            table = read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
+            table = shards.read_shard(self.path / entry.file, columns=("question_id", "split", "question_sha256"))
             self._check_fingerprint(entry, table)
             names, splits, digests = (table[name].to_pylist() for name in table.column_names)
             sizes, found = Counter(names), zip(names, splits, digests, strict=True)
@@ -386,3 +383,20 @@ class SampleStore:
                 self._open.popitem(last=False)[1][0].close()
         self._open.move_to_end(file)
         return self._open[file]
+
+
+def _raise_samples(root: Path, round: int, splits: Collection[str], num_samples: int) -> RoundRecord:
+    """Raise the number of samples per question for some splits, and return the updated record of the round."""
+    file = records.round_file(root, round)
+    with PartLock(file.parent):
+        record = records.read_round(file)
+        if record.num_samples is None:
+            raise InputError(
+                f"Expected `extend` with a store of one number of samples a question, but got {root}, where a plan or "
+                "an import decided. Use another `store_dir`."
+            )
+        fewer = [split for split in splits if (record.samples_of(split) or 0) < num_samples]
+        if fewer:
+            record = replace(record, raised={**record.raised, **dict.fromkeys(fewer, num_samples)})
+            records.write_record(file, record.as_json())
+    return record

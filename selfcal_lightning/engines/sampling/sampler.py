@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
 from selfcal_lightning.core.signals import Interrupt, never
-from selfcal_lightning.data.store.joining import EarlierSamples
 from selfcal_lightning.data.store.manifest import StoreFingerprint, round_file
 from selfcal_lightning.data.store.parts import ShardWriter
-from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.sample_store import EarlierSamples, SampleStore
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import continued, judge

@@ -28,10 +28,10 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.lora import LoraSettings, adapter_state, set_adapter_state
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
+from selfcal_lightning.training.checkpoints import dropout_stream
 from selfcal_lightning.training.losses import row_means, share_of_step
 from selfcal_lightning.training.model_parallel import trainer_of
 from selfcal_lightning.training.modules import check_stated, needed_data, plain_settings
-from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.self_calibration import calibration_part, generation_part
 from selfcal_lightning.training.settings import (
     AdapterSettings,

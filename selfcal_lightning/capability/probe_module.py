@@ -22,8 +22,7 @@ from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.models.folders import base_model_identity
 from selfcal_lightning.training.model_parallel import trainer_of
-from selfcal_lightning.training.modules import TrainedModule, needed_data
-from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.modules import TrainedModule, needed_data, with_cosine
 from selfcal_lightning.training.settings import check_literals, check_not_negative, check_positive
 
 if TYPE_CHECKING:

@@ -42,14 +42,12 @@ from selfcal_lightning.rewards.rates import RewardTarget, check_target
 from selfcal_lightning.rewards.reading import RewardFile
 from selfcal_lightning.training.batches import FrozenBatch, ScoredRows
 from selfcal_lightning.training.calibrated_model import CalibratedModel
-from selfcal_lightning.training.checkpoints import check_base_model, check_trained
+from selfcal_lightning.training.checkpoints import check_base_model, check_trained, dropout_stream
 from selfcal_lightning.training.losses import pinball_loss, row_means, share_of_step, soft_cross_entropy
 from selfcal_lightning.training.memory_plan import plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import callbacks_of, trainer_of
-from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters
-from selfcal_lightning.training.resume import dropout_stream
-from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.modules import check_stated, plain_settings, trained_parameters, with_cosine
 from selfcal_lightning.training.settings import AdapterSettings, OptimizerSettings, check_not_negative, check_positive
 from selfcal_lightning.training.support import Support, Way, check_features
 

@@ -52,8 +52,7 @@ from selfcal_lightning.training.checkpoints import check_base_model, check_train
 from selfcal_lightning.training.memory_plan import RowSizes, name_model, plan_memory
 from selfcal_lightning.training.metrics import CalibrationMetrics
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy, join_forward, shard_like, trainer_of
-from selfcal_lightning.training.modules import ExportKind, ScoringModule
-from selfcal_lightning.training.schedule import with_cosine
+from selfcal_lightning.training.modules import ExportKind, ScoringModule, with_cosine
 from selfcal_lightning.training.settings import (
     AdapterSettings,
     AuxiliarySettings,
@@ -77,21 +76,6 @@ AUXILIARY_PREFIX = "auxiliary_"  # of an adapter's name in PEFT, so that it is n
 def adapter_name(name: str | None) -> str:
     """Return the PEFT name of an auxiliary adapter; None is the main one."""
     return FIRST if name is None else f"{AUXILIARY_PREFIX}{name}"
-
-
-def read_queries(auxiliary: Mapping[str, AuxiliarySettings], chat: ChatFormat) -> dict[str, ChatFormat]:
-    chats = {
-        name: chat if one.query is None else ChatFormat(chat.tokenizer, query=one.query, prompt=chat.prompt)
-        for name, one in auxiliary.items()
-    }
-    room = len(chat.query.suffix_ids)
-    for name, own in chats.items():
-        if len(own.query.suffix_ids) > room:
-            raise InputError(
-                f"The query of {name!r} in `auxiliary` must be at most as long as `query`, {room} tokens, but got "
-                f"{len(own.query.suffix_ids)}. Make the longest one the model's `query`."
-            )
-    return chats
 
 
 class CalibratedModel(ScoringModule, ABC):
@@ -131,8 +115,9 @@ class CalibratedModel(ScoringModule, ABC):
             check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
         check_model_folder(self.base_model, option="base_model")
         if self.model is None:
-            found = {"revision": self.revision, "attn_implementation": self.attn_implementation}
-            check_architecture(self.base_model, self.lora, **found)
+            check_architecture(
+                self.base_model, self.lora, revision=self.revision, attn_implementation=self.attn_implementation
+            )
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
         """Check the names of model, attention and adapted layers, and return the memory that the model needs."""
@@ -211,24 +196,20 @@ class CalibratedModel(ScoringModule, ABC):
     def _read_tokenizer(self) -> None:
         tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         self.chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-        self.chats = read_queries(self.auxiliary, self.chat)
+        room = len(self.chat.query.suffix_ids)
+        for name, one in self.auxiliary.items():
+            own = self.chat if one.query is None else ChatFormat(tokenizer, query=one.query, prompt=self.prompt)
+            self.chats[name] = own
+            if (length := len(own.query.suffix_ids)) > room:
+                raise InputError(
+                    f"The query of {name!r} in `auxiliary` must be at most as long as `query`, {room} tokens, but got "
+                    f"{length}. Make the longest one the model's `query`."
+                )
 
     def _load_network(self, base_model: str, **loading: Any) -> PreTrainedModel:
         return load_causal_lm(base_model, **loading)
 
     # ---- packed rows
-
-    def on_fit_start(self) -> None:
-        self._check_packing()
-
-    def on_validation_start(self) -> None:
-        self._check_packing()
-
-    def on_test_start(self) -> None:
-        self._check_packing()
-
-    def on_predict_start(self) -> None:
-        self._check_packing()
 
     def _check_packing(self) -> None:
         """Compare packed rows with separate sequences, once, on all processes and with the weights in place."""
@@ -242,6 +223,8 @@ class CalibratedModel(ScoringModule, ABC):
             if self.activated:
                 check_two_passes(self.model, packed=packed)
         self._packing_is_checked = True
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _check_packing
 
     # ---- training, validation and test
 

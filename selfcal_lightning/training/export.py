@@ -388,7 +388,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "model": "All weights of",
         "module": f"What `{manifest.get('module')}` trains on top of",
     }[kind]
-    named = f"`{base}`" if base is not None else _unnamed(manifest["base_model"])
+    sha256 = manifest["base_model"].get("weights_sha256")
+    named = LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
+    named = named if base is None else f"`{base}`"
     lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
     lines += [] if kind == "module" else [f"library_name: {library}", "pipeline_tag: text-generation"]
     lines += ["---", ""]
@@ -415,11 +417,6 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         lines += [f"| {name} | {value:.4g} |" for name, value in sorted(manifest["metrics"].items())]
         lines += [""]
     return "\n".join(lines)
-
-
-def _unnamed(base: Mapping[str, Any]) -> str:
-    sha256 = base.get("weights_sha256")
-    return LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
 
 
 def now() -> str:

@@ -24,8 +24,6 @@ from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm
 from selfcal_lightning.training.checkpoints import is_address
 from selfcal_lightning.training.settings import check_positive
 
-TRIED_VERSIONS = ("2.6.6",)
-
 
 def trainer_of(module: LightningModule) -> Trainer | None:
     """Return the trainer of a module, or None; the public attribute would raise."""
@@ -77,13 +75,6 @@ def begin_epoch_after_whole_one(trainer: Trainer) -> None:
         loop.reset_restart_stage()
 
 
-def never_infer(trainer: Trainer) -> None:
-    """Run evaluation under ``no_grad`` instead of ``inference_mode``."""
-    loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for loop in loops:
-        loop.inference_mode = False
-
-
 class AdapterModelParallelStrategy(ModelParallelStrategy):
     """FSDP2: every process holds and reads only its shard of the weights, gradients and optimiser states.
 
@@ -103,6 +94,9 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             Needs the Trainer's precision "bf16-mixed".
         timeout_minutes: Timeout of collectives.
     """
+
+    restore_checkpoint_after_setup = False  # at the same time as DDP: the weights are in place after `configure_model`
+    lightning_restore_optimizer = True  # once the optimisers exist
 
     def __init__(
         self,
@@ -131,16 +125,6 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         self._weights_mesh: DeviceMesh | None = None
 
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Restore at the same time as DDP: the weights are in place after ``configure_model``."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Let Lightning restore the optimiser states once the optimisers exist."""
-        return True
-
-    @property
     def shards(self) -> int:
         return self._group_size or self.num_nodes * self.num_processes
 
@@ -163,7 +147,9 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         After a forward pass under ``inference_mode`` the weights never get gradients again (torch 2.13). Lightning
         avoids this only for FSDP1 and gloo (2.6.6, ``loops/utilities.py``).
         """
-        never_infer(trainer)
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in loops:
+            loop.inference_mode = False
         super().setup(trainer)
 
     def load_model(self, base_model: str, **settings: Any) -> nn.Module:

@@ -1,29 +1,28 @@
-"""Base classes of modules that are trained on top of a base model: checkpoints, exports and scores."""
+"""Base classes of modules that are trained on top of a base model: checkpoints, exports, scores, learning rates."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
-from selfcal_lightning.training.checkpoints import (
-    check_base_model,
-    check_hyper_parameters,
-    check_trained,
-    check_training_state,
-)
+from selfcal_lightning.training import checkpoints
 from selfcal_lightning.training.model_parallel import begin_epoch_after_whole_one, data_module_of, trainer_of
-from selfcal_lightning.training.resume import gather_random_states, restore_random_states
 
 ExportKind = Literal["adapter", "model", "module"]
 IDENTITY_KEY, CLASS_KEY, RANDOM_KEY = "base_model_identity", "module_class", "random_states"
@@ -113,25 +112,27 @@ class TrainedModule(LightningModule):
         checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in trained}
         checkpoint[IDENTITY_KEY], checkpoint[CLASS_KEY] = dict(self.identity), class_path(type(self))
         if (trainer := trainer_of(self)) is not None:
-            checkpoint[RANDOM_KEY] = gather_random_states(trainer.strategy.root_device)
+            checkpoint[RANDOM_KEY] = checkpoints.gather_random_states(trainer.strategy.root_device)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse another base model or other parameters, and to resume with other settings. Any class may load it."""
         trainer = trainer_of(self)
-        check_base_model(checkpoint.get(IDENTITY_KEY), self.identity, self.base_model, kind=type(self).__name__)
+        checkpoints.check_base_model(
+            checkpoint.get(IDENTITY_KEY), self.identity, self.base_model, kind=type(self).__name__
+        )
         settings = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        check_trained(checkpoint["state_dict"], trained_parameters(self), settings=settings)
+        checkpoints.check_trained(checkpoint["state_dict"], trained_parameters(self), settings=settings)
         resuming = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        check_hyper_parameters(settings, self.hparams, resuming=resuming)
+        checkpoints.check_hyper_parameters(settings, self.hparams, resuming=resuming)
         if resuming:
-            check_training_state(checkpoint)
+            checkpoints.check_training_state(checkpoint)
             self._random_states = checkpoint.get(RANDOM_KEY)
 
     def on_train_start(self) -> None:
         """Restore the random states of the checkpoint, unless the number of processes has changed."""
         trainer, states = self.trainer, self._random_states
         if states is not None and len(states) == trainer.world_size:
-            restore_random_states(states[trainer.global_rank], trainer.strategy.root_device)
+            checkpoints.restore_random_states(states[trainer.global_rank], trainer.strategy.root_device)
         self._random_states = None
         begin_epoch_after_whole_one(trainer)
 
@@ -208,3 +209,31 @@ class ScoringModule(TrainedModule):
     def confidence_origin(self) -> dict[str, Any]:
         """Return what its confidences depend on apart from the trained weights, as plain JSON types."""
         raise NotImplementedError
+
+
+def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
+    """Return the learning-rate factor: linear up to 1 at step ``warmup``, then half a cosine to 0 at ``total``.
+
+    Example:
+        >>> [cosine_with_warmup(step, total=4, warmup=0) for step in (0, 2, 4)]
+        [1.0, 0.5, 0.0]
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def with_cosine(optimizer: Optimizer, trainer: Trainer, *, warmup_steps: int) -> OptimizerLRSchedulerConfig:
+    """Return the optimiser with a warm-up and a cosine to zero over all optimiser steps."""
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total) or total < 1:
+        raise InputError(f"Set `trainer.max_epochs` or `trainer.max_steps`: the cosine cannot span {total} steps.")
+    if warmup_steps >= total:
+        rank_zero_warn(
+            f"`warmup_steps` {warmup_steps:,} is not below the {int(total):,} optimiser steps: `lr` is never reached."
+        )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_with_warmup(step, total=int(total), warmup=warmup_steps)
+    )
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

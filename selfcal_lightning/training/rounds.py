@@ -297,7 +297,8 @@ def describe_round(index: SampleIndex, *, raw: bool = False, drop_none: bool = T
     }
     correct = _labels(index, unreadable)
     if (labelled := ~np.isnan(correct)).any():
-        values[PASS_AT_1] = _mean_over_questions(correct[labelled], index.question_index[labelled])
+        codes = np.unique(index.question_index[labelled], return_inverse=True)[1]
+        values[PASS_AT_1] = float((np.bincount(codes, correct[labelled]) / np.bincount(codes)).mean())
         scored = labelled & ~np.isnan(confidence)
         values[ECE] = expected_calibration_error(confidence[scored], correct[scored] > 0)
         values[AUROC] = auroc(confidence[scored], correct[scored] > 0)
@@ -333,8 +334,3 @@ def _labels(index: SampleIndex, unreadable: np.ndarray) -> Floats:
     known = {name for name, value in zip(index.question_id, index.correct, strict=True) if not np.isnan(value)}
     labelled = np.array([name in known for name in index.question_id], dtype=bool)
     return np.where(np.isnan(index.correct) & unreadable & labelled, 0.0, index.correct)
-
-
-def _mean_over_questions(values: Floats, questions: np.ndarray) -> float:
-    codes = np.unique(questions, return_inverse=True)[1]
-    return float((np.bincount(codes, values) / np.bincount(codes)).mean())

@@ -25,6 +25,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.quantization import OptimizerName, Quantization
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.calibrated_model import ConfidenceModel, adapter_name
+from selfcal_lightning.training.checkpoints import dropout_stream
 from selfcal_lightning.training.losses import (
     calibration_loss,
     group_ranking_loss,
@@ -33,7 +34,6 @@ from selfcal_lightning.training.losses import (
     squared_calibration_loss,
 )
 from selfcal_lightning.training.modules import plain_settings, trained_parameters
-from selfcal_lightning.training.resume import dropout_stream
 from selfcal_lightning.training.settings import (
     DEFAULT_OMEGA,
     AdapterSettings,
@@ -113,7 +113,9 @@ class StepLog:
             batch.attention_mask.numel(),
             batch.separate_tokens,
         )
-        sums = torch.stack([_float64(value, batch.input_ids.device) for value in values])
+        # In float64, since float32 cannot count above 2**24 tokens.
+        zero = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
+        sums = torch.stack([zero + value for value in values])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def finish(self, strategy: Strategy, *, omega: float, lr: float) -> dict[str, float]:
@@ -142,13 +144,6 @@ class StepLog:
             "train/memory/PeakGiB": peak_memory(device) / GIB,
             "train/LearningRate": lr,
         }
-
-
-def _float64(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar in float64, since float32 cannot count above 2**24 tokens."""
-    if isinstance(value, Tensor):
-        return value.double()
-    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 BAR = {

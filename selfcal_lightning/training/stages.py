@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ ADAPTER, SAMPLES, CONFIG = "adapter", "samples", "config.yaml"
 
 def read_stage(name: str, options: Mapping[str, Any], *, stage: str) -> dict[str, Any]:
     path = Path(name)
-    settings = read_config(path if path.exists() or not _ships(name) else Path(config_path(name)))
+    if not path.exists():
+        with suppress(InputError):  # no file that is shipped: the reader names it
+            path = Path(config_path(name))
+    settings = read_config(path)
     for section in ("model", "data"):
         if not isinstance(settings.get(section), dict) or "init_args" not in settings[section]:
             raise InputError(
@@ -77,14 +81,6 @@ def check_modes(tune: Mapping[str, Any], calibrate: Mapping[str, Any]) -> None:
 def _is_activated(settings: Mapping[str, Any]) -> bool:
     lora = settings["model"]["init_args"].get("lora", {})
     return lora is not None and bool(lora.get("activated", True))
-
-
-def _ships(name: str) -> bool:
-    try:
-        config_path(name)
-    except InputError:
-        return False
-    return True
 
 
 def _leaves(options: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

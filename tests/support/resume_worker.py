@@ -31,9 +31,8 @@ from support.training_runs import data_module, generation, module_of
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.checkpoints import AtomicCheckpointIO
+from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
-from selfcal_lightning.training.resume import random_states
 
 OPTIMIZER_STEPS = 8  # four an epoch, two epochs
 ROWS_PER_STEP = 8

@@ -20,7 +20,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
-from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows, shares_prefix
+from selfcal_lightning.datamodules.ssc.collate import RowLayout, SSCCollator, TupleRows
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, FloatArray, IntArray
 from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, MicroBatch
 from selfcal_lightning.datamodules.ssc.stored_data import Split, StoredDataModule
@@ -42,7 +42,6 @@ from selfcal_lightning.metrics.group_rewards import (
     anchored_soft_share,
     group_advantages,
 )
-from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.lora import read_adapter_state
 from selfcal_lightning.records import Question, QuestionSamples
 from selfcal_lightning.training.rounds import adapter_folder
@@ -207,13 +206,7 @@ class RolloutDataModule(StoredDataModule):
     # ---- loaders
 
     def collator(self) -> PolicyCollator:
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        return PolicyCollator(
-            ChatFormat(tokenizer, query=self.query, prompt=self.prompt),
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
-        )
+        return PolicyCollator(self.chat_format(), **self.shape())
 
     def train_dataloader(self) -> LateDataLoader:
         """Open the store and return the loader of what the round of this epoch teaches."""

@@ -13,7 +13,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.tasks.registry import check_source, count_source
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
-from selfcal_lightning.datamodules.ssc.sampler import limited_batches, rows_per_step, steps_per_epoch
+from selfcal_lightning.datamodules.ssc.sampler import limited_batches, rows_per_step
 from selfcal_lightning.models.names import is_on_disk
 from selfcal_lightning.records import Question
 from selfcal_lightning.training.model_parallel import callbacks_of, deals_rows_anew
@@ -46,7 +46,7 @@ def plan_data(data: StoredDataModule, verb: str, trainer: Trainer) -> Plan:
     if verb != "fit" or not (data.fill or data.sources["train"]):
         return Plan(questions=counts)
     rows, accumulate = rows_per_step(data.batch_size, trainer), trainer.accumulate_grad_batches
-    steps = steps_per_epoch(data.mixture(task_shares(data.sources["train"])).rows_per_epoch, rows)
+    steps = math.ceil(data.mixture(task_shares(data.sources["train"])).rows_per_epoch / rows)
     each = math.ceil(limited_batches(steps * accumulate, trainer.limit_train_batches) / accumulate)
     planned, epochs = planned_steps(trainer, each)
     return Plan(questions=counts, training=(Training(planned, rows, epochs, data.max_length),))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -95,17 +94,11 @@ class EpochOrder(Sampler[list[int]]):
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
 
 
-def _loader(dataset: ProbeDataset, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
-    made = partial(LateDataLoader, batch_sampler=batches, collate_fn=_as_it_is, generator=torch.Generator())
-    return made(cast("Dataset", dataset))
-
-
-def _as_it_is(batch: ProbeBatch) -> ProbeBatch:
-    return batch
+def _loader(dataset: Any, batches: Sampler[list[int]] | list[list[int]]) -> LateDataLoader:
+    return LateDataLoader(dataset, batch_sampler=batches, collate_fn=lambda batch: batch, generator=torch.Generator())
 
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-LARGEST_SHARE = 0.5
 
 
 @dataclass(eq=False, repr=False)
@@ -165,7 +158,7 @@ class ProbeDataModule(LightningDataModule):
         check_at_least(0, seed=self.seed)
         check_literals(self)
         check_gives_hidden_states(self.engine)
-        if not 0.0 < self.validation_share <= LARGEST_SHARE:
+        if not 0.0 < self.validation_share <= 0.5:
             raise InputError(f"`validation_share` must lie in (0, 0.5], but got {self.validation_share}.")
         self.splits = {TRAIN: self.train_split, VALIDATION: self.validation_split, TEST: self.test_split}
         levels = None if self.levels is None else tuple(self.levels)

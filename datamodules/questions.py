@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,21 +92,3 @@ def task_shares(sources: Sequence[QuestionSource]) -> dict[str, float]:
     if sum(shares.values()) > 1.0 + 1e-9:
         raise InputError(f"The shares must add up to at most 1, but got {sum(shares.values()):.4g}: {shares}.")
     return shares
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-
-def outlive_signals(worker_id: int) -> None:
-    """Let this data-loader worker outlive a signal that a launcher sends to the whole process group."""
-    # Blocked in this thread, and so in all that it starts, the signals wait for the one that asks who sent them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    parent = os.getppid()
-
-    def listen() -> None:
-        while True:
-            received = signal.sigwaitinfo(STOP_SIGNALS)
-            if received.si_signo == signal.SIGTERM and received.si_pid == parent:
-                os._exit(0)
-
-    threading.Thread(target=listen, name="signals", daemon=True).start()

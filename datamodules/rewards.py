@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from shlex import quote
 from typing import Any, ClassVar, cast
@@ -17,18 +17,16 @@ from selfcal_lightning.data.step_settings import Steps, check_steps
 from selfcal_lightning.data.steps import MARK, POSITIONS, Rate, check_marker, prefix_id, step_position, token_step_ends
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
-from selfcal_lightning.datamodules.ssc.collate import (
-    EncodedRow,
-    RowLayout,
-    Tokens,
-    TupleRows,
-    floats,
-    longs,
-    shares_prefix,
-)
+from selfcal_lightning.datamodules.ssc.collate import EncodedRow, RowLayout, Tokens, TupleRows, floats, longs
 from selfcal_lightning.datamodules.ssc.mixture import FloatArray
 from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
-from selfcal_lightning.datamodules.ssc.tuples import READ_CHUNK, TargetRecipe, TupleTable, make_table, question_slices
+from selfcal_lightning.datamodules.ssc.tuples import (
+    TargetRecipe,
+    TupleTable,
+    make_table,
+    question_slices,
+    read_in_chunks,
+)
 from selfcal_lightning.metrics.group_rewards import majority_answer
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.rewards.formats import reward_format
@@ -110,7 +108,6 @@ class RewardRows(RowLayout):
         """Return the ids of the questions of which prefixes were rolled out."""
 
     def is_taught_inside(self, row: StoredRow) -> bool:
-        """Return whether rollouts say anything of an inner step of ``row``."""
         return any(not math.isnan(place.target) for place in self.places(row, math.nan, math.nan))
 
     def __call__(self, rows: TupleRows) -> RewardBatch:
@@ -302,18 +299,11 @@ class RewardDataModule(StoredDataModule):
         return self.target
 
     def collator(self) -> RewardCollator | WrittenCollator:
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        layout: dict[str, Any] = {
-            "steps": self.steps,
-            "target": self.target,
-            "max_length": self.max_length,
-            "pad_to_multiple_of": self.pad_to_multiple_of,
-            "shared_prefix": shares_prefix(self.packing, self.base_model, revision=self.revision),
-        }
+        layout: dict[str, Any] = {"steps": self.steps, "target": self.target, **self.shape()}
         rates, taught = self._rates()
         if self._public is None:
-            chat = ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
-            return RewardCollator(chat, rates=rates, taught=taught, **layout)
+            return RewardCollator(self.chat_format(), rates=rates, taught=taught, **layout)
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
         writer = RewardWriter(RewardEncoder(self._public, tokenizer), self.steps)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
         texts, taught_texts = (by_text(self.rollouts, one) if self.rollouts else {} for one in (rates, taught))
@@ -344,7 +334,7 @@ class RewardDataModule(StoredDataModule):
         if isinstance(collator, RewardCollator):
             self._check_tokens(store, index, collator)
             return make_table(store, index, collator, [(values, reasons)])
-        written = self._measured(store, index, cast("WrittenCollator", collator))
+        written = map(cast("WrittenCollator", collator).measure, read_in_chunks(store, index, np.arange(len(index))))
         lengths = np.array([[0, 0] if one is None else one for one in written]).reshape(-1, 2)
         unwritten = lengths[:, 1] == 0
         values, reasons = np.where(unwritten, np.nan, values), np.where(unwritten, UNWRITTEN, reasons)
@@ -352,7 +342,7 @@ class RewardDataModule(StoredDataModule):
 
     def _check_tokens(self, store: SampleStore, index: SampleIndex, collator: RewardCollator) -> None:
         """Refuse responses of another tokenizer, whose ids would be read as texts that nobody wrote."""
-        row = next(iter(store.read_rows(index.locate(np.arange(min(1, len(index)))))), None)
+        row = next(read_in_chunks(store, index, np.arange(min(1, len(index)))), None)
         if row is None or row.prompt_ids is None:
             return
         written = collator.chat.prompt_ids(row.question.messages)
@@ -366,18 +356,8 @@ class RewardDataModule(StoredDataModule):
     def _check_rollouts(self, store: SampleStore, index: SampleIndex, collator: RewardRows) -> None:
         """Refuse rollouts none of which continues from a step of a response."""
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), sorted(collator.rolled_out())))
-        chunks = (rows[start : start + READ_CHUNK] for start in range(0, len(rows), READ_CHUNK))
-        read = (row for chunk in chunks for row in store.read_rows(index.locate(chunk)))
-        if len(rows) and not any(map(collator.is_taught_inside, read)):
+        if len(rows) and not any(map(collator.is_taught_inside, read_in_chunks(store, index, rows))):
             raise InputError(
                 f"No rollout in {self.rollouts} continues from a step of these responses by the rule {self.steps!r}. "
                 f"Roll out with `--steps {quote(self.steps)}` and these responses."
             )
-
-    @staticmethod
-    def _measured(
-        store: SampleStore, index: SampleIndex, collator: WrittenCollator
-    ) -> Iterator[tuple[int, int] | None]:
-        for start in range(0, len(index), READ_CHUNK):
-            rows = np.arange(start, min(start + READ_CHUNK, len(index)))
-            yield from map(collator.measure, store.read_rows(index.locate(rows)))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from selfcal_lightning.core.errors import InputError, check_at_least
-from selfcal_lightning.datamodules.ssc.collate import SSCCollator, shares_prefix
+from selfcal_lightning.datamodules.ssc.collate import SSCCollator
 from selfcal_lightning.datamodules.ssc.mixture import NUM_BUCKETS, Mixture
-from selfcal_lightning.datamodules.ssc.stored_data import StoredDataModule
-from selfcal_lightning.datamodules.ssc.stored_rows import RoundRule
+from selfcal_lightning.datamodules.ssc.stored_data import RoundRule, StoredDataModule
 from selfcal_lightning.datamodules.ssc.tuples import (
     BEFORE_ANSWERING,
     PTrueName,
@@ -21,7 +20,6 @@ from selfcal_lightning.datamodules.ssc.tuples import (
     check_teacher,
     read_recipe,
 )
-from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import files_sha256
 
 DEFAULT_RATIO, DEFAULT_TUPLES = 0.7, 100_000
@@ -144,20 +142,11 @@ class SSCDataModule(StoredDataModule):
         auxiliary = getattr(module, "auxiliary", {})
         check_auxiliary(auxiliary, target=target, num_buckets=self.num_buckets, num_samples=self.num_samples)
         first = read_recipe(target, self.teacher, self.teacher_share)
-        return (
-            first,
-            *(read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values()),
-        )
+        others = (read_recipe(one.target or target, one.teacher, one.teacher_share) for one in auxiliary.values())
+        return first, *others
 
     def collator(self) -> SSCCollator:
-        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
-        return SSCCollator(
-            ChatFormat(tokenizer, query=self.query, prompt=self.prompt),
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            shared_prefix=shares_prefix(self.packing, self.base_model, revision=self.revision),
-            empty=self.row_target in BEFORE_ANSWERING,
-        )
+        return SSCCollator(self.chat_format(), empty=self.row_target in BEFORE_ANSWERING, **self.shape())
 
     def _tuples_of_an_epoch(self) -> int:
         if not self._is_activated and self.row_target not in BEFORE_ANSWERING:

@@ -164,13 +164,11 @@ class Mixture:
         return self._merge(np.concatenate(calibration), np.concatenate(generation), confident, counts, rng)
 
     def _reference_counts(self) -> dict[str, tuple[int, Sequence[int]]]:
-        wanted: dict[str, tuple[int, Sequence[int]]] = {}
-        for name, share in self.shares.items():
-            bucket, generation = reference_counts(
-                self.total_tuples, self.generation_ratio, share, num_buckets=self.num_buckets
-            )
-            wanted[name] = generation, [bucket] * self.num_buckets
-        return wanted
+        counts = {
+            name: reference_counts(self.total_tuples, self.generation_ratio, share, num_buckets=self.num_buckets)
+            for name, share in self.shares.items()
+        }
+        return {name: (generation, [bucket] * self.num_buckets) for name, (bucket, generation) in counts.items()}
 
     def _fill_counts(
         self, pools: Mapping[str, TaskPools], rng: np.random.Generator

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
@@ -242,6 +244,24 @@ class LateDataLoader(DataLoader[SSCBatch]):
         """See ``state_dict``."""
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def outlive_signals(worker_id: int) -> None:
+    """Let this data-loader worker outlive a signal that a launcher sends to the whole process group."""
+    # Blocked in this thread, and so in all that it starts, the signals wait for the one that asks who sent them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    parent = os.getppid()
+
+    def listen() -> None:
+        while True:
+            received = signal.sigwaitinfo(STOP_SIGNALS)
+            if received.si_signo == signal.SIGTERM and received.si_pid == parent:
+                os._exit(0)
+
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+
+
 class OneByOne:
     """The batches of a data loader, which Lightning leaves as it is.
 
@@ -321,10 +341,6 @@ class OptimizerStepSampler:
 def rows_per_step(batch_size: int, trainer: Trainer | None) -> int:
     """Return the rows of an optimiser step over all processes and micro-steps; without a trainer, of a micro-step."""
     return batch_size if trainer is None else batch_size * trainer.accumulate_grad_batches * trainer.world_size
-
-
-def steps_per_epoch(rows: int, rows_per_step: int) -> int:
-    return math.ceil(rows / rows_per_step)
 
 
 def validation_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
@@ -13,62 +14,25 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from selfcal_lightning.core.errors import InputError, check_at_least
+from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.datamodules.plan import check_data, check_room, plan_data, splits_of
-from selfcal_lightning.datamodules.questions import (
-    QuestionSource,
-    check_disjoint,
-    load_questions,
-    outlive_signals,
-    task_shares,
-)
+from selfcal_lightning.datamodules.questions import QuestionSource, check_disjoint, load_questions, task_shares
+from selfcal_lightning.datamodules.ssc import sampler, stored_rows, tuples
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, shares_prefix
 from selfcal_lightning.datamodules.ssc.mixture import EpochDraw, Mixture, build_pools
-from selfcal_lightning.datamodules.ssc.sampler import (
-    DealByLength,
-    DealByPrompt,
-    LateDataLoader,
-    OneByOne,
-    OptimizerStepSampler,
-    Packing,
-    epoch_position,
-    group_by_question,
-    limited_batches,
-    rows_per_step,
-    steps_per_epoch,
-    validation_batches,
-)
-from selfcal_lightning.datamodules.ssc.stored_rows import (
-    RoundRule,
-    check_round_of,
-    check_stored_splits,
-    epoch_to_read,
-    keep_targets,
-    read_rounds,
-    round_of_epoch,
-    rounds_to_read,
-)
-from selfcal_lightning.datamodules.ssc.tuples import (
-    AGREEMENT,
-    BEFORE_ANSWERING,
-    PTrueName,
-    TargetRecipe,
-    TupleDataset,
-    TupleTable,
-    build_table,
-    check_agreement,
-    describe_epoch,
-)
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
+from selfcal_lightning.datamodules.ssc.sampler import LateDataLoader, Packing
+from selfcal_lightning.datamodules.ssc.tuples import PTrueName, TargetRecipe, TupleDataset, TupleTable
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
 from selfcal_lightning.models.packing import check_attention
 from selfcal_lightning.records import Question
 from selfcal_lightning.training.settings import check_literals
 
 Split = Literal["train", "validation", "test"]
+RoundRule = Literal["replace", "mix"]
 
 # Settings that leave the rows of an optimiser step and their targets as they are; sources, targets and the batch size
 # count otherwise (`training_settings`), and the model is in the fingerprint of every round.
@@ -184,7 +148,22 @@ class StoredDataModule(LightningDataModule, ABC):
 
     def check_num_samples(self) -> None:
         """Refuse a target that so few responses to a question do not have."""
-        check_agreement(self.num_samples, self.row_target)
+        tuples.check_agreement(self.num_samples, self.row_target)
+
+    def chat_format(self) -> ChatFormat:
+        tokenizer = load_tokenizer(self.base_model, revision=self.revision)
+        return ChatFormat(tokenizer, query=self.query, prompt=self.prompt)
+
+    def shape(self) -> dict[str, Any]:
+        """Return the settings of every ``RowLayout``."""
+        return {
+            "max_length": self.max_length,
+            "pad_to_multiple_of": self.pad_to_multiple_of,
+            "shared_prefix": self.shares_prefix(),
+        }
+
+    def shares_prefix(self) -> bool:
+        return shares_prefix(self.packing, self.base_model, revision=self.revision)
 
     def recipes(self) -> tuple[TargetRecipe, ...]:
         """Return the target recipes: the adapter's first, then one per auxiliary adapter."""
@@ -240,7 +219,7 @@ class StoredDataModule(LightningDataModule, ABC):
         if self.trainer is None:
             return
         check_data(self, stage, self.trainer)
-        if shares_prefix(self.packing, self.base_model, revision=self.revision):
+        if self.shares_prefix():
             reader = self._module()
             check_attention(None if reader is None else reader.attn_implementation)
         if stage == "fit":
@@ -257,16 +236,16 @@ class StoredDataModule(LightningDataModule, ABC):
     def round_of(self, epoch: int) -> int:
         """Return the newest generation round that ``epoch`` trains on."""
         every = self.regenerate_every_n_epochs
-        return self.round if every is None else round_of_epoch(epoch, every)
+        return self.round if every is None else epoch // every
 
     @property
     def rows_per_step(self) -> int:
-        return rows_per_step(self.batch_size, self.trainer)
+        return sampler.rows_per_step(self.batch_size, self.trainer)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimiser steps in an epoch; known before the store exists, given training sources (or ``fill``)."""
-        return steps_per_epoch(self.mixture(self._shares()).rows_per_epoch, self.rows_per_step)
+        return math.ceil(self.mixture(self._shares()).rows_per_epoch / self.rows_per_step)
 
     def training_settings(self) -> dict[str, Any]:
         """Return what the training rows and their targets depend on, as plain JSON types; the store is not read.
@@ -278,7 +257,7 @@ class StoredDataModule(LightningDataModule, ABC):
             **{one.name: getattr(self, one.name) for one in fields(self) if one.name not in NOT_OF_THE_TRAINING},
             **{name: getattr(mixture, name) for name in ("total_tuples", "generation_ratio", "num_buckets")},
             "target": self.row_target,
-            "packing": shares_prefix(self.packing, self.base_model, revision=self.revision),
+            "packing": self.shares_prefix(),
             "rows_per_step": self.rows_per_step,
             "shares": self._shares(),
             "questions": sorted((question.id, question_digest(question)) for question in self.questions("train")),
@@ -294,7 +273,7 @@ class StoredDataModule(LightningDataModule, ABC):
     def _tuples_of_an_epoch(self) -> int:
         named = self.sources["train"]
         questions = self.questions("train") if named else self._store().question_ids(split="train", round=self.round)
-        return len(questions) * (1 if self.row_target in BEFORE_ANSWERING else self.num_samples)
+        return len(questions) * (1 if self.row_target in tuples.BEFORE_ANSWERING else self.num_samples)
 
     # ---- loaders
 
@@ -302,10 +281,11 @@ class StoredDataModule(LightningDataModule, ABC):
         """Open the store and return the loader of training."""
         self.check_num_samples()
         store, collator = self._store(), self.collator()
-        epoch = epoch_to_read(self.trainer)
+        epoch = stored_rows.epoch_to_read(self.trainer)
         newest = self.round_of(epoch)
-        rounds = (newest,) if self.regenerate_every_n_epochs is None else rounds_to_read(newest, self.round_rule)
-        table = keep_targets(*self._build(store, collator, "train", rounds, self.recipes()), target=self.row_target)
+        mixes = self.regenerate_every_n_epochs is not None and self.round_rule == "mix"
+        read = self._build(store, collator, "train", range(newest + 1) if mixes else (newest,), self.recipes())
+        table = stored_rows.keep_targets(*read, target=self.row_target)
         mixture = self.mixture(self._shares() or dict.fromkeys(table.index.task, 1.0 / len(set(table.index.task))))
         confident, tasks = table.confident(self.eta), table.index.task.tolist()
         pools = build_pools(
@@ -316,9 +296,9 @@ class StoredDataModule(LightningDataModule, ABC):
             return mixture.draw(pools, confident, seed=self.seed, epoch=epoch)
 
         order = {**asdict(mixture), "eta": self.eta}
-        sampler = self._sampler(draw, table, collator, newest, rows_per_epoch=mixture.rows_per_epoch, order=order)
-        rank_zero_info(describe_epoch(table, pools, sampler, epoch))
-        return self._loader(TupleDataset(store, table), sampler, collator)
+        steps = self._sampler(draw, table, collator, newest, rows_per_epoch=mixture.rows_per_epoch, order=order)
+        rank_zero_info(tuples.describe_epoch(table, pools, steps, epoch))
+        return self._loader(TupleDataset(store, table), steps, collator)
 
     def val_dataloader(self) -> LateDataLoader | list[Any]:
         """Open the store and return the loader of this process's part of the fixed validation pool.
@@ -333,11 +313,11 @@ class StoredDataModule(LightningDataModule, ABC):
     def test_dataloader(self) -> LateDataLoader:
         return self._pool_loader("test")
 
-    def predict_dataloader(self) -> OneByOne:
+    def predict_dataloader(self) -> sampler.OneByOne:
         """Return the loader of this process's part of ``predict_split``, and set ``predict_index``."""
         loader = self._pool_loader(self.predict_split)
         self.predict_index = loader.dataset.table.index
-        return OneByOne(loader)
+        return sampler.OneByOne(loader)
 
     def _pool_loader(self, split: Split) -> LateDataLoader:
         """Return the loader of this process's questions of a split: every response once."""
@@ -350,10 +330,10 @@ class StoredDataModule(LightningDataModule, ABC):
                 f"{split.capitalize()}: {len(table):,} responses, {table.num_cut:,} of them cut to fit `max_length`, "
                 f"{sum(table.dropped.values()):,} dropped for their prompt's length."
             )
-        if self.num_samples < 2 and self.row_target in AGREEMENT:
+        if self.num_samples < 2 and self.row_target in tuples.AGREEMENT:
             table = replace(table, target=np.full(len(table), np.nan))  # one response always agrees with itself
         weights = (~np.isnan(table.target)).astype(np.float64), table.confident(self.eta).astype(np.float64)
-        batches = validation_batches(
+        batches = sampler.validation_batches(
             table.index.question_index,
             table.length,
             weights,
@@ -381,8 +361,8 @@ class StoredDataModule(LightningDataModule, ABC):
         if questions is None:
             stored = {role: self.round if role == "train" else 0 for role in sources if not sources[role]}
             known = {role: self.questions(role) for role in sources if sources[role]}
-            check_stored_splits(store, stored, known=known)
-        index = read_rounds(
+            stored_rows.check_stored_splits(store, stored, known=known)
+        index = stored_rows.read_rounds(
             store,
             split=split,
             rounds=rounds,
@@ -405,7 +385,7 @@ class StoredDataModule(LightningDataModule, ABC):
     def _table(
         self, store: SampleStore, index: SampleIndex, collator: RowLayout, recipes: Sequence[TargetRecipe]
     ) -> tuple[TupleTable, np.ndarray]:
-        return build_table(store, index, collator, recipes, p_true=self.p_true, drop_none=self.drop_none)
+        return tuples.build_table(store, index, collator, recipes, p_true=self.p_true, drop_none=self.drop_none)
 
     def _sampler(
         self,
@@ -416,16 +396,17 @@ class StoredDataModule(LightningDataModule, ABC):
         *,
         rows_per_epoch: int,
         order: Mapping[str, Any],
-    ) -> OptimizerStepSampler:
+    ) -> sampler.OptimizerStepSampler:
         """Return this process's sampler of what ``rows`` draws from the round ``newest``."""
         trainer = self.trainer
-        deal: DealByPrompt | DealByLength = DealByLength(table.length, self.batch_size, self.token_budget)
+        question = table.index.question_index
+        deal: sampler.Dealer = sampler.DealByLength(table.length, self.batch_size, self.token_budget)
         if collator.shared_prefix:
-            deal = DealByPrompt(table.index.question_index, table.prompt_length, table.length, self.token_budget)
+            deal = sampler.DealByPrompt(question, table.prompt_length, table.length, self.token_budget)
         accumulate = trainer.accumulate_grad_batches if trainer else 1
-        num_steps = steps_per_epoch(rows_per_epoch, self.rows_per_step)
+        num_steps = math.ceil(rows_per_epoch / self.rows_per_step)
         batches = num_steps * accumulate
-        limit = limited_batches(batches, trainer.limit_train_batches) if trainer else batches
+        limit = sampler.limited_batches(batches, trainer.limit_train_batches) if trainer else batches
         self._order = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
@@ -438,19 +419,24 @@ class StoredDataModule(LightningDataModule, ABC):
         }
 
         def position() -> tuple[int, int]:
-            epoch, start = (0, 0) if trainer is None else epoch_position(trainer, limit)
+            epoch, start = (0, 0) if trainer is None else sampler.epoch_position(trainer, limit)
             if start:
                 self._check_order()
             return epoch, start
 
         def draw(epoch: int) -> EpochDraw:
-            check_round_of(epoch, newest=newest, every=self.regenerate_every_n_epochs)
+            # A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
+            if (wanted := self.round_of(epoch)) != newest:
+                raise RunError(
+                    f"Epoch {epoch} is trained on round {wanted}, but its loader was built for round {newest}: set "
+                    "`trainer.reload_dataloaders_every_n_epochs: 1`."
+                )
             # `overfit_batches` is set by a connector of the Trainer.
             epoch = 0 if trainer is not None and trainer.overfit_batches > 0 else epoch  # type: ignore[attr-defined]
-            question = table.index.question_index
-            return group_by_question(rows(epoch), question, group_size=self.group_size, seed=self.seed, epoch=epoch)
+            size = self.group_size
+            return sampler.group_by_question(rows(epoch), question, group_size=size, seed=self.seed, epoch=epoch)
 
-        return OptimizerStepSampler(
+        return sampler.OptimizerStepSampler(
             draw,
             deal,
             num_steps=num_steps,
@@ -467,7 +453,7 @@ class StoredDataModule(LightningDataModule, ABC):
             batch_sampler=batches,
             collate_fn=collator,
             num_workers=self.num_workers,
-            worker_init_fn=outlive_signals,
+            worker_init_fn=sampler.outlive_signals,
             # Worker seeds come from a generator of its own: the global one would depend on how often a run was resumed.
             generator=torch.Generator(),
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from selfcal_lightning.core.errors import InputError, RunError
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, question_digest
 from selfcal_lightning.data.tasks.registry import get_task
@@ -128,14 +127,6 @@ def _way_out(reasons: set[str]) -> str:
     return "Generate with the confidence query, or use `target='consistency'` ('vote_share' of a reward model)."
 
 
-RoundRule = Literal["replace", "mix"]
-
-
-def round_of_epoch(epoch: int, every: int | None) -> int:
-    """Return the newest round that ``epoch`` trains on, with a new round every ``every`` epochs."""
-    return 0 if every is None else epoch // every
-
-
 def epoch_to_read(trainer: Trainer | None) -> int:
     """Return the epoch whose rows the next loader holds.
 
@@ -146,11 +137,6 @@ def epoch_to_read(trainer: Trainer | None) -> int:
     epoch, most = trainer.current_epoch, trainer.max_epochs
     over = (most not in (None, -1) and epoch >= most) or 0 <= trainer.max_steps <= trainer.global_step
     return max(epoch - 1, 0) if over else epoch
-
-
-def rounds_to_read(newest: int, rule: RoundRule) -> tuple[int, ...]:
-    """Return the rounds whose rows are trained on when ``newest`` is the newest."""
-    return (newest,) if rule == "replace" else tuple(range(newest + 1))
 
 
 def read_rounds(
@@ -222,16 +208,3 @@ def _one_name(index: SampleIndex) -> np.ndarray:
             names = dict(zip(distinct, get_task(index.task[rows.start]).group(distinct), strict=True))
             answers[rows] = [names.get(answer) for answer in answers[rows]]
     return answers
-
-
-def check_round_of(epoch: int, *, newest: int, every: int | None) -> None:
-    """Raise RunError where ``epoch`` belongs to another round than its loader was built for.
-
-    A loader may be built before the trainer knows which epoch it resumes in; it is then built again.
-    """
-    wanted = newest if every is None else round_of_epoch(epoch, every)
-    if wanted != newest:
-        raise RunError(
-            f"Epoch {epoch} is trained on round {wanted}, but its loader was built for round {newest}: set "
-            "`trainer.reload_dataloaders_every_n_epochs: 1`."
-        )

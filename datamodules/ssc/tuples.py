@@ -19,22 +19,11 @@ from selfcal_lightning.confidence.features import LOGIT, NUM_TOKENS, confidence_
 from selfcal_lightning.confidence.fusion import Fusion
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.data.store.shards import SampleIndex
+from selfcal_lightning.data.store.shards import SampleIndex, StoredRow
+from selfcal_lightning.datamodules.ssc import sampler
 from selfcal_lightning.datamodules.ssc.collate import RowLayout, TupleRows
-from selfcal_lightning.datamodules.ssc.mixture import (
-    BoolArray,
-    EpochDraw,
-    FloatArray,
-    IntArray,
-    TaskPools,
-)
-from selfcal_lightning.datamodules.ssc.sampler import (
-    DealByPrompt,
-    MicroBatch,
-    OptimizerStepSampler,
-    count_packed,
-    packed_summary,
-)
+from selfcal_lightning.datamodules.ssc.mixture import BoolArray, EpochDraw, FloatArray, IntArray, TaskPools
+from selfcal_lightning.datamodules.ssc.sampler import MicroBatch
 from selfcal_lightning.metrics.calibration import expected_calibration_error
 from selfcal_lightning.metrics.capability import agreeing_pairs, top_share
 from selfcal_lightning.metrics.consistency import leave_one_out, soft_self_consistency, vote_share
@@ -305,16 +294,19 @@ def known_lengths(store: SampleStore, index: SampleIndex, collator: RowLayout) -
     prompt, response = index.num_prompt_tokens.copy(), index.num_tokens.copy()
     unknown = np.flatnonzero((prompt < 0) | (response < 0))
     encoded: dict[str, int] = {}
-    for start in range(0, len(unknown), READ_CHUNK):
-        rows = unknown[start : start + READ_CHUNK]
-        for row, stored in zip(rows, store.read_rows(index.locate(rows)), strict=True):
-            name = stored.question.id
-            if prompt[row] < 0 and name not in encoded:
-                encoded[name] = len(collator.chat.prompt_ids(stored.question.messages))
-            prompt[row] = encoded.get(name, prompt[row])
-            ids = stored.sample.token_ids
-            response[row] = len(collator.chat.response_ids(stored.sample.text) if ids is None else ids)
+    for row, stored in zip(unknown, read_in_chunks(store, index, unknown), strict=True):
+        name = stored.question.id
+        if prompt[row] < 0 and name not in encoded:
+            encoded[name] = len(collator.chat.prompt_ids(stored.question.messages))
+        prompt[row] = encoded.get(name, prompt[row])
+        ids = stored.sample.token_ids
+        response[row] = len(collator.chat.response_ids(stored.sample.text) if ids is None else ids)
     return prompt, response
+
+
+def read_in_chunks(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> Iterator[StoredRow]:
+    for start in range(0, len(rows), READ_CHUNK):
+        yield from store.read_rows(index.locate(rows[start : start + READ_CHUNK]))
 
 
 class TupleDataset(Dataset[TupleRows]):
@@ -355,12 +347,14 @@ def _floats(values: list[float | None]) -> FloatArray:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def describe_epoch(table: TupleTable, pools: Mapping[str, TaskPools], sampler: OptimizerStepSampler, epoch: int) -> str:
-    draw = sampler.draw(epoch)
+def describe_epoch(
+    table: TupleTable, pools: Mapping[str, TaskPools], steps: sampler.OptimizerStepSampler, epoch: int
+) -> str:
+    draw = steps.draw(epoch)
     text = f"{describe_draw(table, pools, draw)}\n{describe_targets(table)}"
-    if isinstance(sampler.deal, DealByPrompt):
-        rows, dealt = sampler.steps(draw)
-        text += "\n" + packed_summary(count_packed(dealt, rows, sampler.deal))
+    if isinstance(steps.deal, sampler.DealByPrompt):
+        rows, dealt = steps.steps(draw)
+        text += "\n" + sampler.packed_summary(sampler.count_packed(dealt, rows, steps.deal))
     return text
 
 

@@ -214,8 +214,8 @@ def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
         raise
 
 
-# A checkpoint holds the random states of all processes for user code, such as a callback with noise. Draws of the project
-# are keyed: rows by seed and epoch, dropout by seed, epoch, batch and rank, samples by seed, round and question.
+# A checkpoint holds the random states of all processes for user code, such as a callback with noise. The project's own
+# draws are keyed: rows by seed and epoch, dropout by seed, epoch, batch and rank, samples by seed, round and question.
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

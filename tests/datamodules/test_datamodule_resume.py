@@ -14,7 +14,7 @@ from support.ssc_pools import FileRecorder, Pool, Recorder, fit, random_samples,
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
-from selfcal_lightning.datamodules.ssc.stored_rows import pool_rounds, read_rounds, round_of_epoch, rounds_to_read
+from selfcal_lightning.datamodules.ssc.stored_rows import pool_rounds, read_rounds
 from selfcal_lightning.datamodules.ssc.tuples import TargetRecipe, build_table
 from selfcal_lightning.records import Question
 
@@ -225,8 +225,7 @@ def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> No
     store, collator, questions = SampleStore(path), data.collator(), data.questions("train")
     settings = {"recipes": [TargetRecipe("ssc")], "p_true": "normalised", "drop_none": True}
     targets = {}
-    for rule in ("mix", "replace"):
-        rounds = rounds_to_read(1, rule)
+    for rule, rounds in (("mix", (0, 1)), ("replace", (1,))):
         index = read_rounds(store, split="train", rounds=rounds, questions=questions, chat=collator.chat)
         targets[rule] = build_table(store, index, collator, **settings)[0].target
     # Confidences: 7 has .75 + .5 + .25 = 1.5, 8 has .25, 9 has .5; all together 2.25.
@@ -293,8 +292,8 @@ def test_lightning_must_build_the_loader_anew(pool: Pool, rounds_dir: str) -> No
 def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) -> None:
     sampler = pool.data(rounds_dir, regenerate_every_n_epochs=2).train_dataloader().batch_sampler
     assert len(sampler.draw(0).rows) == len(sampler.draw(1).rows) == 22
-    for epoch in (2, 4):
-        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round_of_epoch(epoch, 2)}"):
+    for epoch, round in ((2, 1), (4, 2)):
+        with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round}"):
             sampler.draw(epoch)
 
 

@@ -14,7 +14,7 @@ from support.module_batches import quiet_trainer
 from support.training_runs import data_module
 from torch.utils.data import DataLoader
 
-from selfcal_lightning.datamodules.questions import outlive_signals
+from selfcal_lightning.datamodules.ssc.sampler import outlive_signals
 from selfcal_lightning.training.checkpoints import random_states, restore_random_states
 
 CPU = torch.device("cpu")

@@ -207,12 +207,8 @@ class AdapterExport(Callback):
         rows = {**self._training.get("rows", {}), "teacher": None, "teacher_share": own.teacher_share}
         rows |= {"target": own.target} if own.target is not None else {}
         rows |= {"teacher": files_sha256([Path(own.teacher)])[0]} if own.teacher is not None else {}
-        facts: dict[str, Any] = {
-            "store": self._describe_store(),
-            "run": self.run,
-            "training": {**self._training, "rows": rows},
-        }
-        write_export(module, folder, auxiliary=name, domain=self._domain(module), **facts)
+        facts = self._facts(module) | {"training": {**self._training, "rows": rows}}
+        write_export(module, folder, auxiliary=name, **facts)
         say(f"AdapterExport: wrote the adapter {name!r} to {folder}")
 
     def _export(self, trainer: Trainer, module: TrainedModule, folder: Path) -> None:
@@ -223,25 +219,26 @@ class AdapterExport(Callback):
         # Those of an earlier step are not of these weights.
         known = trainer.callback_metrics if self._validated == trainer.global_step else {}
         metrics = {name: value.item() for name, value in known.items() if name.startswith("val/")}
-        facts: dict[str, Any] = {"store": self._describe_store(), "run": self.run, "training": self._training}
-        write_export(module, folder, state=state, metrics=metrics, domain=self._domain(module), **facts)
+        write_export(module, folder, state=state, metrics=metrics, **self._facts(module))
         say(f"AdapterExport: wrote the {module.export_kind} to {folder}")
 
-    def _describe_store(self) -> dict[str, Any] | None:
-        """Return the store's folder and tasks, and what every round was sampled with; None without a store."""
+    def _facts(self, module: TrainedModule) -> dict[str, Any]:
+        """Return the run, and the store's folder and tasks with what every round was sampled with."""
+        facts = {"run": self.run, "training": self._training, "domain": self._domain(module)}
         if self._store_dir is None:
-            return None
+            return facts
         store = SampleStore(self._store_dir)
         rounds = store.manifest.rounds
         sampling = rounds[0].fingerprint.sampling if 0 in rounds else None
         if self._tasks is None:  # the whole index is read for it, and no export of a run changes it
             self._tasks = sorted(set(store.index(split="train").task.tolist()))
-        return {
+        described = {
             "path": self._store_dir,
             "digests": {str(number): record.digest for number, record in rounds.items()},
             "sampling": None if sampling is None else asdict(sampling),
             "tasks": self._tasks,
         }
+        return {**facts, "store": described}
 
 
 def describe_training(trainer: Trainer) -> dict[str, Any]:

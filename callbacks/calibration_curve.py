@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -28,7 +27,7 @@ from selfcal_lightning.models.causal_lm import evaluation_mode
 from selfcal_lightning.training.metrics import CalibrationMetrics, CalibrationPoints
 from selfcal_lightning.training.model_parallel import build_validation_loaders
 
-Columns = tuple[np.ndarray, ...]
+Columns = tuple[np.ndarray, np.ndarray]  # confidences and outcomes
 Pools = dict[str, Columns]
 
 
@@ -74,19 +73,17 @@ class PoolCurve(Callback, ABC):
         return {pool: [torch.tensor(column) for column in columns] for pool, columns in self._before.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._before = {pool: tuple(column.numpy() for column in columns) for pool, columns in state_dict.items()}
+        self._before = {pool: (one.numpy(), other.numpy()) for pool, (one, other) in state_dict.items()}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Score and draw the pool with the weights that training starts from; a resumed run has done so."""
         if not self.before or trainer.global_step > 0 or not trainer.enable_validation:
             return
-        if not score_pool(trainer, pl_module):
+        if (scored := self._score(trainer, pl_module)) is None:
             rank_zero_info(f"{type(self).__name__}: there are no validation questions, so nothing is drawn.")
             return
-        self._before = self.pools(pl_module.val_metrics)
-        self._log(trainer, pl_module.val_metrics.compute())
-        self._draw(trainer, "before", self._before, {})
-        pl_module.val_metrics.reset()
+        self._before = scored
+        self._draw(trainer, "before", scored, {})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking:
@@ -98,16 +95,19 @@ class PoolCurve(Callback, ABC):
         """Score and draw the pool once more where no validation has seen the last weights."""
         if self._drawn_at == trainer.global_step or not trainer.enable_validation:
             return
-        if score_pool(trainer, pl_module):
-            self._log(trainer, pl_module.val_metrics.compute())
-            self._draw(trainer, "val", self.pools(pl_module.val_metrics), self._before)
-            pl_module.val_metrics.reset()
+        if (scored := self._score(trainer, pl_module)) is not None:
+            self._draw(trainer, "val", scored, self._before)
 
-    def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Log the metrics of a pass that Lightning does not know of, on the first process."""
+    def _score(self, trainer: Trainer, module: Any) -> Pools | None:
+        """Score the pool in a pass that Lightning does not know of, and log its metrics on the first process."""
+        if not score_pool(trainer, module):
+            return None
+        values, pools = module.val_metrics.compute(), self.pools(module.val_metrics)
+        module.val_metrics.reset()
         scalars = {f"val/{name}": float(value) for name, value in values.items() if value == value}
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_metrics(scalars, step=trainer.global_step)
+        return pools
 
     def _draw(self, trainer: Trainer, stage: str, pools: Pools, before: Pools) -> None:
         self._latest = pools
@@ -154,9 +154,6 @@ def score_pool(trainer: Trainer, module: Any) -> bool:
     return True
 
 
-ALL = "all"
-
-
 class CalibrationCurve(PoolCurve):
     """Draws the validation pool: per task, and over all of them where there are several.
 
@@ -184,30 +181,25 @@ class CalibrationCurve(PoolCurve):
                     say(outcome(pool, self._before[pool], columns))
 
     def pools(self, metrics: CalibrationMetrics) -> Pools:
-        return dict(labelled(metrics.points()))
+        return labelled(metrics.points())
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        confidence, correct = columns
-        earlier = None if before is None else (before[0], before[1])
-        now = {"before" if earlier is None else "after": (confidence, correct)}
+        curves = {"before": columns} if before is None else {"before": before, "after": columns}
         return {
-            "reliability": reliability_diagram(confidence, correct, before=earlier, num_bins=self.num_bins, title=pool),
-            "roc": roc_figure(now if earlier is None else {"before": earlier, **now}, title=pool),
-            "distribution": confidence_distribution(confidence, correct, title=pool),
+            "reliability": reliability_diagram(*columns, before=before, num_bins=self.num_bins, title=pool),
+            "roc": roc_figure(curves, title=pool),
+            "distribution": confidence_distribution(*columns, title=pool),
         }
 
 
-def labelled(points: CalibrationPoints) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def labelled(points: CalibrationPoints) -> Pools:
     """Return confidences and labels by task, and of all tasks where there are several; unknown ones left out."""
     known = points.select(~np.isnan(points.correct) & ~np.isnan(points.confidence))
     tasks = np.unique(known.task).tolist()
     pools = {task: known.select(known.task == task) for task in tasks}
     if len(tasks) > 1:
-        pools[ALL] = known
+        pools["all"] = known
     return {task: (pool.confidence, pool.correct) for task, pool in pools.items()}
-
-
-POOL = "validation"
 
 
 class CapabilityCurve(PoolCurve):
@@ -228,14 +220,12 @@ class CapabilityCurve(PoolCurve):
     def pools(self, metrics: CapabilityMetrics) -> Pools:
         """Return predictions and shares of right responses; nothing where none is verified."""
         predicted, correct, samples = metrics.questions_seen()
-        return {POOL: (predicted, correct / samples)} if len(predicted) else {}
+        return {"validation": (predicted, correct / samples)} if len(predicted) else {}
 
     def figures(self, pool: str, columns: Columns, before: Columns | None) -> dict[str, Figure]:
-        predicted, share = columns
-        earlier = None if before is None else (before[0], before[1])
         return {
-            "reliability": reliability_diagram(predicted, share, before=earlier, num_bins=self.num_bins, title=pool),
-            "scatter": capability_scatter(predicted, share, title=pool),
+            "reliability": reliability_diagram(*columns, before=before, num_bins=self.num_bins, title=pool),
+            "scatter": capability_scatter(*columns, title=pool),
         }
 
 

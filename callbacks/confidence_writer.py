@@ -122,10 +122,8 @@ class ConfidenceWriter(Callback):
 
 
 def prediction_origin(module: ScoringModule, *, max_length: int) -> dict[str, Any]:
-    """Return what the confidences of ``module`` depend on, as plain JSON types. A collective if it is sharded.
-
-    The trained weights are named by their sha256, since a checkpoint may be overwritten, or training continue.
-    """
+    """Return what the confidences of ``module`` depend on, as plain JSON types. A collective if it is sharded."""
+    # The trained weights are named by their sha256, since a checkpoint may be overwritten, or training continue.
     return {**module.confidence_origin(), "trained_sha256": trained_sha256(module), "max_length": max_length}
 
 

@@ -46,22 +46,12 @@ from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_bytes, weights_sha256
 from selfcal_lightning.records import Question, SamplingSettings
+from selfcal_lightning.training import rounds
 from selfcal_lightning.training.calibrated_model import ConfidenceModel
 from selfcal_lightning.training.checkpoints import INCIDENTAL
 from selfcal_lightning.training.model_parallel import callbacks_of, data_module_of, decides_at_epoch_end
 from selfcal_lightning.training.modules import ScoringModule, check_defines, needed_data
-from selfcal_lightning.training.rounds import (
-    adapter_folder,
-    check_adapter,
-    check_same_training,
-    checkpoint_file,
-    describe_round,
-    describe_shift,
-    keep_adapter,
-    make_probes,
-    question_targets,
-    serving,
-)
+from selfcal_lightning.training.rounds import adapter_folder, checkpoint_file, serving
 from selfcal_lightning.training.settings import check_positive
 from selfcal_lightning.training.support import way_of
 
@@ -82,7 +72,20 @@ class EnginePlace:
 
 
 def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place: EnginePlace) -> Engine:
-    return open_engine(_bound(options, place), model, chat=chat)
+    """Start an engine on the process's device, or on GPUs that no other process's engine takes."""
+    own: dict[str, Any] = {}
+    if options.name == "transformers":
+        own = {"device": str(place.device)}
+    elif place.device.type == "cuda":
+        count, start = options.num_gpus, place.local_rank * options.num_gpus
+        there, needed = torch.cuda.device_count(), place.processes * count
+        if count > 1 and needed > there:
+            raise InputError(
+                f"{place.processes} engine(s) of `tensor_parallel_size` {count} need {needed} GPUs, but got {there}. "
+                "Start fewer processes (`trainer.devices`), or lower `tensor_parallel_size`."
+            )
+        own = {"devices": [place.device.index] if count == 1 else list(range(start, start + count))}
+    return open_engine(replace(options, engine_args={**own, **options.engine_args}), model, chat=chat)
 
 
 def start_round_engine(
@@ -114,23 +117,6 @@ def start_round_engine(
         share = memory_share(free, total, weights=weights, limit=options.engine_args.get(MEMORY))
         options = replace(options, engine_args={**options.engine_args, MEMORY: share})
     return start_engine(options, model, chat, place=place)
-
-
-def _bound(options: EngineOptions, place: EnginePlace) -> EngineOptions:
-    """Return the options of an engine on the process's device, or on GPUs that no other process's engine takes."""
-    if options.name == "transformers":
-        return replace(options, engine_args={"device": str(place.device), **options.engine_args})
-    if place.device.type != "cuda":
-        return options
-    count, start = options.num_gpus, place.local_rank * options.num_gpus
-    gpus = [place.device.index] if count == 1 else list(range(start, start + count))
-    there, needed = torch.cuda.device_count(), place.processes * count
-    if count > 1 and needed > there:
-        raise InputError(
-            f"{place.processes} engine(s) of `tensor_parallel_size` {count} need {needed} GPUs, but got {there}. Start "
-            "fewer processes (`trainer.devices`), or lower `tensor_parallel_size`."
-        )
-    return replace(options, engine_args={"devices": gpus, **options.engine_args})
 
 
 def engine_weights_bytes(model: str, *, revision: str | None, dtype: str) -> int:
@@ -258,9 +244,8 @@ def check_can_regenerate(
         "needs joint training (`lora.activated: false`): others do not change the samples": module.activated,
         "does not work with FSDP2: use the strategy auto or ddp": way_of(trainer.strategy) == "FSDP2",
     }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise InputError(f"`regenerate_every_n_epochs` {problem}.")
+    if problem := next((problem for problem, is_there in problems.items() if is_there), None):
+        raise InputError(f"`regenerate_every_n_epochs` {problem}.")
     if module.memory.quantization is not None:
         own = module.adapter.torch_dtype
         if own == "auto":
@@ -291,21 +276,18 @@ def training_digest(trainer: Trainer, module: ConfidenceModel, *, round: int | N
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def report_round(trainer: Trainer, round: int, *, step: int) -> dict[str, float]:
+def report_round(trainer: Trainer, round: int) -> None:
     """Describe ``round`` of the training questions, log it as ``round/...`` and say it; for one process."""
     data = _data(trainer)
     settings = {"raw": data.p_true == "raw", "drop_none": data.drop_none}
     later = _index(data, round)
-    values = {"Number": float(round), **describe_round(later, **settings)}
+    values = {"Number": float(round), **rounds.describe_round(later, **settings)}
     if round > 0:
-        earlier = _index(data, round - 1)
-        values |= describe_shift(question_targets(earlier, **settings), question_targets(later, **settings))
-    named = {f"round/{name}": value for name, value in values.items()}
+        earlier, now = (rounds.question_targets(index, **settings) for index in (_index(data, round - 1), later))
+        values |= rounds.describe_shift(earlier, now)
     for logger in trainer.loggers:
-        logger.log_metrics(named, step=step)
-    told = ", ".join(f"{name.removeprefix('round/')} {value:.4g}" for name, value in named.items())
-    say(f"SSCGeneration: round {round}: {told}")
-    return named
+        logger.log_metrics({f"round/{name}": value for name, value in values.items()}, step=trainer.global_step)
+    say(f"SSCGeneration: round {round}: {', '.join(f'{name} {value:.4g}' for name, value in values.items())}")
 
 
 def _data(trainer: Trainer) -> StoredDataModule:
@@ -408,8 +390,8 @@ class SSCGeneration(Callback):
         )
         notes: tuple[str, ...] = ()
         every, epochs = data.regenerate_every_n_epochs, trainer.max_epochs
-        if every is not None and epochs not in (None, -1) and (rounds := math.ceil(epochs / every) - 1):
-            notes = (f"{rounds} later rounds sample the training questions again, as many responses each.",)
+        if every is not None and epochs not in (None, -1) and (later := math.ceil(epochs / every) - 1):
+            notes = (f"{later} later rounds sample the training questions again, as many responses each.",)
         return Plan(sampling=(sampling,), places=(Place("samples", data.store_dir),), notes=notes)
 
     def _check_module(self, module: object, data: StoredDataModule) -> None:
@@ -440,9 +422,7 @@ class SSCGeneration(Callback):
             check_can_regenerate(trainer, pl_module, self.engine, has_questions="train" in splits)
             self._unreported = [0]
         if not splits:
-            _say(
-                trainer, f"SSCGeneration: no question sources are configured; the samples in {data.store_dir} are used."
-            )
+            _say(trainer, f"no question sources are configured; the samples in {data.store_dir} are used.")
             return
         token = trainer.strategy.broadcast(uuid.uuid4().hex)  # the last collective before the long work
         self._meetings = Path(data.store_dir) / "meetings" / token
@@ -479,7 +459,7 @@ class SSCGeneration(Callback):
             for folder in sorted(adapter_folder(data.store_dir, 0).parent.glob("round-[0-9][0-9][0-9]")):
                 round = int(folder.name.removeprefix("round-"))
                 if round > data.round_of(trainer.current_epoch):
-                    check_same_training(folder, round, training_digest(trainer, pl_module, round=round))
+                    rounds.check_same_training(folder, round, training_digest(trainer, pl_module, round=round))
         self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: ConfidenceModel) -> None:
@@ -531,7 +511,7 @@ class SSCGeneration(Callback):
         digest = training_digest(trainer, module, round=round)
         with self._meeting(trainer, f"round-{round:03d}-adapter").together():
             if trainer.is_global_zero and place.at_start:
-                keep_adapter(module, data.store_dir, round=round, training=digest)
+                rounds.keep_adapter(module, data.store_dir, round=round, training=digest)
         meeting = self._meeting(trainer, f"round-{round:03d}")
         with meeting.working(), serving(module, folder):
             self._fill(trainer, module, splits, round=round, interrupt=meeting.check)
@@ -543,7 +523,7 @@ class SSCGeneration(Callback):
         for round in self._unreported:
             self._reported = round
             if trainer.is_global_zero:
-                report_round(trainer, round, step=trainer.global_step)
+                report_round(trainer, round)
         self._unreported = []
 
     def _fill(
@@ -571,8 +551,8 @@ class SSCGeneration(Callback):
             total = sum(map(len, splits.values()))
             mine = sum(len(select_share(questions, shard)) for questions in splits.values())
             whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
-            reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}"
-            say(f"SSCGeneration: round {round}, {reused}.")
+            reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}."
+            say(f"SSCGeneration: round {round}, {reused}")
             return
         engine = self._start(trainer, module, chat, adapter)
         try:
@@ -588,8 +568,7 @@ class SSCGeneration(Callback):
                 splits=splits,
             )
             for split, questions in splits.items():
-                about = f"round {round}, {split}, {data.num_samples} samples a question, into {data.store_dir}"
-                _say(trainer, f"SSCGeneration: {about}")
+                _say(trainer, f"round {round}, {split}, {data.num_samples} samples a question, into {data.store_dir}")
                 report = generate_samples(
                     questions,
                     split=split,
@@ -614,7 +593,7 @@ class SSCGeneration(Callback):
                 torch.cuda.empty_cache()
 
     def _start(self, trainer: Trainer, module: ConfidenceModel, chat: ChatFormat, adapter: str | None) -> Engine:
-        """Start the engine on this process's device: on the base model, or next to the trainer with ``adapter``."""
+        """Start the engine on the base model, or next to the trainer with ``adapter``."""
         options = replace(self.engine, revision=module.revision)
         place = EnginePlace(trainer.strategy.root_device, trainer.local_rank, trainer.num_devices)
         if adapter is None:
@@ -631,10 +610,10 @@ class SSCGeneration(Callback):
         names = [question.id for question in mine][:CHECKED_QUESTIONS]
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
         store = SampleStore(data.store_dir, num_samples=data.num_samples)
-        probes = make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
+        probes = rounds.make_probes(store.read_rows(index.locate(rows)), chat, max_length=engine.max_context)
         before = adapter_folder(data.store_dir, round - 1)
         earlier = serving(module, before) if round > 1 and before.exists() else None
-        return check_adapter(engine, module.model, probes, earlier=earlier)
+        return rounds.check_adapter(engine, module.model, probes, earlier=earlier)
 
     def _join(self, trainer: Trainer, meeting: Rendezvous, splits: Splits, *, round: int = 0) -> None:
         """Wait for the shares of all processes, and show them to readers."""
@@ -644,9 +623,9 @@ class SSCGeneration(Callback):
         joined, seen = (self._meeting(trainer, f"round-{round:03d}-{name}") for name in ("joined", "seen"))
         join_shares(joined, seen, store, wanted, round=round)
         manifest = store.manifest
-        _say(trainer, f"SSCGeneration: {store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.")
+        _say(trainer, f"{store.path} holds {manifest.questions:,} questions, {manifest.rows:,} rows.")
 
 
 def _say(trainer: Trainer, text: str) -> None:
     if trainer.is_global_zero:
-        say(text)
+        say(f"SSCGeneration: {text}")

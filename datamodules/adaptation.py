@@ -215,9 +215,7 @@ class RolloutDataModule(StoredDataModule):
         table, weights, drawn, notes = self._taught(store, collator, newest)
         rank_zero_info("\n".join([f"Round {newest}: {len(drawn):,} of {len(table):,} responses teach.", *notes]))
         if len(drawn) < self.steps_per_epoch and newest > 0:
-            drawn = np.arange(
-                len(table)
-            )  # Lightning builds this loader but never reads it: `teaches` ends the training
+            drawn = np.arange(len(table))  # Lightning builds this loader and never reads it: `teaches` ends training
         if len(drawn) < self.steps_per_epoch:
             raise InputError(
                 f"{self.steps_per_epoch} optimiser steps need as many responses that teach, but got {len(drawn)}. "

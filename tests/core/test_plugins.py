@@ -25,8 +25,7 @@ from selfcal_lightning.inference.registry import STRATEGIES
 ROOT = Path(__file__).resolve().parents[2]
 TASK = """
     from selfcal_lightning.data.tasks.answer_types import NumberAnswers
-    from selfcal_lightning.data.tasks.dataset import DatasetTask, bare_question
-    from selfcal_lightning.data.tasks.local import LocalQuestions
+    from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions, bare_question
     from selfcal_lightning.data.tasks.registry import register_task
 
     register_task(DatasetTask(LocalQuestions("my_numbers", NumberAnswers()), prompt=bare_question))

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,10 +100,10 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
         raise line_error(path, number, f"the fields {', '.join(missing)}{hint}", f"only {', '.join(sorted(line))}")
     _check_keys(path, number, line, QUESTION_KEYS)
     for name in ("id", "task", "question", "split"):
-        _check(path, number, f"`{name}` to be text", line[name], isinstance(line[name], str))
+        check_line(path, number, f"`{name}` to be text", line[name], isinstance(line[name], str))
     reference, responses = line["reference"], line["responses"]
-    _check(path, number, "`reference` to be text or null", reference, reference is None or isinstance(reference, str))
-    _check(path, number, "`responses` to be a list", responses, isinstance(responses, list))
+    check_line(path, number, "`reference` to be text or null", reference, isinstance(reference, str | None))
+    check_line(path, number, "`responses` to be a list", responses, isinstance(responses, list))
     messages = line.get("messages", [{"role": "user", "content": line["question"]}])
     well_formed = isinstance(messages, list) and all(
         isinstance(message, dict)
@@ -112,7 +111,7 @@ def _parse_line(path: Path, number: int, line: dict[str, Any]) -> PoolLine:
         and all(isinstance(text, str) for text in message.values())
         for message in messages
     )
-    _check(path, number, "`messages` to be a list of {role, content}", messages, well_formed)
+    check_line(path, number, "`messages` to be a list of {role, content}", messages, well_formed)
     for response in responses:
         _check_response(path, number, response)
     chat = tuple(Message(message["role"], message["content"]) for message in messages)
@@ -131,28 +130,28 @@ def _with_reference(line: dict[str, Any], *, origin: str) -> dict[str, Any]:
 
 
 def _check_response(path: Path, number: int, response: Any) -> None:
-    _check(path, number, "a response to be an object", response, isinstance(response, dict))
+    check_line(path, number, "a response to be an object", response, isinstance(response, dict))
     _check_keys(path, number, response, RESPONSE_KEYS)
     text, answer, correct = response.get("text"), response.get("answer"), response.get("correct")
-    _check(path, number, "`text` of a response to be text", text, isinstance(text, str))
-    _check(path, number, "`answer` to be text or null", answer, answer is None or isinstance(answer, str))
-    _check(path, number, "`correct` to be true, false or null", correct, correct is None or isinstance(correct, bool))
+    check_line(path, number, "`text` of a response to be text", text, isinstance(text, str))
+    check_line(path, number, "`answer` to be text or null", answer, isinstance(answer, str | None))
+    check_line(path, number, "`correct` to be true, false or null", correct, isinstance(correct, bool | None))
     unreadable = "answer" in response and answer is None
-    _check(path, number, "an unreadable answer not to be correct", response, not (unreadable and correct))
+    check_line(path, number, "an unreadable answer not to be correct", response, not (unreadable and correct))
     finish, tokens = response.get("finish"), response.get("tokens")
-    _check(path, number, '`finish` to be "stop", "length" or null', finish, finish in ("stop", "length", None))
+    check_line(path, number, '`finish` to be "stop", "length" or null', finish, finish in ("stop", "length", None))
     whole = [tokens] if _is_whole(tokens) else tokens
     listed = tokens is None or (isinstance(whole, list) and all(_is_whole(token) for token in whole))
-    _check(path, number, "`tokens` to be a number of tokens or a list of ids", tokens, listed)
+    check_line(path, number, "`tokens` to be a number of tokens or a list of ids", tokens, listed)
     confidence = response.get("confidence", {})
-    _check(path, number, "`confidence` to map names to numbers", confidence, isinstance(confidence, dict))
-    _check(path, number, "the length of a response in `tokens`", NUM_TOKENS, NUM_TOKENS not in confidence)
+    check_line(path, number, "`confidence` to map names to numbers", confidence, isinstance(confidence, dict))
+    check_line(path, number, "the length of a response in `tokens`", NUM_TOKENS, NUM_TOKENS not in confidence)
     for name, value in confidence.items():
         number_like = isinstance(value, int | float) and not isinstance(value, bool)
         finite = value is None or (number_like and abs(value) < LARGEST)
-        _check(path, number, f"confidence `{name}` to be a finite number or null", value, finite)
+        check_line(path, number, f"confidence `{name}` to be a finite number or null", value, finite)
         if name in PROBABILITIES and value is not None:
-            _check(path, number, f"confidence `{name}` to lie in [0, 1]", value, 0.0 <= value <= 1.0)
+            check_line(path, number, f"confidence `{name}` to lie in [0, 1]", value, 0.0 <= value <= 1.0)
 
 
 def _is_whole(value: object) -> bool:
@@ -222,14 +221,14 @@ def is_written_pool(path: Path) -> bool:
     return is_as_written and isinstance(content, dict) and tuple(content) == WRITTEN_KEYS
 
 
-def _check(path: Path, number: int, expected: str, found: object, is_met: bool) -> None:
+def check_line(path: Path, number: int, expected: str, found: object, is_met: bool) -> None:
     if not is_met:
         raise line_error(path, number, expected, repr(found))
 
 
 def _check_keys(path: Path, number: int, found: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(found.keys() - known)
-    _check(path, number, f"only the fields {', '.join(sorted(known))}", unknown, not unknown)
+    check_line(path, number, f"only the fields {', '.join(sorted(known))}", unknown, not unknown)
 
 
 # Split of a pool made elsewhere that names none.
@@ -277,18 +276,3 @@ def trl_row(prompt: str, steps: Sequence[str], rates: Sequence[float], labels: S
     """Return a row of TRL's format for process reward models."""
     made = [rate > 0.0 for rate in rates] if labels == "hard" else list(rates)
     return {"prompt": prompt, "completions": [step.strip() for step in steps], "labels": made}
-
-
-def read_trl_row(record: Mapping[str, Any], *, separator: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return the question of a row of TRL's format, and each of its prefixes with its label as a rate."""
-    prompt, steps, labels = (record[name] for name in TRL_FIELDS)
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise InputError(f"Expected `prompt` to be text, but got {prompt!r}.")
-    if not isinstance(steps, list) or not all(isinstance(step, str) and step.strip() for step in steps):
-        raise InputError(f"Expected `completions` to be a list of steps, but got {steps!r}.")
-    if not isinstance(labels, list) or len(labels) != len(steps):
-        raise InputError(f"Expected `labels` to be a list of {len(steps)}, one a step, but got {labels!r}.")
-    if not all(isinstance(label, int | float) and math.isfinite(label) and 0 <= label <= 1 for label in labels):
-        raise InputError(f"Expected `labels` to be true, false or shares in [0, 1], but got {labels!r}.")
-    prefixes = accumulate(steps, lambda before, step: f"{before}{separator}{step}")
-    return prompt, list(zip(prefixes, map(float, labels), strict=True))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import line_error, read_json_lines, write_json_lines
 from selfcal_lightning.data.pools.importing import QUESTIONS_PER_SHARD, further_counts
-from selfcal_lightning.data.pools.line_format import TRL_FIELDS, open_imported, read_trl_row
+from selfcal_lightning.data.pools.line_format import TRL_FIELDS, check_line, open_imported
 from selfcal_lightning.data.store.shards import read_parquet
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
@@ -68,18 +68,22 @@ def import_training_records(
     for number, record in _read_records(path):
         prompt, text, doubled = _split_input(path, number, record["input"], prompt_separator)
         ended = bool(end_of_turn) and text.endswith(end_of_turn)
-        targets = {name: _share(path, number, field, record[field]) for name, field in TARGETS.items()}
+        targets = {
+            name: _share(path, number, field, value, slack=1e-6)
+            for name, field in TARGETS.items()
+            if (value := record[field]) is not None and value == value  # nan is unknown too
+        }
         response = RecordedResponse(
             text=text.removesuffix(end_of_turn) if ended else text,
             finish="stop" if ended else None,
             answer=None if record["answer"] is None else str(record["answer"]),
-            confidences={name: value for name, value in targets.items() if value is not None},
+            confidences=targets,
         )
         groups.setdefault(prompt, []).append(response)
         others |= record.keys() - set(FIELDS)
         counts["records"] += 1
         counts["unreadable"] += response.answer is None
-        counts["without_target"] += targets["ssc"] is None
+        counts["without_target"] += "ssc" not in targets
         counts["doubled_prompts"] += doubled
         counts["ended"] += ended
     if not groups:
@@ -113,35 +117,34 @@ def _split_input(path: Path, number: int, text: str, separator: str) -> tuple[st
     its records begin with the prompt twice, also joined by a space.
     """
     head, found, response = text.rpartition(separator)
-    if not found:
-        expected = f"`input` to hold the prompt separator {separator!r}, which opens the assistant's turn"
-        raise line_error(path, number, expected, repr(text))
+    expected = f"`input` to hold the prompt separator {separator!r}, which opens the assistant's turn"
+    check_line(path, number, expected, text, bool(found))
     prompt = head + separator
     half = len(prompt) // 2
     doubled = len(prompt) % 2 == 1 and prompt == f"{prompt[:half]} {prompt[:half]}"
     return prompt[:half] if doubled else prompt, response.removeprefix(" "), doubled
 
 
-def _share(path: Path, number: int, field: str, value: object) -> float | None:
-    """Return a share in [0, 1], or None for null and NaN."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0 + 1e-6:
-        raise line_error(path, number, f"`{field}` to lie in [0, 1]", repr(value))
+def _share(path: Path, number: int, field: str, value: Any, *, slack: float = 0.0) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    check_line(path, number, f"`{field}` to lie in [0, 1]", value, is_number and 0.0 <= value <= 1.0 + slack)
     return min(float(value), 1.0)
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     rows = enumerate(read_parquet(path).to_pylist(), start=1) if path.suffix == ".parquet" else read_json_lines(path)
     for number, record in rows:
-        missing = [field for field in FIELDS if field not in record]
-        if missing:
-            raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
-        if not isinstance(record["input"], str):
-            raise line_error(path, number, "`input` to be text", repr(record["input"]))
-        if not isinstance(record["answer"], str | int | float | None):
-            raise line_error(path, number, "`answer` to be text, a number or null", repr(record["answer"]))
+        _check_fields(path, number, record, FIELDS)
+        text, answer = record["input"], record["answer"]
+        check_line(path, number, "`input` to be text", text, isinstance(text, str))
+        is_plain = isinstance(answer, str | int | float | None)
+        check_line(path, number, "`answer` to be text, a number or null", answer, is_plain)
         yield number, record
+
+
+def _check_fields(path: Path, number: int, record: dict[str, Any], fields: Sequence[str]) -> None:
+    if missing := [field for field in fields if field not in record]:
+        raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
 
 
 SUCCESS_FIELDS = ("question", "reasoning_prefix", "success_prob")
@@ -189,24 +192,25 @@ def write_success_pool(path: str | Path, pool: Path, *, task: str, split: str, s
 def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, float]]]]:
     for number, record in read_json_lines(path):
         if record.keys() >= set(TRL_FIELDS):
-            try:
-                asked, prefixes = read_trl_row(record, separator=separator)
-            except InputError as error:
-                raise InputError(f"{path}:{number}: {error}") from error
-            _check_plain(path, number, "completions", record["completions"])
-            yield asked, prefixes
+            prompt, steps, labels = (record[name] for name in TRL_FIELDS)
+            check_line(path, number, "`prompt` to be text", prompt, isinstance(prompt, str) and prompt.strip() != "")
+            are_steps = isinstance(steps, list) and all(isinstance(step, str) and step.strip() for step in steps)
+            check_line(path, number, "`completions` to be a list of steps", steps, are_steps)
+            are_as_many = isinstance(labels, list) and len(labels) == len(steps)
+            check_line(path, number, f"`labels` to be a list of {len(steps)}, one a step", labels, are_as_many)
+            are_shares = all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels)
+            check_line(path, number, "`labels` to be true, false or shares in [0, 1]", labels, are_shares)
+            _check_plain(path, number, "completions", steps)
+            prefixes = accumulate(steps, lambda before, step: f"{before}{separator}{step}")
+            yield prompt, list(zip(prefixes, map(float, labels), strict=True))
             continue
-        if missing := [field for field in SUCCESS_FIELDS if field not in record]:
-            raise line_error(path, number, f"the fields {', '.join(missing)}", f"only {', '.join(sorted(record))}")
+        _check_fields(path, number, record, SUCCESS_FIELDS)
         question, prefix, rate = (record[field] for field in SUCCESS_FIELDS)
-        for field, value in (("question", question), ("reasoning_prefix", prefix)):
-            if not isinstance(value, str) or (field == "question" and not value.strip()):
-                raise line_error(path, number, f"`{field}` to be text", repr(value))
-        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not is_number or not math.isfinite(rate) or not 0.0 <= rate <= 1.0:
-            raise line_error(path, number, f"`{SUCCESS}` to lie in [0, 1]", repr(rate))
+        check_line(path, number, "`question` to be text", question, isinstance(question, str) and bool(question.strip()))
+        check_line(path, number, "`reasoning_prefix` to be text", prefix, isinstance(prefix, str))
+        rate = _share(path, number, SUCCESS, rate)
         _check_plain(path, number, "reasoning_prefix", [prefix])
-        yield question, [(prefix, float(rate))]
+        yield question, [(prefix, rate)]
 
 
 def _check_plain(path: Path, number: int, field: str, texts: list[str]) -> None:

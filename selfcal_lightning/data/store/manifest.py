@@ -334,13 +334,15 @@ def record_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def read_record(path: Path, make: Callable[[dict[str, Any]], Made]) -> Made:
+    def damaged(expected: str, found: object) -> StoreCorruptError:
+        return StoreCorruptError(f"Expected {path} to {expected}, but got {found}. {way_out(path)}")
+
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise StoreCorruptError(f"Expected {path} to be a JSON file, but got: {error}. {way_out(path)}") from error
+        raise damaged("be a JSON file", error) from error
     if not isinstance(content, dict):
-        found = type(content).__name__
-        raise StoreCorruptError(f"Expected {path} to hold a JSON object, but got a {found}. {way_out(path)}")
+        raise damaged("hold a JSON object", f"a {type(content).__name__}")
     found = content.pop("format", None)
     if isinstance(found, int) and found > FORMAT:
         raise StoreVersionError(
@@ -348,19 +350,14 @@ def read_record(path: Path, make: Callable[[dict[str, Any]], Made]) -> Made:
             "wrote it. Use that version."
         )
     if found != FORMAT:
-        raise StoreCorruptError(f"Expected {path} to have format {FORMAT}, but got {found!r}. {way_out(path)}")
+        raise damaged(f"have format {FORMAT}", repr(found))
     seal, wanted = content.pop(SEAL, None), seal_of({"format": found, **content})
     if seal != wanted:
-        raise StoreCorruptError(
-            f"Expected {path} to hold what was written, with sha256 {seal}, but got {wanted}: the file was changed or "
-            f"is damaged. {way_out(path)}"
-        )
+        raise damaged(f"hold what was written, with sha256 {seal}", f"{wanted}: the file was changed or is damaged")
     try:
         return make(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StoreCorruptError(
-            f"Expected {path} to be a whole record, but got {type(error).__name__}: {error}. {way_out(path)}"
-        ) from error
+        raise damaged("be a whole record", f"{type(error).__name__}: {error}") from error
 
 
 WRITERS = {

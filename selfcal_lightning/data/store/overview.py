@@ -53,33 +53,19 @@ def _questions(store: SampleStore, index: SampleIndex, rows: np.ndarray) -> dict
 
 def _samples(index: SampleIndex, start: int, stop: int, round: int) -> tuple[Sample, ...]:
     rows = slice(start, stop)
-    correct, logprob, yes_mass, no_mass = (
-        _known(column[rows]) for column in (index.correct, index.logprob, index.yes_mass, index.no_mass)
-    )
+    plain = (column[rows].tolist() for column in (index.sample_index, index.num_tokens, index.finish, index.answer))
+    floats = (_known(column[rows]) for column in (index.correct, index.logprob, index.yes_mass, index.no_mass))
     further = {name: _known(values[rows]) for name, values in index.confidences.items()}
-    question_id = index.question_id[start]
-    positions, lengths = index.sample_index[rows].tolist(), index.num_tokens[rows].tolist()
-    finishes, answers = index.finish[rows].tolist(), index.answer[rows].tolist()
-    return tuple(
-        Sample(
-            question_id=question_id,
-            index=positions[at],
-            round=round,
-            text="",
-            token_ids=None,
-            finish=finishes[at],
-            answer=answers[at],
-            correct=None if correct[at] is None else correct[at] == 1.0,
-            logprob=logprob[at],
-            yes_mass=yes_mass[at],
-            no_mass=no_mass[at],
-            confidences={
-                name: value for name, values in further.items() if (value := values[at]) is not None
-            } or NO_CONFIDENCES,
-            num_tokens=None if lengths[at] < 0 else lengths[at],
-        )
-        for at in range(stop - start)
-    )  # fmt: skip
+    made = []
+    for at, row in enumerate(zip(*plain, *floats, strict=True)):
+        position, length, finish, answer, correct, logprob, yes_mass, no_mass = row
+        confidences = {name: value for name, values in further.items() if (value := values[at]) is not None}
+        made.append(Sample(
+            index.question_id[start], position, round, "", None, finish, answer,
+            None if correct is None else correct == 1.0, logprob=logprob, yes_mass=yes_mass, no_mass=no_mass,
+            confidences=confidences or NO_CONFIDENCES, num_tokens=None if length < 0 else length,
+        ))  # fmt: skip
+    return tuple(made)
 
 
 def _known(column: np.ndarray) -> list[float | None]:

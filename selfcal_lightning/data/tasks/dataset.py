@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from selfcal_lightning.core.errors import InputError, check_at_least, did_you_mean
 from selfcal_lightning.data.tasks import rows
-from selfcal_lightning.data.tasks.answer_types import Answers
+from selfcal_lightning.data.tasks.answer_types import Answers, FreeTextAnswers, ShortTextAnswers
 from selfcal_lightning.data.tasks.base import AnswerType, VerifierForm, verifier_form
 from selfcal_lightning.data.tasks.extraction import LETTERS
 from selfcal_lightning.data.tasks.rows import (
@@ -76,6 +76,20 @@ class DatasetSpec:
     def read_row(self, row: Row, question_id: str, /) -> Item:
         """Return the question text and gold answer of a row."""
         return self.read(row, question_id) if self.read else Item(row[self.columns[0]], row[self.columns[1]])
+
+
+# How free texts are compared with the reference; `selfcal verify` asks a model instead.
+VERIFY_MODES: dict[type, str] = {FreeTextAnswers: "contains", ShortTextAnswers: "exact"}
+
+
+class LocalQuestions(DatasetSpec):
+    """Users' own questions: a file in one format, see ``rows``; short texts may have a list of aliases as answer."""
+
+    question_rows = True
+
+    def __init__(self, name: str, answers: Answers, *, verifier: VerifierForm | None = None) -> None:
+        super().__init__(name, answers, None, ("question", "answer"), id_column="id", verifier=verifier)
+        self.verify_mode = VERIFY_MODES.get(type(answers))
 
 
 def has_question_rows(dataset: DataSet) -> bool:

@@ -83,11 +83,7 @@ class MathComparer:
     """Decides whether expressions are equal, in a process with limits on CPU time, wall time and memory."""
 
     def __init__(
-        self,
-        *,
-        cpu_seconds: float = 4.0,
-        wall_seconds: float = 30.0,
-        undecided_seconds: float = 120.0,
+        self, *, cpu_seconds: float = 4.0, wall_seconds: float = 30.0, undecided_seconds: float = 120.0
     ) -> None:
         self.cpu_seconds, self.wall_seconds, self.undecided_seconds = cpu_seconds, wall_seconds, undecided_seconds
         self.num_undecided = self.num_untried = 0

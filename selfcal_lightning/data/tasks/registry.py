@@ -15,8 +15,7 @@ from selfcal_lightning.data.tasks.answer_types import (
     ShortTextAnswers,
 )
 from selfcal_lightning.data.tasks.base import Part, Task, take_part
-from selfcal_lightning.data.tasks.dataset import DatasetTask
-from selfcal_lightning.data.tasks.local import LocalQuestions
+from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions
 from selfcal_lightning.data.tasks.public_datasets import PUBLIC_DATASETS
 from selfcal_lightning.data.tasks.word_problems import WordProblems
 from selfcal_lightning.models.chat_format import Prompt, put_prompt

@@ -13,8 +13,7 @@ from typing import Literal
 from selfcal_lightning.core.errors import InputError, check_at_least, unknown_name
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import AnswerType
-from selfcal_lightning.data.tasks.dataset import DatasetTask
-from selfcal_lightning.data.tasks.local import LocalQuestions
+from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions
 from selfcal_lightning.data.tasks.rows import check_question_file
 from selfcal_lightning.records import Message, Question, question_hash
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import line_error, read_json_lines
+from selfcal_lightning.core.files import read_json_lines
 from selfcal_lightning.core.progress import Progress, Stage, counted, say
 from selfcal_lightning.data.pools.harness_logs import FORMATS, Log, LoggedResponse, guess_task
 from selfcal_lightning.data.pools.line_format import (
     UNNAMED,
     PoolLine,
+    check_line,
     count_lines,
     judge_line,
     open_imported,
@@ -38,9 +39,6 @@ TRUTH_KEYS = (
     "example_id", "total_prompt_tokens", "total_completion_tokens", "ground_truth_answer", "num_samples",
     "num_correct", "expected_accuracy", "question",
 )  # fmt: skip
-
-
-COUNTED = ("reused", "without_responses", "responses", "extracted", "verified", "unreadable", "truncated")
 QUESTIONS_PER_SHARD = 256
 
 
@@ -124,8 +122,8 @@ def truth_row(question: Question, rows: Sequence[Mapping[str, Any]]) -> dict[str
 
 def _id(path: Path, number: int, row: Mapping[str, Any]) -> str:
     name = row.get("example_id")
-    if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
-        raise line_error(path, number, "`example_id` to be text or a whole number", repr(name))
+    is_name = isinstance(name, str | int) and not isinstance(name, bool) and str(name).strip() != ""
+    check_line(path, number, "`example_id` to be text or a whole number", name, is_name)
     return str(name)
 
 
@@ -137,11 +135,9 @@ def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool
     if not stated:
         return response
     correct = row.get("correctness")
-    if correct not in (0, 1, None):
-        raise line_error(path, number, "`correctness` to be 0, 1 or null", repr(correct))
+    check_line(path, number, "`correctness` to be 0, 1 or null", correct, correct in (0, 1, None))
     answer = _text(row.get("parsed_response"))
-    if answer is None and correct:
-        pool.overruled += 1
+    pool.overruled += answer is None and bool(correct)
     right = None if correct is None else bool(correct) and answer is not None
     return {**response, "answer": answer, "correct": right}
 
@@ -149,11 +145,11 @@ def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool
 def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[str, Any], task: str) -> Question:
     prompt = row.get("prompt")
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(turns, list) or not all(
+    are_turns = isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         for turn in turns
-    ):
-        raise line_error(path, number, "`prompt` to be text or a list of {role, content}", repr(prompt))
+    )
+    check_line(path, number, "`prompt` to be text or a list of {role, content}", prompt, are_turns)
     messages = tuple(Message(turn["role"], turn["content"]) for turn in turns)
     text = truth.get("question")
     asked = text if isinstance(text, str) else next((m.content for m in reversed(messages) if m.role == "user"), "")
@@ -180,14 +176,14 @@ class ImportReport:
     """What an import did."""
 
     questions: int
-    reused: int
-    without_responses: int
-    responses: int
-    extracted: int
-    verified: int
-    unreadable: int
-    truncated: int
-    undecided: int
+    reused: int = 0
+    without_responses: int = 0
+    responses: int = 0
+    extracted: int = 0
+    verified: int = 0
+    unreadable: int = 0
+    truncated: int = 0
+    undecided: int = 0
     dropped: int = 0
     overruled: int = 0
     differing: int = 0
@@ -217,7 +213,7 @@ def import_pool(
     With ``task``, a file with the task's columns and a list of texts in ``responses`` is read too. The whole file is
     checked before the first row is stored. Equal answers are named by the first seen.
     """
-    path, before = Path(path), Undecided.so_far()
+    path = Path(path)
     sizes: dict[str, int] = {}
     with Progress(count_lines(path), label=f"Checking {path.name}", unit="lines", only_if_slow=True) as progress:
         for _, line in counted(read_foreign_pool(path, task=task, split=split, tasks=tasks), progress):
@@ -228,34 +224,20 @@ def import_pool(
     with Stage(f"Hashing {path.name}"):
         store = open_imported(store_dir, path, {"task": task})
     lines = read_foreign_pool(path, task=task, split=split, tasks=tasks)
-    counts = _store_lines(path, store, lines, sizes, tasks)
-    return ImportReport(questions=len(sizes), undecided=say_undecided(before), **counts)
+    return _store_lines(path, store, lines, sizes, Counter(), tasks=tasks)
 
 
-def import_sampled(
-    path: Path,
-    store_dir: str | Path,
-    *,
-    task: str,
-    split: str,
-    stated: bool = True,
-    tasks: Callable[[str], Task] = get_task,
-) -> ImportReport:
+def import_sampled(path: Path, store_dir: str | Path, *, task: str, split: str, stated: bool = True) -> ImportReport:
     """Read `sampled.jsonl`, and `ground_truth.jsonl` if it exists, into its own store."""
-    before = Undecided.so_far()
-    tasks(task)
+    get_task(task)
     with Stage(f"Reading {path.name}"):
         pool = read_sampled(path, task=task, split=split, stated=stated)
     if not pool.lines:
         raise InputError(f"Expected {path} to hold responses to questions, but got none.")
     store = open_imported(store_dir, path, {"task": task, "stated": stated})
-    counts = _store_lines(path, store, enumerate(pool.lines, start=1), _sizes(pool.lines), tasks)
-    counts["without_responses"] = pool.without_responses
-    _say_left_out(path, pool.dropped)
-    return ImportReport(
-        questions=len(pool.lines), undecided=say_undecided(before), **counts,
-        dropped=pool.dropped.total(), overruled=pool.overruled, differing=pool.differing,
-    )  # fmt: skip
+    report = _store_lines(path, store, enumerate(pool.lines, start=1), _sizes(pool.lines), pool.dropped)
+    further = {name: getattr(pool, name) for name in ("overruled", "differing", "without_responses")}
+    return replace(report, **further)
 
 
 def import_log(
@@ -267,13 +249,11 @@ def import_log(
     task: str | None = None,
     split: str | None = None,
     stated: bool = True,
-    tasks: Callable[[str], Task] = get_task,
 ) -> ImportReport:
     """Read the log of another tool into its own store; without ``task`` it is guessed from the reference answers.
 
     Answers and verdicts of the log are kept where it states both; without ``stated`` they are extracted and verified.
     """
-    before = Undecided.so_far()
     with Stage(f"Reading {path.name}, format {format}"):
         try:
             responses = list(FORMATS[format].read(log))
@@ -285,25 +265,16 @@ def import_log(
         if task is None:
             task = guess_task(one.reference for one in responses)
             say(f"The reference answers look like those of the task {task}; `--task` names another.")
-        read = _LoggedAnswers(tasks(task))
+        read = _LoggedAnswers(get_task(task))
         lines = read.lines(responses, task, split or UNNAMED, stated=stated)
         digest = hashlib.sha256("".join(map(repr, responses)).encode(errors="surrogatepass")).hexdigest()
     store = open_imported(store_dir, path, {"task": task, "stated": stated, "format": format}, digest=digest)
-    counts = _store_lines(path, store, enumerate(lines, start=1), _sizes(lines), tasks)
-    _say_left_out(path, log.skipped)
-    return ImportReport(
-        questions=len(lines), undecided=say_undecided(before), **counts,
-        dropped=log.skipped.total(), overruled=read.overruled, references_unreadable=read.unreadable,
-    )  # fmt: skip
+    report = _store_lines(path, store, enumerate(lines, start=1), _sizes(lines), log.skipped)
+    return replace(report, overruled=read.overruled, references_unreadable=read.unreadable)
 
 
 def _sizes(lines: Iterable[PoolLine]) -> dict[str, int]:
     return {line.question.id: len(line.responses) for line in lines}
-
-
-def _say_left_out(path: Path, skipped: Counter[str]) -> None:
-    if skipped.total():
-        say(f"Left out of {path}: {_reasons(skipped)}.")
 
 
 class _LoggedAnswers:
@@ -362,10 +333,12 @@ def _store_lines(
     store: SampleStore,
     lines: Iterable[tuple[int, PoolLine]],
     sizes: Mapping[str, int],
-    tasks: Callable[[str], Task],
-) -> dict[str, int]:
-    """Verify and store the ``lines`` that the store lacks, and join it. Returns the counts of the report."""
-    counts = dict.fromkeys(COUNTED, 0)
+    skipped: Counter[str],
+    *,
+    tasks: Callable[[str], Task] = get_task,
+) -> ImportReport:
+    """Verify and store the ``lines`` that the store lacks, and join it; ``sizes`` are their numbers of responses."""
+    before, counts = Undecided.so_far(), Counter[str]()
     with store.writer("import", questions_per_shard=QUESTIONS_PER_SHARD) as writer:
         stored = store.stored_questions(include_parts=True)
         total = sum(count for name, count in sizes.items() if name not in stored)
@@ -373,29 +346,24 @@ def _store_lines(
             for number, line in lines:
                 known = stored.get(line.question.id)
                 if known is not None:
-                    if known.split != line.split:
-                        raise line_error(path, number, f"split {known.split!r} as stored", repr(line.split))
+                    expected = f"split {known.split!r} as stored"
+                    check_line(path, number, expected, line.split, known.split == line.split)
                     counts["reused"] += 1
                 elif not line.responses:
                     counts["without_responses"] += 1
                 else:
                     judged = judge_line(line, tasks(line.question.task))
                     writer.append(judged)
-                    found = _counted(line, judged)
-                    for name, count in found.items():
-                        counts[name] += count
-                    progress.update(len(judged.samples), unreadable=found["unreadable"])
+                    unreadable = sum(sample.answer is None for sample in judged.samples)
+                    counts["responses"] += len(judged.samples)
+                    counts["extracted"] += sum("answer" not in response for response in line.responses)
+                    if line.question.reference is not None:
+                        counts["verified"] += sum("correct" not in response for response in line.responses)
+                    counts["unreadable"] += unreadable
+                    counts["truncated"] += sum(sample.finish == "length" for sample in judged.samples)
+                    progress.update(len(judged.samples), unreadable=unreadable)
     with Stage(f"Joining {store.path.name}"):
         store.join()
-    return counts
-
-
-def _counted(line: PoolLine, judged: QuestionSamples) -> dict[str, int]:
-    unverified = sum("correct" not in response for response in line.responses)
-    return {
-        "responses": len(judged.samples),
-        "extracted": sum("answer" not in response for response in line.responses),
-        "verified": 0 if line.question.reference is None else unverified,
-        "unreadable": sum(sample.answer is None for sample in judged.samples),
-        "truncated": sum(sample.finish == "length" for sample in judged.samples),
-    }
+    if skipped.total():
+        say(f"Left out of {path}: {_reasons(skipped)}.")
+    return ImportReport(questions=len(sizes), undecided=say_undecided(before), dropped=skipped.total(), **counts)

@@ -206,7 +206,8 @@ def _records(path: Path, separator: str) -> Iterator[tuple[str, list[tuple[str, 
             continue
         _check_fields(path, number, record, SUCCESS_FIELDS)
         question, prefix, rate = (record[field] for field in SUCCESS_FIELDS)
-        check_line(path, number, "`question` to be text", question, isinstance(question, str) and bool(question.strip()))
+        is_text = isinstance(question, str) and question.strip() != ""
+        check_line(path, number, "`question` to be text", question, is_text)
         check_line(path, number, "`reasoning_prefix` to be text", prefix, isinstance(prefix, str))
         rate = _share(path, number, SUCCESS, rate)
         _check_plain(path, number, "reasoning_prefix", [prefix])

@@ -27,7 +27,7 @@ from selfcal_lightning.inference.threshold_fitting import (
     fit_risk_threshold,
 )
 from selfcal_lightning.inference.thresholds import FittedThreshold
-from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, has_curve
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.metrics.risk import Procedure
 from selfcal_lightning.records import QuestionSamples
 
@@ -210,7 +210,7 @@ def run_fit_threshold(
     plain = make_strategy(strategy, **fields)
     needed = () if plain.confidence is None else (plain.confidence,)
     # A strategy without a vectorised form is a user's own, which may look at whole samples.
-    is_own = not has_curve(plain)
+    is_own = not hasattr(plain, "curve")
     read = fusion.load_for_fitting(pool, split, task, needed, known, texts=is_own)
     width, most = len(read.shortest.samples), max(len(entry.samples) for entry in read.entries)
     chosen = make_strategy(strategy, **{"max_samples": width, **fields})

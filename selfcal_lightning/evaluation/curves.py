@@ -29,7 +29,6 @@ from selfcal_lightning.inference.vectorised import (
     GridStrategy,
     Orders,
     PoolArrays,
-    has_curve,
     right_codes,
 )
 from selfcal_lightning.inference.voting import CISC
@@ -220,7 +219,7 @@ def known_labels() -> list[str]:
 
 def reads_texts(labels: Sequence[str]) -> bool:
     """Whether a strategy may look at texts: one without a vectorised form is replayed on whole samples."""
-    return not all(has_curve(make_strategy(plan_of(label).name)) for label in labels)
+    return not all(hasattr(make_strategy(plan_of(label).name), "curve") for label in labels)
 
 
 def needs_confidence(label: str) -> bool:

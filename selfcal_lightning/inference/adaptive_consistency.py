@@ -192,7 +192,6 @@ class AdaptiveConsistency:
         check_positive(self.min_samples, "min_samples")
 
     def solve(self, question: Question) -> Solving:
-        """Ask for ``min_samples`` samples, then for one at a time until the votes are clear."""
         samples: list[Sample] = []
         votes: dict[str, float] = {}
         total, num_votes, is_clear = 0.0, 0, False
@@ -211,7 +210,6 @@ class AdaptiveConsistency:
         return make_verdict(question, samples, leader(votes), confidence=confidence, stopped_early=is_clear)
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
         bounds = np.array([self._bound(value) for value in as_thresholds(grid)])
         votes = votes_of(pool, weighted=self.criterion == "confidence_ratio", width=self.max_samples)
         scores, leaders = self._scores(votes)

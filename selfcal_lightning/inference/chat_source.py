@@ -46,34 +46,23 @@ class Capabilities:
         return f"The server has {', '.join(has) or 'neither ids, logprobs nor n'}.{lacks}"
 
 
-async def probe_server(transport: Transport, model: str, *, deadline: float) -> Capabilities:
-    """Ask a server what it has; each question costs a token.
-
-    Raises:
-        ServerError: It does not chat at all.
-    """
+async def probe_server(transport: Transport, model: str, *, seconds: float) -> Capabilities:
+    """Ask a server what it has, a token a question; raise ServerError where it does not chat at all."""
     chat = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     by_id = {"model": model, "prompt": [1], "max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
+    clock, path = asyncio.get_running_loop().time, "chat/completions"
+    deadline = clock() + seconds
 
     async def tells(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> bool:
         try:
             return bool(read(await transport.post(path, body, deadline=min(clock() + PROBE_S, deadline))))
-        except ServerError:
-            return False
-        except (KeyError, IndexError, TypeError, AttributeError):
+        except (ServerError, KeyError, IndexError, TypeError, AttributeError):
             return False
 
-    clock = asyncio.get_running_loop().time
-    await transport.post("chat/completions", chat, deadline=deadline)
-    return Capabilities(
-        ids=await tells(
-            "completions", by_id, lambda a: a["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
-        ),
-        logprobs=await tells(
-            "chat/completions", chat | {"logprobs": True}, lambda a: a["choices"][0]["logprobs"]["content"]
-        ),
-        n=await tells("chat/completions", chat | {"n": 2}, lambda a: len(a["choices"]) == 2),
-    )
+    await transport.post(path, chat, deadline=deadline)
+    ids = await tells("completions", by_id, lambda a: a["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:"))
+    logprobs = await tells(path, chat | {"logprobs": True}, lambda a: a["choices"][0]["logprobs"]["content"])
+    return Capabilities(ids, logprobs, await tells(path, chat | {"n": 2}, lambda a: len(a["choices"]) == 2))
 
 
 @dataclass
@@ -90,22 +79,9 @@ class _Asked:
 class ChatSource:
     """Samples from ``/chat/completions``; each response is then asked how likely it is right (``verbalized``).
 
-    A number that is not stated is missing: such a response has no ``verbalized``.
-
-    Args:
-        model: The server's name of the model.
-        base_url: Address of the API.
-        tasks: Returns a task by name.
-        draws: Returns how a question is drawn.
-        patience: Longest wait of ``poll`` in seconds.
-        max_batch: Most requests that the server has at once.
-        api_key_env: Environment variable with the server's key.
-        max_retries: Most further attempts at a request.
-        deadline: Longest time for a sample in seconds.
-        allow_http: Whether prompts and key may go to another machine unencrypted.
-        scorers: Fitted scorers that add confidences to every sample.
-        on_failed: Called with a message when a request failed.
-        capabilities: What the server shows, where that is known; None asks it.
+    A number that is not stated is missing: such a response has no ``verbalized``. Waits (``patience`` of a poll,
+    ``deadline`` of a sample) are in seconds; ``max_batch`` is the most requests that the server has at once. What the
+    server shows (``capabilities``) is asked where it is not known. The rest is as for ``EngineSource``.
     """
 
     query_tokens = 0
@@ -140,32 +116,24 @@ class ChatSource:
         self._next = 0
         self.prompt_tokens: dict[str, int] = {}  # of all requests for a question, as the server counts them
         try:
-            self.capabilities = capabilities or self._jobs.run(self._probe())
+            self.capabilities = capabilities or self._jobs.run(probe_server(self._transport, model, seconds=deadline))
         except ServerError:
             self.close()
             raise
 
-    async def _probe(self) -> Capabilities:
-        until = asyncio.get_running_loop().time() + self._deadline
-        return await probe_server(self._transport, self._model, deadline=until)
-
     @property
     def in_flight(self) -> int:
-        """Number of samples that the server makes or will make."""
         return len(self._place)
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        """Keep the questions."""
         self._questions |= {question.id: question for question in questions}
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Ask for the next ``count`` samples."""
         refuse_parts(kind)
         if question_id not in self._open:
             question = self._questions[question_id]
-            self._open[question_id] = _Asked(
-                question, self._draws(question), Judge(question, self._tasks(question.task))
-            )
+            judge = Judge(question, self._tasks(question.task))
+            self._open[question_id] = _Asked(question, self._draws(question), judge)
         asked = self._open[question_id]
         jobs = []
         for index in range(asked.started, asked.started + count):
@@ -196,13 +164,11 @@ class ChatSource:
         return samples
 
     def drawn_so_far(self, question_id: str) -> list[tuple[int, ...]]:
-        """Return nothing: tokens have no ids."""
-        return []
+        return []  # tokens have no ids
 
     def conclude(self, question_id: str) -> list[Sample]:
-        """Drop what is being made; what finished was delivered."""
         self._drop([self._open[question_id]] if question_id in self._open else [])
-        return []
+        return []  # what finished was delivered
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
         """End questions; what a dropped request had cost, only the server knows."""
@@ -215,7 +181,6 @@ class ChatSource:
         return dict.fromkeys(question_ids, Waste()) | waste
 
     def close(self) -> None:
-        """Close all connections and end the thread."""
         self._jobs.close(last=self._transport.close)
 
     def _drop(self, ended: Sequence[_Asked]) -> None:

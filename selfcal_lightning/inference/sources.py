@@ -79,27 +79,16 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How the samples of one question are drawn.
-
-    Attributes:
-        prompt_ids: Its prompt.
-        sampling: Sampling settings.
-        seed: Seed of the run.
-        key: Seeds derive from it.
-        stops: Texts that end a response; they are no part of it.
-        to_the_end: Whether it is drawn to its own end all the same, since its log-probability is read.
-        tools: Functions that the model may call, for chat servers.
-        turns: The conversation as the client wrote it, for chat servers.
-    """
+    """How the samples of one question are drawn."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingSettings
     seed: int
-    key: str
-    stops: tuple[str, ...] = ()
-    to_the_end: bool = False
-    tools: tuple[Mapping[str, Any], ...] = ()
-    turns: tuple[Mapping[str, Any], ...] = ()
+    key: str  # from which seeds derive
+    stops: tuple[str, ...] = ()  # texts that end a response; they are no part of it
+    to_the_end: bool = False  # past the stops, since the log-probability is read
+    tools: tuple[Mapping[str, Any], ...] = ()  # functions that the model may call, for chat servers
+    turns: tuple[Mapping[str, Any], ...] = ()  # the conversation as the client wrote it, for chat servers
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
@@ -205,7 +194,6 @@ class EngineSource:
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that the engine has, or will get at the next poll."""
         return len(self._place)
 
     @property
@@ -214,7 +202,6 @@ class EngineSource:
         return self._target or self._engine.batch_size + self._engine.batch_size // 4
 
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        """Render the prompts of ``questions``; see ``SampleSource``."""
         check_live(confidence, self.scorers)
         asks = needs_query(confidence, self.scorers)
         self.query_tokens = len(self._chat.query.suffix_ids) if asks else 0
@@ -265,7 +252,6 @@ class EngineSource:
         )
 
     def poll(self) -> list[Sample]:
-        """Submit queued requests to the engine, and return the samples that can be verified now."""
         if self._queue:
             self._engine.submit(list(self._queue.values()))
             self._queue = {}
@@ -350,12 +336,10 @@ class EngineSource:
         return replace(cut, logprob=None, yes_mass=None, no_mass=None)
 
     def drawn_so_far(self, question_id: str) -> list[tuple[int, ...]]:
-        """Return the tokens of a question's samples that are being drawn, where the engine sees them."""
         asked = self._open.get(question_id)
         return [] if asked is None else list(self._engine.drawn_so_far(asked.pending).values())
 
     def conclude(self, question_id: str) -> list[Sample]:
-        """Drop what is being drawn for a question and return what had finished."""
         asked = self._open.get(question_id)
         if asked is None:
             return []
@@ -372,7 +356,6 @@ class EngineSource:
         return list(self._judged(asked))
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        """End questions, with one call to the engine for all of them."""
         for name in question_ids:
             self._prompts.pop(name, None)
         ended = [asked for name in question_ids if (asked := self._open.pop(name, None)) is not None]
@@ -393,7 +376,11 @@ class EngineSource:
             for name, part in parts.items()
             if name in drawn or part is not None
         ]
-        whole = [_num_drawn(r) + self.query_tokens for r in asked.finished.values() if r is not None]
+        whole = [
+            len(one.token_ids or ()) - (0 if isinstance(one, Response) else one.prefix_tokens) + self.query_tokens
+            for one in asked.finished.values()
+            if one is not None
+        ]
         return Waste(len(cut) + len(asked.finished) + asked.dropped, sum(cut) + sum(whole) + asked.thrown)
 
     def _finished_responses(self) -> dict[str, Response | None]:
@@ -428,12 +415,6 @@ class EngineSource:
             yield add_scores(asked.judge.read(response), self.scorers)
 
 
-def _num_drawn(response: Response | RecordedResponse) -> int:
-    """Return how many tokens of a response were drawn, not counting its prefix."""
-    stood = 0 if isinstance(response, Response) else response.prefix_tokens
-    return len(response.token_ids or ()) - stood
-
-
 class ReplaySource:
     """Replays recorded samples in order, with their recorded answers and verdicts.
 
@@ -459,7 +440,7 @@ class ReplaySource:
         self._pool = {entry.question.id: entry for entry in pool}
         if len(self._pool) < len(pool):
             raise InputError(f"Expected question ids to be unique, but got {len(pool) - len(self._pool)} again.")
-        self._scorers, self._suffix_tokens, self._target = scorers, query_tokens, target
+        self._scorers, self._suffix_tokens, self.target = scorers, query_tokens, target
         self._scored: dict[str, tuple[Sample, ...]] = {}
         self._started: dict[str, int] = {}
         self._queue: deque[Sample] = deque()
@@ -467,16 +448,9 @@ class ReplaySource:
 
     @property
     def in_flight(self) -> int:
-        """Number of samples that the next poll returns."""
         return len(self._queue)
 
-    @property
-    def target(self) -> int:
-        """Number of samples to keep in flight."""
-        return self._target
-
     def prepare(self, questions: Sequence[Question], *, confidence: str | None) -> None:
-        """Score the samples of ``questions``; see ``SampleSource``."""
         if missing := [question.id for question in questions if question.id not in self._pool]:
             raise InputError(
                 f"{len(missing)} of {len(questions)} questions are not in the pool, such as {missing[0]!r}. Sample "
@@ -484,16 +458,13 @@ class ReplaySource:
             )
         self.query_tokens = self._suffix_tokens if needs_query(confidence, self._scorers) else 0
         entries = [self._pool[question.id] for question in questions]
-        scored = {
-            entry.question.id: tuple(add_scores(sample, self._scorers) for sample in entry.samples) for entry in entries
-        }
+        scored = [replace(e, samples=tuple(add_scores(sample, self._scorers) for sample in e.samples)) for e in entries]
         if confidence is not None:
-            check_confidence((QuestionSamples(e.question, scored[e.question.id], e.split) for e in entries), confidence)
-        self._scored |= scored
-        self._started |= dict.fromkeys(scored, 0)
+            check_confidence(scored, confidence)
+        self._scored |= {entry.question.id: entry.samples for entry in scored}
+        self._started |= {entry.question.id: 0 for entry in scored}
 
     def submit(self, question_id: str, count: int, kind: AskKind = WHOLE) -> int:
-        """Queue the next recorded samples of a question, fewer than ``count`` where the record ends."""
         refuse_parts(kind)
         start = self._started[question_id]
         samples = self._scored[question_id][start : start + count]
@@ -502,19 +473,16 @@ class ReplaySource:
         return len(samples)
 
     def poll(self) -> list[Sample]:
-        """Return the queued samples."""
         samples = list(self._queue)
         self._queue.clear()
         return samples
 
     def conclude(self, question_id: str) -> list[Sample]:
-        """Return what was queued for a question: it had finished when it was recorded."""
         found = [sample for sample in self._queue if sample.question_id == question_id]
         self._queue = deque(sample for sample in self._queue if sample.question_id != question_id)
         return found
 
     def cancel(self, question_ids: Sequence[str]) -> dict[str, Waste]:
-        """End questions; their queued samples count as generated."""
         ended = set(question_ids)
         for name in ended:
             self._scored.pop(name, None)

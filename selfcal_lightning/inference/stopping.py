@@ -79,7 +79,6 @@ class EarlyStopping:
             raise unknown_name("fallback", self.fallback, get_args(Fallback))
 
     def solve(self, question: Question) -> Solving:
-        """Ask for one sample at a time; stop at the first that suffices."""
         samples: list[Sample] = []
         while len(samples) < self.max_samples:
             drawn = yield Ask(1)
@@ -105,7 +104,6 @@ class EarlyStopping:
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
         votes = votes_of(pool, weighted=True, width=self.max_samples)
         scores = np.where(votes.is_vote, votes.weight, -np.inf)
         crossing = first_crossing(scores, as_thresholds(grid))
@@ -160,7 +158,6 @@ class WindowStopping:
             raise unknown_name("mode", self.mode, get_args(Mode))
 
     def solve(self, question: Question) -> Solving:
-        """Ask for one sample (sliding) or for the rest of a window (disjoint) at a time."""
         samples: list[Sample] = []
         in_window: list[str] = []
         stopped = False
@@ -180,7 +177,6 @@ class WindowStopping:
         return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=stopped)
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every window of ``grid``; equals ``solve`` on the samples in the pool's order."""
         windows = as_budgets(grid, "window")
         votes = votes_of(pool, weighted=False, width=self.max_samples)
         streak = _streaks(votes)
@@ -288,7 +284,6 @@ class CGES:
             raise InputError(f"Expected `clamp` to lie in (0, 0.5), but got {self.clamp!r}.")
 
     def solve(self, question: Question) -> Solving:
-        """Ask for one sample at a time until the posterior of the leader suffices."""
         samples: list[Sample] = []
         answer, posterior = None, None
         while len(samples) < self.max_samples:
@@ -316,7 +311,6 @@ class CGES:
         return [*state][int(scores.argmax())], float(self._leader_posterior(scores, np.array([len(state)]))[0])
 
     def curve(self, pool: PoolArrays, grid: Sequence[float]) -> CurveOutcome:
-        """Return the outcome at every threshold of ``grid``; equals ``solve`` on the samples in the pool's order."""
         thresholds = as_thresholds(grid)
         shape = pool.answer[:, : self.max_samples].shape
         leaders, posterior = np.full(shape, UNREADABLE, dtype=np.int64), np.full(shape, -np.inf)

@@ -94,7 +94,7 @@ class PoolArrays:
         values[self.answer == UNREADABLE] = np.nan
         if query_tokens:
             costs = (sample_tokens(sample, query_tokens) for sample in samples)
-            tokens[is_sample] = np.fromiter((np.nan if cost is None else cost for cost in costs), np.float64)
+            tokens[is_sample] = [np.nan if cost is None else cost for cost in costs]
         drawn = None if self.drawn is None else replace(self.drawn, entries=pool)
         return replace(self, confidence=values, tokens=tokens, drawn=drawn)
 
@@ -108,39 +108,25 @@ class PoolArrays:
         positions = self.drawn.order[row, : self.length[row]]
         return replace(entry, samples=tuple(entry.samples[position] for position in positions))
 
-    def reordered(self, order: NDArray[np.int64]) -> PoolArrays:
-        """Return the pool with the samples of question q in ``order[q]``, [Q, N]; padding must stay last."""
-        return replace(self._taken(np.arange(len(order)), order), length=self.length)
-
     def in_orders(self, order: NDArray[np.int64], questions: slice = slice(None)) -> PoolArrays:
         """Return the pool in r stacked orders: row i holds the samples of question i % Q in ``order[i]``."""
         ids = self.question_ids[questions]
-        times = len(order) // len(ids)
-        taken = self._taken(np.tile(np.arange(len(self.length))[questions], times), order)
-        length = np.full(len(order), order.shape[1], dtype=np.int64)
-        return replace(taken, question_ids=ids * times, length=length)
-
-    def _taken(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> PoolArrays:
+        times, length = len(order) // len(ids), np.full(len(order), order.shape[1], dtype=np.int64)
+        rows = np.tile(np.arange(len(self.length))[questions], times)
         place, drawn = (rows[:, None], order), self.drawn
         if drawn is not None:
             drawn = Drawn(drawn.entries, drawn.row[rows], order if drawn.order is None else drawn.order[place])
         columns = {name: getattr(self, name)[place] for name in ("answer", "confidence", "correct", "tokens")}
-        return replace(self, drawn=drawn, **columns)
+        return replace(self, question_ids=ids * times, length=length, drawn=drawn, **columns)
 
 
 @dataclass(frozen=True)
 class CurveOutcome:
-    """A strategy's outcome on a pool at each of G settings (thresholds or budgets).
+    """A strategy's outcome on a pool of Q questions at each of G settings (thresholds or budgets)."""
 
-    Attributes:
-        answer: Code of the chosen answer [G, Q], int32; -1 for none.
-        used: Samples used [G, Q], int64.
-        stopped_early: Whether the rule stopped it [G, Q], bool.
-    """
-
-    answer: NDArray[np.int32]
-    used: NDArray[np.int64]
-    stopped_early: NDArray[np.bool_]
+    answer: NDArray[np.int32]  # code of the chosen answer [G, Q]; -1 for none
+    used: NDArray[np.int64]  # number of samples [G, Q]
+    stopped_early: NDArray[np.bool_]  # whether the rule stopped it [G, Q]
 
 
 class GridStrategy(Strategy, Protocol):
@@ -153,11 +139,6 @@ class GridStrategy(Strategy, Protocol):
     @property
     def grid_parameter(self) -> str:
         """Name of the field that a grid sets: a threshold, a budget, a window."""
-
-
-def has_curve(strategy: Strategy) -> bool:
-    """Return whether a strategy has a vectorised form."""
-    return hasattr(strategy, "curve")
 
 
 # Defaults of all verbs that fit, choose or report, so that they agree.
@@ -181,17 +162,11 @@ class Orders:
     """Random orders of the samples of Q questions, cut to a budget.
 
     They depend only on the seed and the numbers of questions and samples; a smaller width cuts the same orders shorter.
-
-    Attributes:
-        length: Number of samples of each question [Q].
-        width: Samples per order, at most as many as the shortest question has.
-        num_reshuffles: Number of orders; 0 uses only the recorded order.
-        seed: Seeds the orders.
     """
 
-    length: Integers
-    width: int
-    num_reshuffles: int = NUM_RESHUFFLES
+    length: Integers  # number of samples of each question [Q]
+    width: int  # samples per order, at most as many as the shortest question has
+    num_reshuffles: int = NUM_RESHUFFLES  # 0 takes the recorded order alone
     seed: int = SEED
 
     def __post_init__(self) -> None:
@@ -233,12 +208,11 @@ def right_codes(answer: NDArray[np.int32], correct: NDArray[np.bool_]) -> NDArra
 
     The last column stands for "no answer", which is wrong.
     """
-    num_codes = int(answer.max(initial=-1)) + 1
-    right = np.zeros((len(answer), num_codes + 1), dtype=bool)
+    right = np.zeros((len(answer), int(answer.max(initial=-1)) + 2), dtype=bool)
     rows = np.arange(len(answer))
     for column in reversed(range(answer.shape[1])):
         right[rows, answer[:, column]] = correct[:, column]
-    right[:, num_codes] = False
+    right[:, -1] = False
     return right
 
 
@@ -249,44 +223,28 @@ _NO_UNIT = -(1 << 60)  # an exponent below any other
 
 @dataclass(frozen=True)
 class Votes:
-    """The votes of Q questions with W samples each and at most K answer codes.
+    """The votes of Q questions with W samples each and at most K answer codes."""
 
-    Attributes:
-        code: Code of the answer [Q, W], int64; -1 if the sample does not vote.
-        weight: Weight of the vote [Q, W]; 0 if the sample does not vote.
-        is_vote: Whether the sample votes [Q, W]: it is readable, and has the confidence if votes are weighted.
-        cell: Position of the vote's answer in a flat [K + 1, Q] table [Q, W]; row K if the sample does not vote.
-        precedence: Tie-breaker for each answer [K + 1, Q]; smaller if its first vote came earlier.
-        exponent: Weights are exactly ``weight * 2 ** exponent`` [Q, W], however far apart they are; None means 0.
-    """
-
-    code: Integers
-    weight: Floats
-    is_vote: Flags
-    cell: Integers
-    precedence: Integers
-    exponent: Integers | None = None
+    code: Integers  # of the answer [Q, W]; -1 if the sample does not vote
+    weight: Floats  # [Q, W]; 0 if the sample does not vote
+    is_vote: Flags  # [Q, W]: it is readable, and has the confidence if votes are weighted
+    cell: Integers  # position of the answer in a flat [K + 1, Q] table [Q, W]; row K if the sample does not vote
+    precedence: Integers  # tie-breaker for each answer [K + 1, Q]; smaller if its first vote came earlier
+    exponent: Integers | None = None  # weights are exactly weight * 2 ** exponent [Q, W], however far apart
 
 
 @dataclass(frozen=True)
 class VoteStep:
-    """The state of the votes of Q questions after the first ``num_samples`` samples.
-
-    Attributes:
-        num_samples: Number of samples seen, from 1.
-        totals: Weight of each answer [Q, K]; the next step overwrites it.
-        leader: Code of the answer with the largest weight, the first seen on ties [Q]; -1 without votes.
-        lead_weight: Its weight [Q]; 0 without votes.
-        total_weight: Weight of all votes [Q], summed in the order of the samples.
+    """The state of the votes of Q questions after the first ``num_samples`` samples, from 1.
 
     If votes have exponents, weights are in units of 2 ** (the question's largest exponent so far).
     """
 
     num_samples: int
-    totals: Floats
-    leader: Integers
-    lead_weight: Floats
-    total_weight: Floats
+    totals: Floats  # weight of each answer [Q, K]; the next step overwrites it
+    leader: Integers  # code of the answer with the largest weight, the first seen on ties [Q]; -1 without votes
+    lead_weight: Floats  # its weight [Q]; 0 without votes
+    total_weight: Floats  # weight of all votes [Q], summed in the order of the samples
 
 
 def votes_of(pool: PoolArrays, *, weighted: bool, width: int | None = None) -> Votes:

@@ -76,14 +76,12 @@ class _Vote(ABC):
         return add_up((answer, weight) for (answer, _), weight in zip(cast, weights, strict=True))
 
     def solve(self, question: Question) -> Solving:
-        """Draw the whole budget at once and vote."""
         samples = yield Ask(self.max_samples)
         votes = self.weigh(samples)
         answer = leader(votes)
         return make_verdict(question, samples, answer, confidence=share_of(votes, answer), stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
         budgets = as_budgets(grid)
         votes = votes_of(pool, weighted=self.confidence is not None, width=int(budgets.max(initial=0)))
         return outcome_of_budgets(self.leaders(votes, budgets), budgets, pool.length)
@@ -127,12 +125,10 @@ class SelfConsistency(_Vote):
     confidence: str | None = None
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return the confidences."""
         check_weights(confidence.min())
         return confidence
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        """Return the winners."""
         return leaders_at(votes, budgets)
 
 
@@ -173,7 +169,6 @@ class CISC(_Vote):
         return np.asarray(mantissa * power_of_two(exponent - exponent.max()))
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        """Return the winners."""
         mantissa, exponent = _split_exp(votes.weight, self.temperature)
         return leaders_at(replace(votes, weight=np.where(votes.is_vote, mantissa, 0.0), exponent=exponent), budgets)
 
@@ -219,14 +214,12 @@ class BordaVoting(_Vote):
         super().__post_init__()
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return each vote's points to the power."""
         by_rank = np.argsort(-confidence, kind="stable")  # ties keep their order
         points = np.empty(len(confidence), dtype=np.int64)
         points[by_rank] = np.arange(len(confidence), 0, -1)
         return np.array([float(number) ** self.power for number in points.tolist()])
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        """Return the winners."""
         scores, admitted = _scores(votes), 0
         points = np.zeros(scores.shape, dtype=np.int64)
         # Python's power, as in `weights`: NumPy's may differ in the last bit and turn a tie.
@@ -295,14 +288,12 @@ class BestOfN:
         check_confidence_name(self.confidence)
 
     def solve(self, question: Question) -> Solving:
-        """Draw the whole budget at once and take the best."""
         samples = yield Ask(self.max_samples)
         cast = cast_votes(samples, self.confidence)
         answer, best = max(cast, key=itemgetter(1)) if cast else (None, None)
         return make_verdict(question, samples, answer, confidence=best, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
         return _best(pool, grid)
 
 
@@ -330,11 +321,9 @@ class StandardisedVoting(_Vote):
     confidence: str = "mean_logprob"
 
     def weights(self, confidence: Floats) -> Floats:
-        """Return the exponentials of the standardised confidences."""
         return np.asarray(masked_standardised_weights(confidence[:, None])[:, 0])
 
     def leaders(self, votes: Votes, budgets: Integers) -> Codes:
-        """Return the winners."""
         scores = _scores(votes)
         return _leaders_of(votes, budgets, lambda number: masked_standardised_weights(scores[:number]))
 
@@ -357,7 +346,6 @@ class PassAtN:
         check_positive(self.max_samples, "max_samples")
 
     def solve(self, question: Question) -> Solving:
-        """Draw the whole budget at once and look for a correct answer."""
         samples = yield Ask(self.max_samples)
         readable = [sample for sample in samples if sample.answer is not None]
         right = [sample for sample in readable if sample.correct]
@@ -365,5 +353,4 @@ class PassAtN:
         return make_verdict(question, samples, answer, confidence=None, stopped_early=False)
 
     def curve(self, pool: PoolArrays, grid: Sequence[int]) -> CurveOutcome:
-        """Return the outcome at every budget of ``grid``; equals ``solve`` on the samples in the pool's order."""
         return _best(replace(pool, confidence=pool.correct.astype(np.float64)), grid)

@@ -17,7 +17,7 @@ from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.inference.registry import STRATEGIES
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.threshold_fitting import fit_goal_threshold, grid_outcome
-from selfcal_lightning.inference.vectorised import PoolArrays, curve_of, has_curve, replayed_curve
+from selfcal_lightning.inference.vectorised import PoolArrays, curve_of, replayed_curve
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, QuestionSamples
 
@@ -61,7 +61,7 @@ class OwnVote:
 def test_a_replay_gives_what_the_vectorised_form_gives(seed: int) -> None:
     pool = random_pool(seed)
     arrays, grid = PoolArrays.from_samples(pool, confidence="p_true"), (0.0, 0.3, 0.7, 1.0)
-    assert not has_curve(OwnStopping())
+    assert not hasattr(OwnStopping(), "curve")
     expected, found = EarlyStopping(max_samples=4).curve(arrays, grid), curve_of(OwnStopping(), arrays, grid)
     for name in ("answer", "used", "stopped_early"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))

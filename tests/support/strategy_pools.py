@@ -13,6 +13,8 @@ from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.vectorised import UNREADABLE, CurveOutcome, PoolArrays
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
+COLUMNS = ("answer", "confidence", "correct", "tokens")
+
 
 def make_entry(
     answers: Sequence[str | None], confidences: Sequence[float | None], *, gold: str = "a", name: str = "q"
@@ -61,7 +63,8 @@ def assert_curve_equals_solve(
         for row, entry in enumerate(pool):
             shuffled[row, : len(entry.samples)] = generator.permutation(len(entry.samples))
         for order in (recorded, shuffled):
-            outcome: CurveOutcome = strategy.curve(arrays.reordered(order), grid)
+            columns = {name: np.take_along_axis(getattr(arrays, name), order, axis=1) for name in COLUMNS}
+            outcome: CurveOutcome = strategy.curve(replace(arrays, **columns), grid)
             for column, entry in enumerate(pool):
                 codes = list(dict.fromkeys(s.answer for s in entry.samples if s.answer is not None))
                 samples = tuple(entry.samples[index] for index in order[column, : len(entry.samples)])

@@ -20,7 +20,7 @@ from selfcal_lightning.capability.reports import capability_scatter
 from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.evaluation.figures import confidence_distribution, reliability_diagram, roc_figure, save_figure
-from selfcal_lightning.evaluation.verdict import change_of
+from selfcal_lightning.evaluation.metrics import change_of
 from selfcal_lightning.metrics.calibration import reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc
 from selfcal_lightning.models.causal_lm import evaluation_mode

@@ -19,8 +19,8 @@ from selfcal_lightning.commands.two_stages import check_begun, check_fit, fit_st
 from selfcal_lightning.core.files import json_object_or_none, write_atomically
 from selfcal_lightning.engines.sampling.running import sample_questions
 from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation.metrics import caution
 from selfcal_lightning.evaluation.tables import markdown_table, rich_table
-from selfcal_lightning.evaluation.verdict import caution
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
 from selfcal_lightning.models.folders import read_manifest, resolve_model

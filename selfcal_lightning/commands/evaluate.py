@@ -33,7 +33,7 @@ from selfcal_lightning.evaluation.inputs import (
     trained_on,
     unlike_training,
 )
-from selfcal_lightning.evaluation.metrics import SIDES
+from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
@@ -47,10 +47,15 @@ from selfcal_lightning.evaluation.plan import (
     plan_pools,
     remove_earlier,
 )
-from selfcal_lightning.evaluation.strategies import SideStrategies, report_on, run_strategies
-from selfcal_lightning.evaluation.test_set import TrainingCost, calibrate_side, prepare_test
+from selfcal_lightning.evaluation.strategies import (
+    SideStrategies,
+    TrainingCost,
+    calibrate_side,
+    prepare_test,
+    report_on,
+    run_strategies,
+)
 from selfcal_lightning.evaluation.thresholds import evaluate_given, save_thresholds
-from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.choices import CalibratedDefaults, choose_prompt
 from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED

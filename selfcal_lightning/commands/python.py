@@ -29,8 +29,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.rows import JSON_ENDINGS, PARQUET_ENDING, QuestionRow, check_question_file
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.inputs import TestSet
+from selfcal_lightning.evaluation.metrics import verdict
 from selfcal_lightning.evaluation.page import REPORT
-from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.answering import Answer, Questions, default_task, put_question, read_questions
 from selfcal_lightning.inference.choices import CalibratedDefaults
 from selfcal_lightning.models.chat_format import Prompt

@@ -14,9 +14,8 @@ from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.evaluation.calibration import own_confidence, pool_keys
-from selfcal_lightning.evaluation.metrics import SIDES
+from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.page import REPORT, TokenColours, compare_pages, write_page
-from selfcal_lightning.evaluation.verdict import verdict
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
 from selfcal_lightning.records import QuestionSamples
 

@@ -15,11 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from selfcal_lightning.confidence.base import P_TRUE
-from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.curves import Reshuffles, powers_of_two
-from selfcal_lightning.evaluation.figures import reliability_comparison, save_figure
+from selfcal_lightning.evaluation.figures import reliability_grid, save_figure
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.evaluation.metrics import (
     SHORT_NAMES,
@@ -32,6 +31,7 @@ from selfcal_lightning.evaluation.metrics import (
     no_reference,
     result_keys,
     scored_responses,
+    shared_probabilities,
     summarise,
     summary_keys,
 )
@@ -48,6 +48,7 @@ from selfcal_lightning.evaluation.tables import (
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, leaders_at, votes_of
 from selfcal_lightning.metrics.arrays import PASS_AT_1, Floats, Integers
 from selfcal_lightning.metrics.bootstrap import Estimate, bootstrap_interval, estimate_of, resample_weights
+from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.drawing import AFTER, BEFORE
 from selfcal_lightning.records import QuestionSamples
 
@@ -57,8 +58,7 @@ Pool = Sequence[QuestionSamples]
 def compare_calibration(inputs: Inputs, folder: Path, *, num_resamples: int) -> dict[str, Any]:
     """Compare the first two sides of every test set by their own confidence, print it and write it.
 
-    That is P(True), or where it was not asked the first probability that the samples of all sides carry. With one side
-    its metrics stand alone. Without any such confidence there is nothing to compare: only counts remain.
+    With one side its metrics stand alone. Without any own confidence there is nothing to compare: only counts remain.
     """
     keys: dict[str, Any] = {}
     pairs: dict[str, tuple[list[Pool], str]] = {}
@@ -79,8 +79,10 @@ def pool_keys(test: str, pools: Mapping[str, RecordedPool], name: str | None, *,
     keys: dict[str, Any] = {}
     for side, pool in pools.items():
         keys |= summary_keys(test, side, pool.entries, name=name)
-        compute = _accuracy if name is None or not num_resamples else _metrics
-        keys |= compute(test, side, pool.entries, name or "", num_resamples=num_resamples)
+        if name is None or not num_resamples:
+            keys |= _accuracy(test, side, pool.entries, num_resamples=num_resamples)
+        else:
+            keys |= _metrics(test, side, pool.entries, name, num_resamples=num_resamples)
     return keys
 
 
@@ -88,21 +90,20 @@ def own_confidence(pools: Sequence[RecordedPool]) -> str | None:
     """Return the confidence by which pools are compared: P(True), else the first probability that all carry."""
     if all(any(has_confidence(entry, P_TRUE) for entry in pool.entries) for pool in pools):
         return P_TRUE
-    shared = [name for name in carried_confidences(pools[0]) if all(is_probability(pool, name) for pool in pools)]
-    return next((name for name in shared if all(name in carried_confidences(pool) for pool in pools)), None)
+    return next(iter(shared_probabilities(pools)), None)
 
 
 def _metrics(test: str, side: str, pool: Pool, name: str, *, num_resamples: int) -> dict[str, Any]:
     scored = scored_responses(pool, name=name)
     columns = scored.confidence, scored.correct, scored.question_index
     estimates = bootstrap_interval(*columns, metrics=list(SHORT_NAMES), num_resamples=num_resamples)
-    flat: dict[str, Any] = {}
+    flat: dict[str, Any] = {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
     for metric, found in estimates.items():
         flat |= estimate_keys(f"own.{test}.{SHORT_NAMES[metric]}.{side}", found)
-    return flat | {f"own.{test}.ece_debiased.{side}": debiased_error(pool, name)}
+    return flat
 
 
-def _accuracy(test: str, side: str, pool: Pool, _: str, *, num_resamples: int) -> dict[str, Any]:
+def _accuracy(test: str, side: str, pool: Pool, *, num_resamples: int) -> dict[str, Any]:
     """Return the accuracy of a single response alone, without a confidence to compare it with."""
     for entry in pool:
         if any(sample.correct is None for sample in entry.samples):
@@ -118,11 +119,12 @@ def _compare(
     changes = {
         test: compare_pools(*pools, name=name, num_resamples=num_resamples) for test, (pools, name) in pairs.items()
     }
-    scored = [
-        {test: scored_responses(pools[at], name=name) for test, (pools, name) in pairs.items()}
-        for at in range(len(SIDES))
-    ]
-    save_figure(reliability_comparison(*scored), folder / "reliability.png", dpi=120)
+    diagrams: dict[str, dict[str, ReliabilityBins]] = {side: {} for side in SIDES}
+    for test, (pools, name) in pairs.items():
+        for side, pool in zip(SIDES, pools, strict=True):
+            scored = scored_responses(pool, name=name)
+            diagrams[side][test] = reliability_bins(scored.confidence, scored.correct)
+    save_figure(reliability_grid(diagrams), folder / "reliability.png", dpi=120)
     rows = comparison_rows(changes)
     write_atomically(folder / "results.csv", comparison_csv(rows).encode())
     console = Console()
@@ -252,10 +254,9 @@ def compare_votes(
     num_resamples: int = 1000,
     seed: int = SEED,
 ) -> dict[str, Any]:
-    """Compare the votes of the first two sides of every test set, print them, and write votes.md and votes.png.
+    """Compare the votes of the first two sides of every test set by their own confidence, print and write them.
 
-    Weights are P(True), or where it was not asked the first probability that the samples of both sides carry; without
-    any, and with one side alone, there is nothing to compare.
+    Without such a confidence, and with one side alone, there is nothing to compare.
     """
     keys: dict[str, Any] = {}
     rows: list[VoteRow] = []

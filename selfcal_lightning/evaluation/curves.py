@@ -156,12 +156,11 @@ def evaluate_jobs(
             total.add(block.pools[name], block.right, spent, block.questions)
             if progress is not None:
                 progress(block.num_finished)
-    return [_curve(job, total.outcome()) for job, total in zip(jobs, sums, strict=True)]
-
-
-def _curve(job: Job, outcome: GridOutcome) -> StrategyCurve:
-    strategy = job.strategy
-    return StrategyCurve(job.label, strategy.confidence, strategy.grid_parameter, outcome, strategy, job.is_oracle)
+    curves = []
+    for job, total in zip(jobs, sums, strict=True):
+        reads, parameter = job.strategy.confidence, job.strategy.grid_parameter
+        curves.append(StrategyCurve(job.label, reads, parameter, total.outcome(), job.strategy, job.is_oracle))
+    return curves
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -244,15 +243,11 @@ def make_jobs(
         if plan.weighted is not None:
             runs += [(name, {**plan.weighted, **extra.get((label, name), {})}) for name in confidences]
         for name, settings in runs:
-            strategy = _strategy(plan.name, name, {**settings, "max_samples": width})
+            reads = {CONFIDENCE: name} if CONFIDENCE in setting_names(plan.name) else {}
+            strategy = as_gridded(make_strategy(plan.name, **{**settings, "max_samples": width}, **reads))
             grid = grid_of(strategy, thresholds=thresholds, values=(values or {}).get(name or "", ()))
             jobs.append(Job(label, strategy, grid, is_oracle=plan.name in ORACLES))
     return jobs
-
-
-def _strategy(name: str, confidence: str | None, settings: Mapping[str, Any]) -> GridStrategy:
-    reads = {CONFIDENCE: confidence} if CONFIDENCE in setting_names(name) else {}
-    return as_gridded(make_strategy(name, **settings, **reads))
 
 
 @dataclass(frozen=True)

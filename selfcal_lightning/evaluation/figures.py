@@ -17,7 +17,6 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_atomically
 from selfcal_lightning.evaluation.statistics import ConsensusRow, Resampled
 from selfcal_lightning.metrics.arrays import Array, Floats, as_labels, as_probabilities
-from selfcal_lightning.metrics.bootstrap import ScoredResponses
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 from selfcal_lightning.metrics.discrimination import auroc, roc_curve
 from selfcal_lightning.metrics.drawing import (
@@ -80,7 +79,11 @@ def reliability_diagram(
         earlier = reliability_bins(*before, num_bins=num_bins)
         error = f"ECE {number(earlier.expected_error)} → {number(bins.expected_error)}"
         draw_reliability(upper, bins, colour=AFTER, label="after")
-        _draw_line(upper, earlier)
+        filled = earlier.count > 0  # a line over the mean confidence of each bin
+        upper.plot(
+            earlier.confidence[filled], earlier.accuracy[filled], "o-", color=BEFORE, markeredgecolor="white",
+            linewidth=1.6, markersize=6, label="before", zorder=5,
+        )  # fmt: skip
         draw_histogram(lower, bins, colour=AFTER)
         lower.stairs(shares(earlier.count), np.append(earlier.lower, 1.0), color=BEFORE, linewidth=1.6)
         lower.set_ylim(0.0, histogram_limit(bins, earlier))
@@ -90,18 +93,6 @@ def reliability_diagram(
     lower.set_ylabel("share")
     lower.set_xlabel("confidence")
     return figure
-
-
-def reliability_comparison(
-    before: Mapping[str, ScoredResponses], after: Mapping[str, ScoredResponses], *, num_bins: int = 10, title: str = ""
-) -> Figure:
-    """Draw before and after side by side: one row per model, one column per split."""
-    sides = {"before": before, "after": after}
-    diagrams = {
-        side: {name: reliability_bins(part.confidence, part.correct, num_bins=num_bins) for name, part in pools.items()}
-        for side, pools in sides.items()
-    }
-    return reliability_grid(diagrams, title=title)
 
 
 def reliability_grid(diagrams: Mapping[str, Mapping[str, ReliabilityBins]], *, title: str = "") -> Figure:
@@ -176,15 +167,6 @@ def confidence_distribution(confidence: Array, correct: Array, *, num_bins: int 
     if title:
         axes.set_title(title, fontsize=11)
     return figure
-
-
-def _draw_line(axes: Axes, bins: ReliabilityBins) -> None:
-    """Draw accuracy over mean confidence of an earlier model as a line with markers."""
-    filled = bins.count > 0
-    axes.plot(
-        bins.confidence[filled], bins.accuracy[filled], "o-", color=BEFORE, markeredgecolor="white", linewidth=1.6,
-        markersize=6, label="before", zorder=5,
-    )  # fmt: skip
 
 
 Cost = Literal["samples", "tokens"]

@@ -1,8 +1,9 @@
-"""Two models' responses to the same questions, side by side: metrics, intervals, and the keys of ``results.json``."""
+"""Responses of two models to the same questions: metrics, the keys of ``results.json``, and what they say in words."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
+from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses, paired_bootstrap
 from selfcal_lightning.metrics.calibration import debiased_calibration_error
 from selfcal_lightning.records import QuestionSamples
 
 SIDES = ("before", "after")
+FEW_QUESTIONS = 30
 SHORT_NAMES = {
     "calibration/ECE": "ece",
     "discrimination/AUROC": "auroc",
@@ -123,5 +127,71 @@ def summary_keys(
     return {f"own.{test}.{key}.{side}": value for key, value in summary.items()}
 
 
+def shared_probabilities(pools: Sequence[RecordedPool]) -> list[str]:
+    """Return the probabilities that all pools carry, by which systems are compared and votes weighted."""
+    first, *others = (carried_confidences(pool) for pool in pools)
+    shared = [name for name in first if all(name in carried for carried in others)]
+    return [name for name in shared if all(is_probability(pool, name) for pool in pools)]
+
+
 def has_confidence(entry: QuestionSamples, name: str) -> bool:
     return any(confidence_of(sample, name) is not None for sample in entry.samples)
+
+
+def verdict(results: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each test set from the keys of results.json; clear changes have intervals without 0."""
+    tests: dict[str, str] = {}
+    for key in results:
+        if match := re.fullmatch(r"own\.(.+)\.ece\.(.+)(?<!\.low)(?<!\.high)", key):
+            tests.setdefault(match[1], match[2])
+    return [_sentence(results, f"own.{test}", test, side) for test, side in tests.items()]
+
+
+def _sentence(results: Mapping[str, Any], own: str, test: str, side: str) -> str:
+    if f"{own}.ece.change" not in results:
+        named = {"ece": "ECE", "auroc": "AUROC", "pass_at_1": "pass@1"}
+        shown = [f"{name} {_number(results.get(f'{own}.{key}.{side}'))}" for key, name in named.items()]
+        return f"{test}, {side}: {', '.join(shown)}{caution(results.get(f'{own}.num_questions.{side}'))}."
+    votes = rf"{re.escape(own)}\.weighted_votes_(\d+)\.change"
+    most = max((int(match[1]) for key in results if (match := re.fullmatch(votes, key))), default=0)
+    within = "within_question_auroc"
+    wanted = {"ece": "calibration", "auroc": "ranking", within: "ranking within a question"}
+    wanted |= {f"weighted_votes_{most}": f"weighted votes of {most}"} if most > 1 else {}
+    parts = []
+    for key, what in wanted.items():
+        gain = _gain(results, f"{own}.{key}", less=key == "ece")
+        if key != within or gain is not None:
+            before, after = (results.get(f"{own}.{key}.{side}") for side in SIDES)
+            parts.append(change_of(what, before, after, gain=gain))
+    return f"{test}: {', '.join(filter(None, parts))}{caution(results.get(f'{own}.num_questions.before'))}."
+
+
+def change_of(what: str, before: float | None, after: float | None, *, gain: bool | None) -> str | None:
+    """Return a change in words and numbers; None where it is not known. ``gain`` is None where it is not clear.
+
+    Example:
+        >>> change_of("ranking", 0.59, 0.85, gain=True)
+        'better ranking (AUROC .590 -> .850)'
+    """
+    if before is None or after is None:
+        return None
+    name = {"calibration": "ECE ", "ranking": "AUROC ", "ranking within a question": "AUROC "}.get(what, "")
+    how = f"no clear change of {what}" if gain is None else f"{'better' if gain else 'worse'} {what}"
+    return f"{how} ({name}{_number(before)} -> {_number(after)})"
+
+
+def _gain(results: Mapping[str, Any], key: str, *, less: bool = False) -> bool | None:
+    """Return whether a change is for the better, None where its interval holds 0."""
+    low, high = results.get(f"{key}.change.low"), results.get(f"{key}.change.high")
+    if low is None or high is None or low <= 0 <= high:
+        return None
+    return (high < 0) == less
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}".removeprefix("0")
+
+
+def caution(questions: int | None) -> str:
+    """Return what follows the figures of so few questions."""
+    return f"; {questions} questions are too few to tell much" if questions and questions < FEW_QUESTIONS else ""

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
-from selfcal_lightning.confidence.fusion import carried_confidences, is_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import open_atomically
 from selfcal_lightning.data.pools.recorded import RecordedPool
-from selfcal_lightning.evaluation.metrics import SIDES
+from selfcal_lightning.evaluation.metrics import SIDES, shared_probabilities
 from selfcal_lightning.inference.choices import DEFAULT_THRESHOLD
 from selfcal_lightning.records import QuestionSamples
 
@@ -63,7 +62,8 @@ def write_page(
     """
     systems = list(dict.fromkeys(system for pools in tests.values() for system in pools))
     _check_replaceable(path)
-    confidences = _confidences(tests)
+    shared = shared_probabilities([pool for pools in tests.values() for pool in pools.values()])
+    confidences = sorted(shared, key=lambda name: name != P_TRUE)
     asked = [row for number, pools in enumerate(tests.values()) for row in _questions(number, pools, systems)]
     index = {
         "title": title,
@@ -196,14 +196,6 @@ def _digest(text: str) -> str:
 def _packed(content: object) -> str:
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
-
-
-def _confidences(tests: Tests) -> list[str]:
-    """Return the probabilities that all systems carry, P(True) first; votes are weighted by them."""
-    pools = [pool for systems in tests.values() for pool in systems.values()]
-    shared = [name for name in carried_confidences(pools[0]) if all(is_probability(pool, name) for pool in pools)]
-    shared = [name for name in shared if all(name in carried_confidences(pool) for pool in pools)]
-    return sorted(shared, key=lambda name: name != P_TRUE)
 
 
 def _questions(

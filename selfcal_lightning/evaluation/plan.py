@@ -25,7 +25,7 @@ from selfcal_lightning.evaluation.inputs import (
     sampling_run,
 )
 from selfcal_lightning.evaluation.page import REPORT
-from selfcal_lightning.evaluation.test_set import check_budgets
+from selfcal_lightning.evaluation.strategies import check_budgets
 from selfcal_lightning.inference.thresholds import FittedThreshold
 
 

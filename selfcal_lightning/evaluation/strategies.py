@@ -1,22 +1,34 @@
-"""Strategies on one test set: their curves on the sides' own samples, and the report that follows from them."""
+"""Strategies on one test set: its confidences and budget, curves on the sides' own samples, and the report on them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import P_TRUE, confidence_of, how_to_get
+from selfcal_lightning.confidence.base import P_TRUE, how_to_get
 from selfcal_lightning.confidence.features import ConfidenceScores, ResponseTable, score_confidence
-from selfcal_lightning.confidence.fusion import WeighedPool, is_probability
+from selfcal_lightning.confidence.fusion import (
+    FittedScorer,
+    WeighedPool,
+    default_confidences,
+    fit_confidences,
+    is_probability,
+    weigh_pool,
+)
+from selfcal_lightning.confidence.splits import halve_pool
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
+from selfcal_lightning.data.pools.recorded import RecordedPool, load_recorded_pool
+from selfcal_lightning.data.tasks.judging import total_tokens
 from selfcal_lightning.evaluation.curves import (
     Reshuffles,
     StrategyCurve,
     StrategySettings,
     Tuned,
+    check_pool,
     evaluate_jobs,
     make_jobs,
     needs_confidence,
@@ -40,20 +52,130 @@ from selfcal_lightning.evaluation.statistics import (
     weighing_confidences,
 )
 from selfcal_lightning.evaluation.tables import format_estimate
-from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
 from selfcal_lightning.inference.threshold_fitting import confidence_quantiles
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What came of a side's calibration questions."""
+
+    names: tuple[str, ...]
+    scorers: tuple[FittedScorer, ...]
+    first_half: WeighedPool | None
+    second_half: WeighedPool | None
+
+
+def calibrate_side(
+    pool: RecordedPool, calibration: RecordedPool | None, scorers: Sequence[FittedScorer], settings: StrategySettings
+) -> Calibrated:
+    """Fit what is asked for on the first half of the calibration questions, and keep the second for settings."""
+    names: Sequence[str] | None = settings.confidences
+    if names is None:
+        names = default_confidences(calibration or pool, can_fit=calibration is not None)
+        names = [*names, *(scorer.name for scorer in scorers)]
+    if calibration is None:
+        return Calibrated(tuple(names), tuple(scorers), None, None)
+    names = list(dict.fromkeys(names))
+    halves = halve_pool(calibration.entries, seed=settings.seed)
+    first, second = (calibration.subset({entry.question.id for entry in half}) for half in halves)
+    own = fit_confidences(first, names, target=settings.fusion_target, known=scorers)
+    first_half = weigh_pool(first, names, [*scorers, *own], fitting=[scorer.name for scorer in own])
+    second_half = weigh_pool(second, names, [*scorers, *own])
+    return Calibrated(tuple(names), (*scorers, *own), first_half, second_half)
+
+
+@dataclass(frozen=True)
+class EvaluatedTest:
+    """The samples of a test set as strategies see them."""
+
+    name: str
+    width: int
+    pools: Mapping[str, WeighedPool]
+
+    @property
+    def num_questions(self) -> int:
+        return len(next(iter(self.pools.values())).pool.entries)
+
+
+def prepare_test(
+    name: str, pools: Mapping[str, RecordedPool], calibrated: Mapping[str, Calibrated], settings: StrategySettings
+) -> EvaluatedTest:
+    """Put the confidences on the samples of a test set; its width is what every question of every pool can pay."""
+    named = [(f"test set {name!r} ({side})", pool) for side, pool in pools.items()]
+    named += [
+        (f"the calibration split ({side})", half.pool)
+        for side, found in calibrated.items()
+        for half in (found.first_half, found.second_half)
+        if half is not None
+    ]
+    width = min(check_pool(pool, what, max_samples=settings.max_samples) for what, pool in named)
+    check_budgets(width, budgets=settings.budgets, targets=settings.targets)
+    weighed = {side: weigh_pool(pool, calibrated[side].names, calibrated[side].scorers) for side, pool in pools.items()}
+    return EvaluatedTest(name, width, weighed)
+
+
+def check_budgets(width: int, **asked: Sequence[int] | None) -> None:
+    """Refuse more samples than every question has; keywords are the options' names."""
+    for name, values in asked.items():
+        if values and max(values) > width:
+            has = f"{width}, the samples that every question has"
+            raise InputError(f"Expected `{name}` to be at most {has}, but got {max(values)}.")
+
+
+@dataclass(frozen=True)
+class TrainingCost:
+    """What calibration cost, once, before the first test question: in tokens, or in seconds.
+
+    Attributes:
+        generated_tokens: Tokens generated for training.
+        store: Folder of a store whose tokens are added to ``generated_tokens``.
+        trained_tokens: Tokens trained on, over all epochs.
+        trained_token_price: Cost of a trained token, in generated tokens.
+        seconds: The cost in seconds, instead of tokens.
+        tokens_per_second: Speed of generation that turns ``seconds`` into tokens.
+    """
+
+    generated_tokens: float = 0.0
+    store: str | None = None
+    trained_tokens: float = 0.0
+    trained_token_price: float = 3.0
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (self.generated_tokens, self.trained_tokens, self.trained_token_price, self.seconds or 0.0)
+        if min(numbers) < 0.0:
+            raise InputError(f"Expected costs of at least 0, but got {self}.")
+        if (self.seconds is None) != (self.tokens_per_second is None):
+            raise InputError(f"Expected `seconds` and `tokens_per_second` together, but got {self}.")
+        if self.seconds is not None and (self.generated_tokens or self.trained_tokens or self.store):
+            raise InputError("Expected the cost either in `seconds` or in tokens, but got both.")
+
+    def tokens(self) -> float:
+        """Return the cost in generated tokens."""
+        if self.seconds is not None and self.tokens_per_second is not None:
+            return self.seconds * self.tokens_per_second
+        stored = 0.0 if self.store is None else stored_tokens(self.store)
+        return self.generated_tokens + stored + self.trained_tokens * self.trained_token_price
+
+
+def stored_tokens(store: str) -> float:
+    """Return the tokens of all samples of a store (round 0), those of their confidence queries too."""
+    pool = load_recorded_pool(store, texts=False)
+    total = total_tokens((sample for entry in pool.entries for sample in entry.samples), pool.query_tokens)
+    if total is None:
+        raise InputError(f"Expected the lengths of all responses in {store}, but some are unknown.")
+    return float(total)
 
 
 class SideStrategies:
     """Runs every strategy on the samples of one side; what comes of its calibration questions is computed once."""
 
     def __init__(self, side: str, calibrated: Calibrated, settings: StrategySettings) -> None:
-        self.side, self.calibrated = side, calibrated
-        self._settings = settings
+        self.side, self.calibrated, self._settings = side, calibrated, settings
         self._labels = list(dict.fromkeys([REFERENCE, *settings.strategies]))
-        self._tuned: dict[int, Tuned] = {}
-        self._calibration: dict[int, list[StrategyCurve]] = {}
+        self.on_calibration, self._tuned_at = cache(self._run_calibration), cache(self._tune)
 
     def run(self, weighed: WeighedPool, width: int, *, name: str) -> list[StrategyCurve]:
         """Run all strategies on some samples."""
@@ -82,24 +204,16 @@ class SideStrategies:
         with Progress(total, label=f"Strategies on {name}, {self.side}", unit="orders of a strategy") as progress:
             return evaluate_jobs(reshuffles, jobs, progress=progress.update)
 
-    def on_calibration(self, width: int) -> list[StrategyCurve] | None:
+    def _run_calibration(self, width: int) -> list[StrategyCurve] | None:
         """Return the curves that settings are chosen on; None without calibration questions."""
         half = self.calibrated.second_half
-        if half is None:
-            return None
-        if width not in self._calibration:
-            self._calibration[width] = self.run(half, width, name="calibration")
-        return self._calibration[width]
+        return None if half is None else self.run(half, width, name="calibration")
 
-    def _tuned_at(self, width: int) -> Tuned:
-        half = self.calibrated.first_half
-        if half is None:
+    def _tune(self, width: int) -> Tuned:
+        if (half := self.calibrated.first_half) is None:
             return {}
-        if width not in self._tuned:
-            self._tuned[width] = tune(
-                half.pool.entries, self._labels, self.calibrated.names, max_samples=width, seed=self._settings.seed
-            )
-        return self._tuned[width]
+        names, seed = self.calibrated.names, self._settings.seed
+        return tune(half.pool.entries, self._labels, names, max_samples=width, seed=seed)
 
 
 def confidence_findings(side: str, scores: Sequence[ConfidenceScores], rows: Sequence[BudgetRow]) -> list[str]:
@@ -167,7 +281,16 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
     """Return what the curves of a test set say."""
     savings = saving_rows(resampled, settings.targets or default_targets(test.width))
     budgets = budget_rows(resampled, settings.budgets or powers_of_two(test.width))
-    scores = {side: score_confidences(pool) for side, pool in test.pools.items()}
+    tables = {
+        side: ResponseTable.from_pool(weighed.pool.entries, weighed.confidences) for side, weighed in test.pools.items()
+    }
+    scores = {
+        side: [
+            score_confidence(name, values, table.correct, table.question)
+            for name, values in zip(test.pools[side].confidences, table.values.T, strict=True)
+        ]
+        for side, table in tables.items()
+    }
     has_calibration = all(row.calibration is not None for row in resampled)
     return StrategyReport(
         test=test.name,
@@ -175,7 +298,7 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
         num_questions=test.num_questions,
         unreadable={side: summarise(found.pool.entries, name=None).unreadable for side, found in test.pools.items()},
         confidences=scores,
-        reliability={side: _reliability(weighed) for side, weighed in test.pools.items()},
+        reliability={side: _reliability(weighed, tables[side]) for side, weighed in test.pools.items()},
         curves=resampled,
         budgets=budgets,
         savings=savings,
@@ -194,39 +317,21 @@ def default_targets(width: int) -> list[int]:
     return [target for target in (4, 8, 16) if target <= width] or [width]
 
 
-def score_confidences(weighed: WeighedPool) -> list[ConfidenceScores]:
-    """Return AUROC, AUROC within questions and ECE of each confidence on the single responses."""
-    if not weighed.confidences:
-        return []
-    table = ResponseTable.from_pool(weighed.pool.entries, weighed.confidences)
-    return [
-        score_confidence(name, table.values[:, column], table.correct, table.question)
-        for column, name in enumerate(weighed.confidences)
-    ]
-
-
-def _reliability(weighed: WeighedPool) -> dict[str, ReliabilityBins]:
+def _reliability(weighed: WeighedPool, table: ResponseTable) -> dict[str, ReliabilityBins]:
     """Return the diagram of each confidence that is a probability, over the responses that have it."""
-    found = {}
-    samples = [sample for entry in weighed.pool.entries for sample in entry.samples]
-    correct = np.fromiter((bool(sample.correct) for sample in samples), dtype=bool, count=len(samples))
-    for name in weighed.confidences:
-        values = (confidence_of(sample, name) for sample in samples)
-        column = np.fromiter((math.nan if value is None else value for value in values), np.float64, len(samples))
-        is_there = ~np.isnan(column)
-        if is_there.any() and is_probability(weighed.pool, name):
-            found[name] = reliability_bins(column[is_there], correct[is_there])
-    return found
+    return {
+        name: reliability_bins(values[is_there], table.correct[is_there] == 1.0)
+        for name, values in zip(weighed.confidences, table.values.T, strict=True)
+        if (is_there := ~np.isnan(values)).any() and is_probability(weighed.pool, name)
+    }
 
 
-def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> list[str]:
+def _bias_notes(scores: Mapping[str, Sequence[ConfidenceScores]]) -> Iterator[str]:
     """Say how much of the calibration errors is due to chance."""
-    notes = []
     for side, rows in scores.items():
         errors = [f"{row.ece_debiased:.3f} ({row.name})" for row in rows if row.ece_debiased is not None]
         if errors:
-            notes.append(f"{side}: ECE without the part that chance alone adds: {', '.join(errors)}.")
-    return notes
+            yield f"{side}: ECE without the part that chance alone adds: {', '.join(errors)}."
 
 
 def _notes(test: EvaluatedTest, settings: StrategySettings, *, has_calibration: bool) -> list[str]:

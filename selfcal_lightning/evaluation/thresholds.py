@@ -17,8 +17,8 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import file_name
 from selfcal_lightning.evaluation.curves import Job, Reshuffles, StrategySettings, evaluate_jobs, powers_of_two
 from selfcal_lightning.evaluation.statistics import Resampled
+from selfcal_lightning.evaluation.strategies import Calibrated, EvaluatedTest
 from selfcal_lightning.evaluation.tables import format_estimate
-from selfcal_lightning.evaluation.test_set import Calibrated, EvaluatedTest
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.inference.sources import replay

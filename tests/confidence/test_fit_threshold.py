@@ -220,7 +220,7 @@ def test_evaluate_judges_the_procedure_of_the_file_only(tmp_path: Path, capsys: 
 
 
 def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from selfcal_lightning.evaluation.test_set import EvaluatedTest
+    from selfcal_lightning.evaluation.strategies import EvaluatedTest
 
     pool, output = write_pool(tmp_path / "pool.jsonl"), tmp_path / "t.json"
     assert fit(pool, output, "--budget", "2") == 0

@@ -16,7 +16,7 @@ from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.inputs import Inputs, TestSet, split_off_calibration
 from selfcal_lightning.evaluation.metrics import compare_pools, result_keys
-from selfcal_lightning.evaluation.test_set import TrainingCost
+from selfcal_lightning.evaluation.strategies import TrainingCost
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
 from selfcal_lightning.inference.thresholds import FittedThreshold

@@ -19,7 +19,6 @@ from selfcal_lightning.evaluation.curves import StrategyCurve
 from selfcal_lightning.evaluation.figures import (
     accuracy_figure,
     confidence_distribution,
-    reliability_comparison,
     reliability_diagram,
     reliability_grid,
     risk_coverage_figure,
@@ -50,8 +49,8 @@ from selfcal_lightning.evaluation.tables import (
 )
 from selfcal_lightning.inference.threshold_fitting import GridOutcome
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.metrics.arrays import AUROC, ECE
-from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange, ScoredResponses
+from selfcal_lightning.metrics.arrays import AUROC, ECE, Floats
+from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange
 from selfcal_lightning.metrics.calibration import reliability_bins
 from selfcal_lightning.metrics.curves import risk_coverage, wilson_interval
 
@@ -234,10 +233,10 @@ ODD_POOLS = {
 }
 
 
-def _pool(seed: int = 0) -> ScoredResponses:
+def _pool(seed: int = 0) -> tuple[Floats, np.ndarray]:
     generator = np.random.default_rng(seed)
     confidence = generator.beta(4, 2, 1000)
-    return ScoredResponses(confidence, generator.random(1000) < confidence**2, np.repeat(np.arange(100), 10))
+    return confidence, generator.random(1000) < confidence**2
 
 
 def _bars(axes: Axes, *, hatched: bool = False) -> dict[int, float]:
@@ -257,9 +256,8 @@ def _png(figure: Figure) -> bytes:
 
 
 def test_bars_are_the_reliability_bins() -> None:
-    pool = _pool()
-    bins = reliability_bins(pool.confidence, pool.correct)
-    figure = reliability_diagram(pool.confidence, pool.correct, title="arithmetic")
+    bins = reliability_bins(*_pool())
+    figure = reliability_diagram(*_pool(), title="arithmetic")
     upper, lower = figure.axes
     filled = np.flatnonzero(bins.count).tolist()
     assert _bars(upper) == pytest.approx({b: bins.accuracy[b] for b in filled})
@@ -269,14 +267,17 @@ def test_bars_are_the_reliability_bins() -> None:
 
 
 def test_comparison_has_a_column_per_split_and_two_rows_of_diagrams() -> None:
-    before, after = ({"in-domain": _pool(seed), "out of domain": _pool(seed + 1)} for seed in (0, 5))
-    figure = reliability_comparison(before, after, title="samples of the base model")
+    splits = {"in-domain": 0, "out of domain": 1}
+    diagrams = {
+        side: {split: reliability_bins(*_pool(seed + more)) for split, more in splits.items()}
+        for side, seed in (("before", 0), ("after", 5))
+    }
+    figure = reliability_grid(diagrams, title="samples of the base model")
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert len(figure.axes) == 8
-    for split in before:
-        for name, pools in (("before", before), ("after", after)):
-            bins = reliability_bins(pools[split].confidence, pools[split].correct)
-            title = f"{split}, {name}: ECE {bins.expected_error:.3f}"
+    for side, by_split in diagrams.items():
+        for split, bins in by_split.items():
+            title = f"{split}, {side}: ECE {bins.expected_error:.3f}"
             axes = figure.axes[titles.index(title) // 2 * 4 + titles.index(title) % 2]
             assert axes.get_title() == title
             assert _bars(axes) == pytest.approx({b: bins.accuracy[b] for b in np.flatnonzero(bins.count).tolist()})
@@ -297,11 +298,10 @@ def test_distribution_shows_shares_of_right_and_of_wrong() -> None:
 @pytest.mark.filterwarnings("error")
 def test_odd_pools_draw_without_a_warning(name: str) -> None:
     confidence, correct = ODD_POOLS[name]
-    pool = ScoredResponses(confidence, correct, list(range(len(confidence))))
     for figure in (
         reliability_diagram(confidence, correct),
         reliability_diagram(confidence, correct, before=(confidence, correct)),
-        reliability_comparison({"test": pool}, {"test": pool}),
+        reliability_grid({"before": {"test": reliability_bins(confidence, correct)}}),
         roc_figure({"after": (confidence, correct)}),
         confidence_distribution(confidence, correct),
     ):

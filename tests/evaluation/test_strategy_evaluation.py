@@ -32,10 +32,11 @@ from selfcal_lightning.evaluation.statistics import (
 from selfcal_lightning.evaluation.strategies import (
     SideStrategies,
     StrategyReport,
+    calibrate_side,
+    prepare_test,
     report_on,
     run_strategies,
 )
-from selfcal_lightning.evaluation.test_set import calibrate_side, prepare_test
 from selfcal_lightning.inference import vectorised as orders
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.threshold_fitting import GridOutcome

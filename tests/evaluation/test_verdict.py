@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from selfcal_lightning.evaluation.verdict import verdict
+from selfcal_lightning.evaluation.metrics import verdict
 
 
 def keys(metric: str, before: float, after: float, low: float, high: float) -> dict[str, float]:

@@ -26,7 +26,7 @@ from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.settings import EngineOptions
-from selfcal_lightning.inference.threshold_fitting import grid_outcome
+from selfcal_lightning.inference.thresholds import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import estimate_of, resample_weights

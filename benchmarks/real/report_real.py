@@ -56,7 +56,7 @@ from selfcal_lightning.data.store.annotations import annotation_names, question_
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import question_digest
 from selfcal_lightning.evaluation.metrics import scored_responses
-from selfcal_lightning.inference.threshold_fitting import grid_outcome
+from selfcal_lightning.inference.thresholds import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, PASS_AT_1, WITHIN_QUESTION_AUROC, Floats
 from selfcal_lightning.metrics.bootstrap import (

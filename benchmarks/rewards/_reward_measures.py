@@ -23,7 +23,7 @@ from selfcal_lightning.data.steps import POSITIONS, prefix_id, step_position, to
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.evaluation.curves import Job, Reshuffles, evaluate_jobs
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.inference.voting import BestOfN, SelfConsistency
 from selfcal_lightning.metrics.arrays import Array, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, mean_over_seeds, resample_weights

@@ -20,13 +20,13 @@ from selfcal_lightning.core.files import check_replaceable
 from selfcal_lightning.core.progress import Stage, say, tell
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
-from selfcal_lightning.inference.threshold_fitting import (
+from selfcal_lightning.inference.thresholds import (
+    FittedThreshold,
     Goal,
     NoThresholdError,
     fit_goal_threshold,
     fit_risk_threshold,
 )
-from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED
 from selfcal_lightning.metrics.risk import Procedure
 from selfcal_lightning.records import QuestionSamples

@@ -15,7 +15,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
 from selfcal_lightning.inference.stopping import CGES, fit_evidence
-from selfcal_lightning.inference.threshold_fitting import (
+from selfcal_lightning.inference.thresholds import (
     THRESHOLDS,
     GridOutcome,
     GridSums,

@@ -13,7 +13,7 @@ from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.fusion import WeighedPool
 from selfcal_lightning.evaluation.curves import StrategyCurve
 from selfcal_lightning.inference.base import leader, weighted_votes
-from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, estimate_or_never, resample_weights
 from selfcal_lightning.metrics.curves import (

@@ -52,7 +52,7 @@ from selfcal_lightning.evaluation.statistics import (
     weighing_confidences,
 )
 from selfcal_lightning.evaluation.tables import format_estimate
-from selfcal_lightning.inference.threshold_fitting import confidence_quantiles
+from selfcal_lightning.inference.thresholds import confidence_quantiles
 from selfcal_lightning.metrics.calibration import ReliabilityBins, reliability_bins
 
 

@@ -22,8 +22,7 @@ from selfcal_lightning.evaluation.tables import format_estimate
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.threshold_fitting import as_gridded, choose_threshold
-from selfcal_lightning.inference.thresholds import CalibrationPool, FittedThreshold
+from selfcal_lightning.inference.thresholds import CalibrationPool, FittedThreshold, as_gridded, choose_threshold
 from selfcal_lightning.metrics.bootstrap import Estimate, estimate_of, resample_weights
 from selfcal_lightning.metrics.curves import best_setting_within, wilson_interval
 

@@ -20,7 +20,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "registry": ["check_can_answer", "make_strategy", "setting_names"],
         "sources": ["EngineSource", "ReplaySource"],
         "stopping": ["CGES", "EarlyStopping", "WindowStopping", "fit_evidence"],
-        "threshold_fitting": [
+        "thresholds": [
+            "CalibrationPool",
+            "FittedThreshold",
             "GridOutcome",
             "GridSums",
             "NoThresholdError",
@@ -32,7 +34,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "grid_of",
             "grid_outcome",
         ],
-        "thresholds": ["CalibrationPool", "FittedThreshold"],
         "vectorised": ["OrderBlock", "Orders", "PoolArrays", "leaders_at", "right_codes", "votes_of"],
         "voting": ["BestOfN", "BordaVoting", "CISC", "PassAtN", "SelfConsistency", "StandardisedVoting"],
     },

@@ -1,24 +1,199 @@
-"""A threshold chosen on a calibration split, with all that is needed to use and report it honestly."""
+"""Thresholds chosen on a calibration split: for a budget, an accuracy, or a guaranteed error rate with abstention.
+
+:func:`fit_goal_threshold` chooses when a strategy stops, without a guarantee for other questions.
+:func:`fit_risk_threshold` decides which verdicts to withhold, with a guarantee. Both test exactly the procedure that
+will be used, so every calibration question needs as many responses as the strategy may draw. They refuse questions that
+a scaler or fusion was fitted on, and record their own, so that nothing is reported on them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from selfcal_lightning.confidence.base import add_scores, check_confidence
+import numpy as np
+from numpy.typing import NDArray
+
+from selfcal_lightning.confidence.base import add_scores, check_confidence, confidence_of
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.fusion import FittedScorer, scorer_digests
 from selfcal_lightning.confidence.registry import refuse_looking_ahead
-from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.confidence.splits import FittedOn, check_disjoint, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.manifest import flatten
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer
+from selfcal_lightning.inference.sources import replay
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.vectorised import (
+    NUM_RESHUFFLES,
+    SEED,
+    GridStrategy,
+    Orders,
+    PoolArrays,
+    curve_of,
+    right_codes,
+    with_setting,
+)
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.curves import best_setting_within, cheapest_setting_reaching
+from selfcal_lightning.metrics.risk import Certificate, Procedure, certify_threshold, guided_grid
 from selfcal_lightning.records import QuestionSamples, Verdict
+
+# Steps of a hundredth, and finer ones at the top, where a confident model has most of its values.
+THRESHOLDS = tuple(round(step / 100, 2) for step in range(100)) + tuple(round(0.99 + s / 1000, 3) for s in range(1, 11))
+NUM_QUANTILES = 50
+
+
+# Whole numbers in the smallest type that holds them, or floats.
+Numbers: TypeAlias = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class GridOutcome:
+    """A strategy at G settings on Q questions: integer sums [G, Q] over the orders of the samples."""
+
+    grid: tuple[float, ...]
+    sum_correct: Numbers = field(repr=False)  # orders in which the verdict is right
+    sum_samples: Numbers = field(repr=False)  # samples used
+    sum_tokens: Numbers | None = field(default=None, repr=False)  # None if unknown or not requested
+    num_orders: int = 1
+
+    @property
+    def num_questions(self) -> int:
+        """Number of questions Q."""
+        return self.sum_correct.shape[1]
+
+    @property
+    def correct(self) -> Floats:
+        """Share of orders in which the verdict is right [G, Q]."""
+        return self.sum_correct / self.num_orders
+
+    @property
+    def samples(self) -> Floats:
+        """Mean number of samples used over the orders [G, Q]."""
+        return self.sum_samples / self.num_orders
+
+    @property
+    def tokens(self) -> Floats | None:
+        """Mean number of tokens of these samples over the orders [G, Q], or None."""
+        return None if self.sum_tokens is None else self.sum_tokens / self.num_orders
+
+    @cached_property
+    def accuracy(self) -> Floats:
+        """Accuracy at each setting [G]."""
+        return self.correct.mean(axis=1)
+
+    @cached_property
+    def mean_samples(self) -> Floats:
+        """Mean number of samples at each setting [G]."""
+        return self.samples.mean(axis=1)
+
+    @cached_property
+    def mean_tokens(self) -> Floats | None:
+        """Mean number of tokens at each setting [G], or None."""
+        return None if (tokens := self.tokens) is None else tokens.mean(axis=1)
+
+
+class GridSums:
+    """Sums a strategy's outcomes over the orders of a pool."""
+
+    def __init__(
+        self,
+        strategy: GridStrategy,
+        grid: Sequence[float],
+        num_questions: int,
+        *,
+        num_orders: int,
+        width: int,
+        most_tokens: float | None = None,
+    ) -> None:
+        shape = len(grid), num_questions
+        self._strategy, self._grid, self._num_orders = strategy, tuple(grid), num_orders
+        self._correct = np.zeros(shape, dtype=np.min_scalar_type(num_orders))
+        self._samples = np.zeros(shape, dtype=np.min_scalar_type(num_orders * width))
+        self._tokens: Numbers | None = None
+        if most_tokens is not None:
+            self._tokens = np.zeros(shape, dtype=np.min_scalar_type(num_orders * max(int(most_tokens), 1)))
+
+    def add(
+        self, pool: PoolArrays, right: NDArray[np.bool_], spent: Floats | None, questions: slice = slice(None)
+    ) -> None:
+        """Run the strategy on r orders of q questions, stacked."""
+        outcome = curve_of(self._strategy, pool, self._grid)
+        rows = np.arange(outcome.answer.shape[1])
+        _add(self._correct[:, questions], right[rows, outcome.answer])
+        _add(self._samples[:, questions], outcome.used)
+        if self._tokens is not None and spent is not None:
+            _add(self._tokens[:, questions], spent[rows, outcome.used])
+
+    def outcome(self) -> GridOutcome:
+        """Return the sums, once all orders were added."""
+        return GridOutcome(self._grid, self._correct, self._samples, self._tokens, self._num_orders)
+
+
+def _add(sums: Numbers, values: np.ndarray) -> None:
+    """Add values [G, r * q] of r orders to sums [G, q], in place."""
+    num_settings, num_questions = sums.shape
+    sums += values.reshape(num_settings, -1, num_questions).sum(axis=1, dtype=np.float64).astype(sums.dtype)
+
+
+def grid_outcome(
+    strategy: GridStrategy,
+    pool: Sequence[QuestionSamples],
+    grid: Sequence[float],
+    *,
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> GridOutcome:
+    """Return the cost and accuracy of ``strategy`` at every value of ``grid``."""
+    if not len(grid):
+        raise InputError("Expected `grid` to hold at least one value.")
+    arrays = PoolArrays.from_samples(pool, confidence=strategy.confidence)
+    width, fewest = max(with_setting(strategy, value).max_samples for value in grid), int(arrays.length.min())
+    if width > fewest:
+        raise InputError(f"Expected `grid` to ask for at most the {fewest} samples of every question, got {width}.")
+    orders = Orders(arrays.length, width, num_reshuffles, seed)
+    sums = GridSums(strategy, grid, len(arrays.length), num_orders=orders.num_orders, width=width)
+    for block in orders.blocks():
+        ordered = arrays.in_orders(block.position, block.questions)
+        sums.add(ordered, right_codes(ordered.answer, ordered.correct), None, block.questions)
+    return sums.outcome()
+
+
+def grid_of(
+    strategy: GridStrategy, *, thresholds: Sequence[float] = THRESHOLDS, values: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Return the settings of a strategy worth trying, in ascending order; early stopping also tries ``values``."""
+    if strategy.grid_parameter == "threshold":
+        more = values if isinstance(strategy, EarlyStopping) else ()
+        return tuple(sorted({*thresholds, *more}))
+    least = min(2, strategy.max_samples) if strategy.grid_parameter == "window" else 1
+    return tuple(range(least, strategy.max_samples + 1))
+
+
+def confidence_quantiles(pool: Sequence[QuestionSamples], name: str) -> tuple[float, ...]:
+    """Return fifty quantiles of a confidence within [0, 1], so that a narrow range gets thresholds too."""
+    values = [
+        value
+        for entry in pool
+        for sample in entry.samples
+        if sample.answer is not None and (value := confidence_of(sample, name)) is not None
+    ]
+    levels = np.quantile(values, np.linspace(0.01, 0.99, NUM_QUANTILES)) if values else np.zeros(0)
+    return tuple(round(float(level), 6) for level in levels if 0.0 <= level <= 1.0)
+
+
+def as_gridded(strategy: Strategy) -> GridStrategy:
+    """Return ``strategy``; raise InputError unless it names the field that a grid sets."""
+    if not hasattr(strategy, "grid_parameter"):
+        raise InputError(f"Expected {strategy.name} to name the field that a grid sets as `grid_parameter`.")
+    return cast("GridStrategy", strategy)
 
 
 @dataclass(frozen=True)
@@ -218,3 +393,159 @@ def _sampling_facts(sampled_by: Mapping[str, Any]) -> dict[str, Any]:
     of_model = {"model.weights_sha256", "model.adapter_sha256"} if flat.get("model.weights_sha256") else set()
     kept = {name for name in flat if name.startswith(("prompt.", "sampling."))} | (of_model & flat.keys())
     return {name: flat[name] for name in kept}
+
+
+class NoThresholdError(InputError):
+    """No threshold keeps the error rate with the required confidence."""
+
+    def __init__(self, certificate: Certificate) -> None:
+        super().__init__(certificate.message)
+        self.certificate = certificate
+
+
+Goal = Literal["budget", "accuracy"]
+
+
+def fit_goal_threshold(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    goal: Goal,
+    value: float,
+    grid: Sequence[float] | None = None,
+    *,
+    scorers: Sequence[FittedScorer] = (),
+    num_reshuffles: int = NUM_RESHUFFLES,
+    seed: int = SEED,
+) -> FittedThreshold:
+    """Choose when a strategy stops, on calibration questions.
+
+    Args:
+        strategy: The strategy.
+        pool: The calibration questions.
+        goal: "budget" takes the most accurate setting that uses at most ``value`` samples per question on average, the
+            cheapest on ties; "accuracy" the cheapest setting that reaches ``value``, the most accurate on ties.
+        value: The goal's value.
+        grid: Settings to choose from; None takes those of :func:`grid_of`.
+        scorers: Fitted confidences to add.
+        num_reshuffles: Random orders of each question's samples to average over.
+        seed: Seeds the orders.
+    """
+    if not 0.0 < value <= (math.inf if goal == "budget" else 1.0):
+        raise InputError(f"Expected `{goal}` to be above 0{'' if goal == 'budget' else ' and at most 1'}, got {value}.")
+    calibration, curved = calibration_pool(strategy, pool, scorers), as_gridded(strategy)
+    if grid is None:
+        reads = strategy.confidence
+        grid = grid_of(curved, values=() if reads is None else confidence_quantiles(calibration.entries, reads))
+    outcome = grid_outcome(curved, calibration.entries, grid, num_reshuffles=num_reshuffles, seed=seed)
+    return choose_threshold(curved, calibration, outcome, goal, value)
+
+
+def choose_threshold(
+    strategy: GridStrategy, calibration: CalibrationPool, outcome: GridOutcome, goal: Goal, value: float
+) -> FittedThreshold:
+    """Choose as :func:`fit_goal_threshold` does, from known costs and accuracies."""
+    choose = best_setting_within if goal == "budget" else cheapest_setting_reaching
+    best = choose(outcome.mean_samples, outcome.accuracy, value)
+    if best is None:
+        uses, least = ("uses", outcome.mean_samples.min()) if goal == "budget" else ("reaches", outcome.accuracy.max())
+        raise InputError(
+            f"No value of the grid meets `{goal}` {value:g}; the closest {uses} {least:.4f}. Widen the grid."
+        )
+    threshold, parameter = float(outcome.grid[best]), strategy.grid_parameter
+    accuracy, samples = float(outcome.accuracy[best]), float(outcome.mean_samples[best])
+    return _fitted(
+        with_setting(strategy, threshold),
+        calibration,
+        goal,
+        value,
+        parameter=parameter,
+        threshold=threshold,
+        delta=None,
+        achieved={"accuracy": accuracy, "mean_samples": samples},
+        message=f"{parameter} {threshold:g} reaches accuracy {accuracy:.4f} at {samples:.2f} samples on the "
+        f"{calibration.fitted_on.num_questions} calibration questions that it was chosen on.",
+    )
+
+
+def _fitted(
+    strategy: Strategy, calibration: CalibrationPool, target: TargetKind, value: float, **chosen: Any
+) -> FittedThreshold:
+    return FittedThreshold(
+        name=f"{strategy.name}_{target}_{value:g}",
+        strategy=strategy.name,
+        fields=fields_of(strategy),
+        target=target,
+        value=float(value),
+        num_samples=calibration.num_samples,
+        scorers=scorer_digests(strategy.confidence, calibration.scorers),
+        fitted_on=calibration.fitted_on,
+        **chosen,
+    )
+
+
+def fit_risk_threshold(
+    strategy: Strategy,
+    pool: Sequence[QuestionSamples],
+    *,
+    risk: float,
+    delta: float = 0.1,
+    scorers: Sequence[FittedScorer] = (),
+    guide: Sequence[QuestionSamples] | None = None,
+    grid: Sequence[float] | None = None,
+    num_starts: int | None = None,
+    procedure: Procedure = "fixed_sequence",
+) -> FittedThreshold:
+    """Choose, by Learn then Test, the confidence below which the strategy abstains."""
+    if guide is not None and grid is not None:
+        raise InputError("Expected either `guide` or `grid`, but got both.")
+    calibration = calibration_pool(strategy, pool, scorers)
+    confidence, wrong, samples = _verdicts(strategy, calibration.entries)
+    if guide is not None:
+        check_disjoint(
+            (entry.question for entry in calibration.entries),
+            (entry.question for entry in guide),
+            names=("`pool`", "`guide`"),
+            way_out="Otherwise the guide would select for luck.",
+        )
+        seen, lost, _ = _verdicts(strategy, ready_entries(strategy, guide, scorers))
+        thresholds = guided_grid(seen, lost, num_questions=len(pool), risk=risk)
+    else:
+        thresholds = np.linspace(1.0, 0.0, 101) if grid is None else np.asarray(grid, dtype=np.float64)
+    starts = num_starts or (10 if guide is None and grid is None else 1)
+    certificate = certify_threshold(
+        confidence, wrong, thresholds, risk=risk, delta=delta, procedure=procedure, num_starts=starts
+    )
+    if certificate.threshold is None:
+        raise NoThresholdError(certificate)
+    answered = certificate.num_answered
+    achieved = {
+        "coverage": answered / len(wrong),
+        "num_answered": answered,
+        "num_wrong": certificate.loss,
+        "error_rate_of_answered": certificate.loss / answered if answered else 0.0,
+        "p_value": certificate.p_value,
+        "accuracy_without_abstaining": float(1.0 - wrong.mean()),
+        "mean_samples": float(samples.mean()),
+    }
+    return _fitted(
+        strategy,
+        calibration,
+        "risk",
+        risk,
+        parameter=None,
+        threshold=certificate.threshold,
+        delta=delta,
+        achieved=achieved,
+        message=certificate.message,
+    )
+
+
+def _verdicts(strategy: Strategy, entries: Sequence[QuestionSamples]) -> tuple[Floats, Floats, Floats]:
+    """Return each verdict's confidence (-inf if it has no answer), whether it is wrong, and its samples used [Q]."""
+    verdicts = [replay(strategy, entry) for entry in entries]
+    answered = [verdict for verdict in verdicts if verdict.answer is not None]
+    if answered and all(verdict.confidence is None for verdict in answered):
+        raise InputError(f"Expected {strategy.name} to state a confidence in its answers, as a guarantee needs.")
+    confidence = [-math.inf if v.answer is None or v.confidence is None else v.confidence for v in verdicts]
+    wrong = [float(not verdict.correct) for verdict in verdicts]
+    return np.array(confidence), np.array(wrong), np.array([float(verdict.samples_used) for verdict in verdicts])

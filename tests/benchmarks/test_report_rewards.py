@@ -71,7 +71,7 @@ def test_accuracy_is_read_at_equal_tokens_in_every_resample(script: Module) -> N
 
 
 def test_adaptive_n_takes_of_each_question_what_its_score_asks_for(script: Module) -> None:
-    from selfcal_lightning.inference.threshold_fitting import GridOutcome
+    from selfcal_lightning.inference.thresholds import GridOutcome
 
     grid = tuple(float(n) for n in range(1, 9))
     hits = np.array([[n >= 2, n >= 7] for n in range(1, 9)])

@@ -29,7 +29,7 @@ from selfcal_lightning.core.plan import (
     merge_plans,
     show_seconds,
 )
-from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
+from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.folders import config_path, resolve_model
 from selfcal_lightning.models.sharded_loading import all_numbers, files_on_this_disk

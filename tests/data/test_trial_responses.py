@@ -16,7 +16,7 @@ from selfcal_lightning.confidence.base import add_scores
 from selfcal_lightning.confidence.features import ConfidenceScores
 from selfcal_lightning.confidence.fusion import Fusion, fit_fusion
 from selfcal_lightning.confidence.splits import halve_pool
-from selfcal_lightning.inference.threshold_fitting import grid_outcome
+from selfcal_lightning.inference.thresholds import grid_outcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.bootstrap import bootstrap_interval
 from selfcal_lightning.metrics.calibration import expected_calibration_error

@@ -18,8 +18,7 @@ from selfcal_lightning.evaluation.inputs import Inputs, TestSet, split_off_calib
 from selfcal_lightning.evaluation.metrics import compare_pools, result_keys
 from selfcal_lightning.evaluation.strategies import TrainingCost
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.threshold_fitting import fit_risk_threshold
-from selfcal_lightning.inference.thresholds import FittedThreshold
+from selfcal_lightning.inference.thresholds import FittedThreshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.chat_format import Prompt
 from selfcal_lightning.records import Question, QuestionSamples, Sample

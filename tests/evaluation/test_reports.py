@@ -47,7 +47,7 @@ from selfcal_lightning.evaluation.tables import (
     comparison_table,
     is_better,
 )
-from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, ECE, Floats
 from selfcal_lightning.metrics.bootstrap import Estimate, MetricChange

@@ -39,7 +39,7 @@ from selfcal_lightning.evaluation.strategies import (
 )
 from selfcal_lightning.inference import vectorised as orders
 from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.threshold_fitting import GridOutcome
+from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.inference.vectorised import with_setting
 from selfcal_lightning.inference.voting import SelfConsistency
 

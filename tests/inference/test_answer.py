@@ -26,7 +26,7 @@ from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
 from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note, unreached_note
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import fit_goal_threshold, fit_risk_threshold
+from selfcal_lightning.inference.thresholds import fit_goal_threshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples, Request, Response, SamplingSettings, Verdict
 

@@ -16,7 +16,7 @@ from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.inference.base import Ask, Solving, make_verdict
 from selfcal_lightning.inference.registry import STRATEGIES
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import fit_goal_threshold, grid_outcome
+from selfcal_lightning.inference.thresholds import fit_goal_threshold, grid_outcome
 from selfcal_lightning.inference.vectorised import PoolArrays, curve_of, replayed_curve
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import Question, QuestionSamples

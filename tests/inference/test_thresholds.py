@@ -20,13 +20,13 @@ from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
-from selfcal_lightning.inference.threshold_fitting import (
+from selfcal_lightning.inference.thresholds import (
+    FittedThreshold,
     NoThresholdError,
     fit_goal_threshold,
     fit_risk_threshold,
     grid_outcome,
 )
-from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.inference.vectorised import Orders, PoolArrays, right_codes
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples, Verdict

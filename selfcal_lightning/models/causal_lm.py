@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.backends import cuda
 
@@ -49,12 +49,11 @@ class WeightFiles:
         check_model_folder(str(folder), option="base_model")
         index, whole = folder / INDEX, folder / WHOLE
         if whole.is_file():
-            files = dict.fromkeys(_names(whole), whole)
-        elif index.is_file():
-            files = indexed_files(folder)
-        else:
-            raise InputError(f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}.")
-        return cls(files)
+            with safe_open(whole, framework="pt") as handle:
+                return cls(dict.fromkeys(handle.keys(), whole))
+        if index.is_file():
+            return cls(indexed_files(folder))
+        raise InputError(f"Expected `base_model` to be a folder with {WHOLE} or {INDEX}, but got {base_model!r}.")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -70,10 +69,8 @@ class WeightFiles:
     def bytes_in(self, dtype: torch.dtype) -> int:
         """Return the bytes of all tensors with floats of 16 bits and more held in ``dtype``, others as stored."""
         wide = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
-        stored = {name: self.dtype(name) for name in self._files}
-        return sum(
-            math.prod(self.shape(name)) * (dtype if found in wide else found).itemsize for name, found in stored.items()
-        )
+        held = {name: dtype if (stored := self.dtype(name)) in wide else stored for name in self._files}
+        return sum(math.prod(self.shape(name)) * kind.itemsize for name, kind in held.items())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -103,19 +100,10 @@ class WeightFiles:
         return self._handle(name).get_slice(name)
 
     def _handle(self, name: str) -> Any:
-        from safetensors import safe_open
-
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(file, framework="pt")
         return self._open[file]
-
-
-def _names(file: Path) -> Iterable[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as handle:
-        return list(handle.keys())
 
 
 _DTYPES = {
@@ -187,8 +175,7 @@ def _small_output_layer(model: PreTrainedModel) -> nn.Linear:
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     layer = nn.Linear(embedding.shape[1], SMALL_OUTPUTS, bias=False, device="meta", dtype=embedding.dtype)
     layer = layer.to_empty(device=embedding.device).requires_grad_(False)
-    drawn = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0))
-    layer.weight.copy_(drawn)
+    layer.weight.copy_(torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(0)))
     return layer
 
 
@@ -226,16 +213,25 @@ def logits_at(
 
 
 def selected_logits(
-    model: nn.Module, head: nn.Module | None, arguments: Mapping[str, Any], positions: Tensor
+    model: nn.Module,
+    head: nn.Module | None,
+    arguments: Mapping[str, Any],
+    positions: Tensor,
+    *,
+    watch: Callable[[nn.Module, Tensor], None] = lambda head, hidden: None,
 ) -> Tensor:
-    """Run ``model`` and return the logits at the given positions only; see ``logits_at``."""
+    """Like ``logits_at``; ``watch`` sees the output layer, its weights gathered, and its input at the positions."""
     if head is None:
         return model(**arguments).logits.flatten(0, 1)[positions]
     shape = arguments["input_ids"].shape
 
-    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *rest = inputs
-        return (hidden.flatten(0, 1)[positions], *rest) if hidden.shape[:2] == shape else inputs
+        if hidden.shape[:2] != shape:
+            return inputs
+        rows = hidden.flatten(0, 1)[positions]
+        watch(module, rows)
+        return (rows, *rest)
 
     handle = head.register_forward_pre_hook(select)
     try:
@@ -266,12 +262,16 @@ def confidence_from_logits(logits: Tensor, query: ConfidenceQuery, *, normalised
     The masses are sums of the full softmax over the token ids of ``query``, in float32; P(True) is Yes / (Yes + No)
     when ``normalised``, else Yes.
     """
-    log_p = logits.float().log_softmax(-1)[:, query_ids(query, logits.device)]
-    num_yes = len(query.yes_ids)
-    yes, no = log_p[:, :num_yes].logsumexp(-1), log_p[:, num_yes:].logsumexp(-1)
+    yes, no = yes_and_no(logits.float().log_softmax(-1)[:, query_ids(query, logits.device)], query)
     # The sigmoid is Yes / (Yes + No) without the underflow of small masses.
     p_true = torch.sigmoid(yes - no) if normalised else yes.exp()
     return Confidence(p_true, yes.exp(), no.exp())
+
+
+def yes_and_no(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the masses of Yes and of No from the columns of ``query_ids``, [B] each."""
+    num_yes = len(query.yes_ids)
+    return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,7 +7,6 @@ give steps of .03. If nothing follows the output layer, logits of other position
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
 from selfcal_lightning.core.errors import RunError
-from selfcal_lightning.models.causal_lm import Confidence, confidence_from_logits, forward_arguments, query_ids
+from selfcal_lightning.models.causal_lm import (
+    Confidence,
+    confidence_from_logits,
+    forward_arguments,
+    query_ids,
+    selected_logits,
+    yes_and_no,
+)
 from selfcal_lightning.models.packing import PrefixTree, two_layers_on_meta
 from selfcal_lightning.records import ConfidenceQuery
 
@@ -125,12 +131,14 @@ class HiddenOutputs:
     def p_true(self, query: ConfidenceQuery, *, normalised: bool) -> Tensor:
         """Return P(True) of each query, float32 [B]: Yes / (Yes + No) when ``normalised``, else Yes."""
         yes, no = self._scores(query)
-        return torch.sigmoid(yes - no) if normalised else (yes - self._normaliser()).exp()
+        if normalised:
+            return torch.sigmoid(yes - no)
+        return (yes - log_normaliser(self.queries, self.weight, self.bias)).exp()
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
         """Return P(True) with the masses of Yes and No under the full softmax, [B] each."""
         yes, no = self._scores(query)
-        total = self._normaliser()
+        total = log_normaliser(self.queries, self.weight, self.bias)
         yes_mass, no_mass = (yes - total).exp(), (no - total).exp()
         return Confidence(torch.sigmoid(yes - no) if normalised else yes_mass, yes_mass, no_mass)
 
@@ -144,10 +152,7 @@ class HiddenOutputs:
 
     def _scores(self, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
         ids = query_ids(query, self.queries.device)
-        return _masses(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
-
-    def _normaliser(self) -> Tensor:
-        return log_normaliser(self.queries, self.weight, self.bias)
+        return yes_and_no(float32_logits(self.queries, self.weight, self.bias, token_ids=ids), query)
 
 
 @dataclass(frozen=True)
@@ -161,16 +166,14 @@ class LogitOutputs:
         if not normalised:
             return self.confidence(query, normalised=False).p_true
         # The normaliser cancels; computing it would only add noise to the gradient.
-        yes, no = _masses(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
+        yes, no = yes_and_no(self.logits[: self.num_queries][:, query_ids(query, self.logits.device)].float(), query)
         return torch.sigmoid(yes - no)
 
     def confidence(self, query: ConfidenceQuery, *, normalised: bool) -> Confidence:
         return confidence_from_logits(self.logits[: self.num_queries], query, normalised=normalised)
 
     def token_losses(self, token_ids: Tensor) -> Tensor:
-        logits = self.logits[self.num_queries :]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        return nn.functional.cross_entropy(wide, token_ids, reduction="none")
+        return F.cross_entropy(self.token_logits(), token_ids, reduction="none")
 
     def token_logits(self) -> Tensor:
         logits = self.logits[self.num_queries :]
@@ -217,7 +220,7 @@ def run_outputs(
     head = model.get_output_embeddings()
     positions = torch.cat((queries, labels))
     if head is None:
-        return LogitOutputs(model(**arguments).logits.flatten(0, 1)[positions], len(queries))
+        return LogitOutputs(selected_logits(model, None, arguments, positions), len(queries))
     if has_plain_head(model) and ends_with_head(model.config):
         hidden, weight, bias = _hidden_states(model, head, arguments, positions)
         return HiddenOutputs(hidden[: len(queries)], hidden[len(queries) :], weight, bias)
@@ -242,12 +245,9 @@ def _returns_what_the_head_gives(config: PreTrainedConfig) -> bool:
     inputs = {name: value.to("meta") for name, value in inputs.items()}
     given: list[Tensor] = []
     seen: list[tuple[int, ...]] = []
-    with ExitStack() as hooks, torch.no_grad(), torch.device("meta"):
-        for handle in (
-            head.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2]))),
-            head.register_forward_hook(lambda _, __, output: given.append(output)),
-        ):
-            hooks.callback(handle.remove)
+    head.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    head.register_forward_hook(lambda _, __, output: given.append(output))
+    with torch.no_grad(), torch.device("meta"):
         try:
             logits = model.eval()(**inputs, use_cache=False).logits
         except Exception:  # what depends on values cannot be run without any: then it is not known
@@ -298,18 +298,12 @@ def _logits(
     num_queries: int,
 ) -> Tensor:
     """Return the logits at ``positions``, [n, V], those of Yes and No after the queries computed in float32."""
-    shape = arguments["input_ids"].shape
     columns: list[Tensor] = []
 
-    def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, *rest = inputs
-        if hidden.shape[:2] != shape:
-            return inputs
-        rows = hidden.flatten(0, 1)[positions]
-        if type(module) is nn.Linear:  # its weights are gathered now, where they are cut over processes
+    def read(module: nn.Module, rows: Tensor) -> None:
+        if type(module) is nn.Linear:
             ids = query_ids(query, rows.device)
             columns.append(float32_logits(rows[:num_queries], module.weight, module.bias, token_ids=ids))
-        return (rows, *rest)
 
     def sharpen(_: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor:
         if not columns or logits.dtype in (torch.float32, torch.float64):
@@ -318,14 +312,8 @@ def _logits(
         places = torch.arange(num_queries, device=logits.device)[:, None], ids[None]
         return wide.index_put(places, columns[0])
 
-    with ExitStack() as hooks:
-        hooks.callback(head.register_forward_pre_hook(select).remove)
-        hooks.callback(head.register_forward_hook(sharpen).remove)
-        logits = model(**arguments).logits
-    return logits.flatten(0, 1)[positions] if logits.dim() == 3 else logits
-
-
-def _masses(columns: Tensor, query: ConfidenceQuery) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of the unnormalised masses of Yes and of No from their columns, [B] each."""
-    num_yes = len(query.yes_ids)
-    return columns[:, :num_yes].logsumexp(-1), columns[:, num_yes:].logsumexp(-1)
+    handle = head.register_forward_hook(sharpen)
+    try:
+        return selected_logits(model, head, arguments, positions, watch=read)
+    finally:
+        handle.remove()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,10 +47,7 @@ class PrefixTree(NamedTuple):
 
     def branch_starts(self) -> list[int]:
         """Return the index of every branch's first token."""
-        starts = [self.start + self.prompt]
-        for length in self.branches[:-1]:
-            starts.append(starts[-1] + length)
-        return starts
+        return list(accumulate(self.branches[:-1], initial=self.start + self.prompt))
 
 
 def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
@@ -57,9 +55,7 @@ def check_trees(trees: Sequence[PrefixTree], width: int) -> None:
     stop = 0
     for tree in trees:
         if tree.start != stop or tree.prompt < 1 or not tree.branches or min(tree.branches) < 0:
-            raise InputError(
-                f"Expected `trees` with a prompt and branches that follow one another, got {tree} at {stop}."
-            )
+            raise InputError(f"Expected `trees` with a prompt and branches in a row, but got {tree} at {stop}.")
         stop = tree.stop
     if stop > width:
         raise InputError(f"Expected `trees` to fit a row of {width} tokens, but got {stop}.")
@@ -130,11 +126,6 @@ class TreeMasks:
         self.num_calls = 0
         self._masks: dict[tuple[int, int, int], Tensor] = {}
 
-    def lengths(self, width: int) -> list[int]:
-        """Return the lengths of all prompts and branches in order, and of the padding after them."""
-        parts = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
-        return [*parts, width - sum(parts)]
-
     def branch_mask(self, queries: int, keys: int, device: torch.device, how: Scores) -> Tensor:
         """Return the mask of the last ``queries`` tokens of a sequence of ``keys``: causal, within the window."""
         window = keys if how.window is None else min(how.window, keys)
@@ -153,7 +144,8 @@ class TreeMasks:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         attend = attention_kernel(query, how)
         # Cut once: the gradient of a split is one concatenation, that of every slice a tensor of the whole row.
-        lengths = self.lengths(query.shape[2])
+        lengths = [length for tree in self.trees for length in (tree.prompt, *tree.branches)]
+        lengths.append(query.shape[2] - sum(lengths))  # the padding
         pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
         outputs: list[Tensor] = []
         for tree in self.trees:
@@ -192,17 +184,11 @@ def segment_attention(
     prefix_trees: TreeMasks | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by ``prefix_trees``, or without them by PyTorch's attention; registered with transformers.
-
-    PyTorch's attention has no capped scores: those are computed here.
-    """
+    """Attend by ``prefix_trees``, or without them by PyTorch's attention, which has no capped scores."""
     how = Scores(scaling, dropout, sliding_window, softcap)
     if prefix_trees is None:
         if attention_mask is not None and not attention_mask.numel():
-            name = type(module).__name__
-            raise PackingError(
-                f"Expected {name} to hand `prefix_trees` to its attention: it cannot run packed rows{WAY_OUT}"
-            )
+            raise PackingError(f"Expected {type(module).__name__} to hand `prefix_trees` to its attention{WAY_OUT}")
         if softcap is not None:
             return _capped_attention(query, key, value, attention_mask, how).transpose(1, 2).contiguous(), None
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -210,8 +196,7 @@ def segment_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **arguments
         )
-    asked = [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
-    if asked:
+    if asked := [name for name in UNKNOWN_ARGUMENTS if arguments.get(name) is not None]:
         name = type(module).__name__
         raise PackingError(f"Expected plain causal attention in packed rows, but {name} asks for {asked}{WAY_OUT}")
     # Under autocast, rotated queries and keys may be float32 but values in half precision. Fused kernels refuse it.
@@ -344,14 +329,6 @@ def shared_prefix_problem(config: PreTrainedConfig) -> str | None:
     return _PROBED[key]
 
 
-def has_window(config: PreTrainedConfig) -> bool:
-    """Return whether some layers attend within a sliding window."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return getattr(config, "sliding_window", None) is not None
-    return "sliding_attention" in kinds
-
-
 def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     """Return why a packed row fails in two layers of the architecture; None if it passes or cannot be tested.
 
@@ -379,33 +356,34 @@ def _packed_forward_problem(config: PreTrainedConfig, name: str) -> str | None:
     return None
 
 
-def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
-    """Return a two-layer model of this architecture on ``meta``; None if it cannot be built."""
+def build_on_meta(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Build a model without weights."""
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
     # Constructors of some families draw numbers all the same; those of training must not depend on it.
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
-        try:
-            config.quantization_config = None
-            text.num_hidden_layers = PROBED_LAYERS
-            if getattr(text, "layer_types", None):
-                text.layer_types = text.layer_types[:PROBED_LAYERS]
-            return AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attn_implementation, trust_remote_code=False
-            )
-        except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
-            return None
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+
+
+def two_layers_on_meta(config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel | None:
+    """Return a two-layer model of this architecture on ``meta``; None if it cannot be built."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    try:
+        config.quantization_config = None
+        text.num_hidden_layers = PROBED_LAYERS
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:PROBED_LAYERS]
+        return build_on_meta(config, dtype=torch.bfloat16, attn_implementation=attn_implementation)
+    except Exception:  # settings of single layers may not fit two of them, and constructors may look at values
+        return None
 
 
 def check_shared_prefix(config: PreTrainedConfig, name: str) -> None:
     """Refuse a model that cannot run packed rows, with the reason."""
     if (problem := shared_prefix_problem(config)) is not None:
-        raise InputError(
-            f"Expected a model whose responses can share a prompt, but got {name!r}: {problem}. Set `packing: auto` to "
-            "fall back to batches of similar length, or `packing: off`."
-        )
+        wanted = "a model whose responses can share a prompt"
+        raise InputError(f"Expected {wanted}, but got {name!r}: {problem}. Set `packing: auto` to fall back, or `off`.")
 
 
 def prefer_segments(model: PreTrainedModel) -> None:
@@ -424,28 +402,28 @@ def runs_packed_rows(model: PreTrainedModel) -> bool:
 def check_packed_equals_separate(model: PreTrainedModel) -> None:
     """Compare a packed row of three branches with three separate sequences."""
     config = model.config.get_text_config()
-    if config._attn_implementation == FLEX and has_window(config):
-        raise PackingError(
-            f"Expected full attention in rows packed for FlexAttention, but got a sliding window{WAY_OUT}"
-        )
+    kinds = getattr(config, "layer_types", None)
+    windowed = getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+    if config._attn_implementation == FLEX and windowed:
+        raise PackingError(f"Expected full attention in rows for FlexAttention, but got a sliding window{WAY_OUT}")
     device = next(model.parameters()).device
     # The first branch is long: where positions ran on behind it instead of restarting, the others would be far off.
     tree = PrefixTree(0, 6, (64, 3, 5))
-    ids = spread_ids(tree.stop, config.get_text_config().vocab_size, device=device)
+    ids = spread_ids(tree.stop, config.vocab_size, device=device)
     mode = model.training
     model.eval()
     try:
-        packed = _packed_logits(model, tree, ids)
+        with failing_as_packing(f"{type(model).__name__} to run a packed row", way_out=WAY_OUT):
+            arguments = packed_inputs([tree], ids[None], config._attn_implementation)
+            packed = model(**arguments, use_cache=False)[0][0]
         tolerance = logit_tolerance(model, packed, ids)
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
             own = slice(start, start + length)
             alone = model(input_ids=torch.cat((ids[: tree.prompt], ids[own]))[None], use_cache=False)[0][0]
             error = (alone[tree.prompt :] - packed[own]).float().abs().mean() / alone.float().std()
             if not error <= tolerance:
-                raise PackingError(
-                    f"Expected {type(model).__name__} to give the same logits in a packed row as in a sequence of its "
-                    f"own, but they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
-                )
+                found = f"they differ by {error:.3g} standard deviations in the mean{WAY_OUT}"
+                raise PackingError(f"Expected {type(model).__name__} to give packed rows the same logits, but {found}")
     finally:
         model.train(mode)
 
@@ -470,21 +448,10 @@ def logit_tolerance(model: PreTrainedModel, logits: Tensor, ids: Tensor) -> floa
     exact &= not torch.is_autocast_enabled(logits.device.type)
     if exact and torch.get_float32_matmul_precision() == "highest":
         return 1e-3
-    return max(0.1, 2.0 * _rounding(model, ids))
-
-
-def _rounding(model: PreTrainedModel, ids: Tensor) -> float:
-    """Return how much logits change from rounding alone: when tokens follow that a causal model cannot see."""
+    # Tokens that follow, which a causal model cannot see, change logits by rounding alone.
     alone = model(input_ids=ids[None], use_cache=False)[0][0].float()
     followed = model(input_ids=torch.cat((ids, ids[:7]))[None], use_cache=False)[0][0, : len(ids)].float()
-    return ((followed - alone).abs().mean() / alone.std()).item()
-
-
-def _packed_logits(model: PreTrainedModel, tree: PrefixTree, ids: Tensor) -> Tensor:
-    """Return the logits of a row that holds ``tree``, [T, V]."""
-    implementation = model.config.get_text_config()._attn_implementation
-    with failing_as_packing(f"{type(model).__name__} to run a packed row", way_out=WAY_OUT):
-        return model(**packed_inputs([tree], ids[None], implementation), use_cache=False)[0][0]
+    return max(0.1, 2.0 * ((followed - alone).abs().mean() / alone.std()).item())
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -17,7 +16,7 @@ from selfcal_lightning.core.errors import InputError, RunError, UserError
 from selfcal_lightning.models.causal_lm import WeightFiles, load_config
 from selfcal_lightning.models.folders import INDEX, WHOLE, model_folder, resolve_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
-from selfcal_lightning.models.packing import prefer_segments, register_segment_attention
+from selfcal_lightning.models.packing import build_on_meta, prefer_segments, register_segment_attention
 from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:
@@ -31,16 +30,13 @@ def meta_causal_lm(
     base_model: str, *, revision: str | None, dtype: torch.dtype, attn_implementation: str | None
 ) -> PreTrainedModel:
     """Return the model with parameters on ``meta`` and its computed buffers (rotary angles) in place."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     config = load_config(base_model, revision=revision)
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(f"Expected unquantised weights, but got {base_model!r}, which is quantised{WAY_OUT}")
     register_segment_attention()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
-        )
+    model = build_on_meta(config, dtype=dtype, attn_implementation=attn_implementation)
     if attn_implementation is None:
         prefer_segments(model)
     for name, module in model.named_modules():
@@ -71,33 +67,27 @@ def check_architecture(
     attn_implementation: str | None = None,
 ) -> None:
     """Build the model on ``meta``, so that errors of its classes or its adapter show before long work."""
-    from transformers import AutoModelForCausalLM
-
     register_segment_attention()
     config = copy.deepcopy(load_config(base_model, revision=revision))
     config.quantization_config = None  # the names of the layers are the same
-    # Constructors of some families draw numbers all the same; those of training must not depend on it.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, trust_remote_code=False
-            )
-        except RuntimeError:
-            return
-        except (ImportError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            runs = f"a model that runs with `attn_implementation` {attn_implementation!r}"
-            raise InputError(f"Expected {runs}, but got {base_model!r}: {reason}") from error
+    try:
+        model = build_on_meta(config, attn_implementation=attn_implementation)
+    except RuntimeError:
+        return
+    except (ImportError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        runs = f"a model that runs with `attn_implementation` {attn_implementation!r}"
+        raise InputError(f"Expected {runs}, but got {base_model!r}: {reason}") from error
     if settings is not None:
         check_adaptable(model, settings)
 
 
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield (full name, module, name in it, parameter) of every parameter; tied ones once per place."""
+def places(model: nn.Module, kind: str = "_parameters") -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield (full name, module, name in it, parameter or buffer); tied ones once per place."""
     for prefix, module in model.named_modules():
-        for part, parameter in module._parameters.items():
-            if parameter is not None:
-                yield (f"{prefix}.{part}" if prefix else part), module, part, parameter
+        for part, tensor in getattr(module, kind).items():
+            if tensor is not None:
+                yield (f"{prefix}.{part}" if prefix else part), module, part, tensor
 
 
 def _compute_buffers(model: PreTrainedModel, name: str, module: nn.Module) -> None:
@@ -125,14 +115,6 @@ def _exchange(model: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
         module._parameters[part] = made[parameter]
 
 
-@dataclass(frozen=True)
-class ShardedModel:
-    """A model sharded over processes."""
-
-    model: Any
-    files: WeightFiles
-
-
 def load_sharded_causal_lm(
     base_model: str,
     *,
@@ -145,8 +127,8 @@ def load_sharded_causal_lm(
     seed: int = 0,
     gradient_checkpointing: bool = False,
     policy: MixedPrecisionPolicy | None = None,
-) -> ShardedModel:
-    """Load ``base_model`` with an adapter, sharded over ``mesh``; each process reads only its own rows."""
+) -> tuple[Any, WeightFiles]:
+    """Load ``base_model`` with an adapter, sharded over ``mesh``, and its files; each process reads its own rows."""
     files = WeightFiles.of_model(base_model, revision=revision)
     model = meta_causal_lm(
         base_model,
@@ -169,7 +151,7 @@ def load_sharded_causal_lm(
     fully_shard(network, **settings)
     _fill_parameters(network, files, stored_names, drawn, device)
     _fill_buffers(network, files, stored_names, device)
-    return ShardedModel(network, files)
+    return network, files
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -210,9 +192,8 @@ def _fill_parameters(
             # transformers may convert the files of a model on loading, which cannot be read in slices.
             raise InputError(f"Expected the base model's files to hold {spots[0][1]!r}, but they do not{WAY_OUT}")
         else:
-            if files.shape(stored) != tuple(parameter.shape):
-                wanted = f"{stored!r} to have shape {tuple(parameter.shape)} as config.json says"
-                raise InputError(f"Expected {wanted}, but got {files.shape(stored)}.")
+            if (found := files.shape(stored)) != (wanted := tuple(parameter.shape)):
+                raise InputError(f"Expected {stored!r} to have shape {wanted} as config.json says, but got {found}.")
             rows = files.read_rows(stored, start, stop)
         whole = DTensor.from_local(
             rows.to(device=device, dtype=parameter.dtype, copy=True),
@@ -241,11 +222,7 @@ def _fill_buffers(
     model: nn.Module, files: WeightFiles, stored_names: dict[tuple[nn.Module, str], str], device: torch.device
 ) -> None:
     """Read the buffers that are stored, and move all of them to ``device``."""
-    buffers = [(path, m, part, b) for path, m in model.named_modules() for part, b in m._buffers.items()]
-    for path, module, part, buffer in buffers:
-        if buffer is None:
-            continue
-        name = f"{path}.{part}" if path else part
+    for name, module, part, buffer in list(places(model, "_buffers")):
         if buffer.is_meta:
             stored = stored_names.get((module, part), name)
             if stored not in files:
@@ -283,9 +260,10 @@ def frozen_bytes(files: WeightFiles, *, dtype: Literal["auto", "float32", "bfloa
     held = files.total_bytes if dtype == "auto" else files.bytes_in(getattr(torch, dtype))
     if not nf4:
         return held
-    linear = [(math.prod(files.shape(name)), files.dtype(name)) for name in files.names if _is_linear(files, name)]
-    stored = sum(numbers * dtype.itemsize for numbers, dtype in linear)
-    return files.total_bytes - stored + round(sum(numbers for numbers, _ in linear) * NF4_BYTES)
+    kept = [name for name in files.names if len(files.shape(name)) != 2 or any(part in name for part in NOT_QUANTISED)]
+    linear = {name: math.prod(files.shape(name)) for name in set(files.names).difference(kept)}
+    stored = sum(numbers * files.dtype(name).itemsize for name, numbers in linear.items())
+    return files.total_bytes - stored + round(sum(linear.values()) * NF4_BYTES)
 
 
 def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]) -> int:
@@ -297,7 +275,3 @@ def adapter_numbers(files: WeightFiles, *, r: int, target_modules: Sequence[str]
 
 def all_numbers(files: WeightFiles) -> int:
     return sum(math.prod(files.shape(name)) for name in files.names)
-
-
-def _is_linear(files: WeightFiles, name: str) -> bool:
-    return len(files.shape(name)) == 2 and not any(part in name for part in NOT_QUANTISED)

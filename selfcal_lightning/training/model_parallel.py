@@ -159,19 +159,19 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
             if precision != "bf16-mixed":
                 raise InputError(f"`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got {precision}.")
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        loaded = load_sharded_causal_lm(
+        model, files = load_sharded_causal_lm(
             base_model,
             mesh=cast("DeviceMesh", self._weights_mesh),
             device=self.root_device,
             policy=policy,
             **settings,
         )
-        read, stored = loaded.files.bytes_read / 2**20, loaded.files.total_bytes / 2**20
+        read, stored = files.bytes_read / 2**20, files.total_bytes / 2**20
         rank_zero_info(
             f"FSDP2: each of {self.world_size} processes loads its rows; the first loaded {read:,.1f} MiB of "
             f"{stored:,.1f} MiB."
         )
-        return loaded.model
+        return model
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return gather_trained(cast("LightningModule", self.lightning_module))

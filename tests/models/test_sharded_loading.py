@@ -43,12 +43,12 @@ def load_both(model: str, settings: dict[str, Any], lora: LoraSettings | None) -
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    loaded = load_sharded_causal_lm(model, mesh=mesh, device=torch.device("cpu"), lora=lora, seed=7, **settings)
+    network, files = load_sharded_causal_lm(model, mesh=mesh, device=torch.device("cpu"), lora=lora, seed=7, **settings)
     torch.manual_seed(123)  # the adapter's start does not depend on what was drawn before
     expected = load_causal_lm(model, **settings)
     expected = expected if lora is None else attach_lora(expected, lora, seed=7)
     wanted = dict(expected.named_parameters(remove_duplicate=False))
-    found = dict(loaded.model.named_parameters(remove_duplicate=False))
+    found = dict(network.named_parameters(remove_duplicate=False))
     assert found.keys() == wanted.keys()
     for name, parameter in found.items():
         assert isinstance(parameter, DTensor), name
@@ -56,22 +56,22 @@ def load_both(model: str, settings: dict[str, Any], lora: LoraSettings | None) -
         start, stop = local_rows(len(parameter), rank, world)
         assert torch.equal(parameter.to_local(), wanted[name][start:stop]), name
         assert torch.equal(parameter.full_tensor(), wanted[name]), name
-    assert {id(p) for p in found.values()} == {id(p) for p in loaded.model.parameters()}
-    assert len(list(loaded.model.parameters())) == len(list(expected.parameters())), "tied weights are one parameter"
-    buffers, wanted_buffers = dict(loaded.model.named_buffers()), dict(expected.named_buffers())
+    assert {id(p) for p in found.values()} == {id(p) for p in network.parameters()}
+    assert len(list(network.parameters())) == len(list(expected.parameters())), "tied weights are one parameter"
+    buffers, wanted_buffers = dict(network.named_buffers()), dict(expected.named_buffers())
     assert buffers.keys() == wanted_buffers.keys()
     assert buffers, "the rotary angles are buffers"
     for name, buffer in buffers.items():
         assert buffer.dtype == wanted_buffers[name].dtype, name
         assert torch.equal(buffer, wanted_buffers[name]), name
-    assert loaded.model.generation_config.to_dict() == expected.generation_config.to_dict()
-    expected.eval(), loaded.model.eval()
+    assert network.generation_config.to_dict() == expected.generation_config.to_dict()
+    expected.eval(), network.eval()
     tokens = torch.arange(1, 13).view(2, 6)
     with torch.no_grad():
-        assert torch.equal(loaded.model(tokens).logits, expected(tokens).logits)
+        assert torch.equal(network(tokens).logits, expected(tokens).logits)
     return {
-        "rows": {name: list(rows) for name, rows in loaded.files.rows_read.items()},
-        "bytes": loaded.files.bytes_read,
+        "rows": {name: list(rows) for name, rows in files.rows_read.items()},
+        "bytes": files.bytes_read,
     }
 
 

@@ -51,11 +51,11 @@ def adapter_asleep(model: nn.Module, asleep: bool = True) -> Iterator[None]:
     a first forward pass.
     """
     changed = [layer for layer in _adapted_layers(model) if layer.disable_adapters != asleep]
-    _switch(changed, asleep=asleep)
+    _each(changed, lambda layer: layer.enable_adapters(not asleep))
     try:
         yield
     finally:
-        _switch(changed, asleep=not asleep)
+        _each(changed, lambda layer: layer.enable_adapters(asleep))
 
 
 @contextmanager
@@ -83,19 +83,15 @@ def load_sleeping_adapter(model: PreTrainedModel, adapter: str) -> PeftModel:
         base = _last_logits(model, ids)
         adapted = PeftModel.from_pretrained(model, adapter, config=config)
         awake = _last_logits(adapted, ids)
-        _switch(_adapted_layers(adapted), asleep=True)
+        _each(_adapted_layers(adapted), lambda layer: layer.enable_adapters(False))
         asleep = _last_logits(adapted, ids)
     if not torch.equal(asleep, base):
         apart = (asleep - base).abs().max().item()
-        raise InputError(
-            f"Expected the activated adapter {adapter!r} to leave the base model as it is while it sleeps, but logits "
-            f"differ by {apart:.3g}."
-        )
+        wanted = "to leave the base model as it is while it sleeps"
+        raise InputError(f"Expected the activated adapter {adapter!r} {wanted}, but logits differ by {apart:.3g}.")
     if torch.equal(awake, base):
-        raise InputError(
-            f"Expected the activated adapter {adapter!r} to change what follows its query, but it changes nothing: it "
-            "was not trained, or its weights were not found."
-        )
+        wanted = "to change what follows its query"
+        raise InputError(f"Expected {adapter!r} {wanted}, but it changes nothing: it was not trained or not found.")
     return adapted
 
 
@@ -117,10 +113,6 @@ def _each(layers: Sequence[BaseTunerLayer], change: Callable[[BaseTunerLayer], o
         change(layer)
         for parameter, is_trained in trained:
             parameter.requires_grad_(is_trained)
-
-
-def _switch(layers: Sequence[BaseTunerLayer], *, asleep: bool) -> None:
-    _each(layers, lambda layer: layer.enable_adapters(not asleep))
 
 
 States = tuple[Tensor, Tensor]
@@ -155,14 +147,13 @@ class QueryMasks(TreeMasks):
         # Heads that share keys stand as further tokens of one head, so that nothing of the context is copied for them.
         groups = heads // num_keys
         attend, outputs = attention_kernel(query, how), []
-        places = [
-            (tree, start, length)
+        spans = [
+            (slice(tree.start, tree.start + tree.prompt), slice(start, start + length))
             for tree in self.trees
             for start, length in zip(tree.branch_starts(), tree.branches, strict=True)
         ]
-        pieces = zip(places, *(states.split(tokens, dim=2) for states in (query, key, value)), strict=True)
-        for (tree, start, length), queries, own_keys, own_values in pieces:
-            prompt, response = slice(tree.start, tree.start + tree.prompt), slice(start, start + length)
+        pieces = zip(spans, *(states.split(tokens, dim=2) for states in (query, key, value)), strict=True)
+        for (prompt, response), queries, own_keys, own_values in pieces:
             keys = torch.cat((context_keys[:, :, prompt], context_keys[:, :, response], own_keys), dim=2)
             values = torch.cat((context_values[:, :, prompt], context_values[:, :, response], own_values), dim=2)
             asked = queries.reshape(1, num_keys, groups * tokens, queries.shape[-1])
@@ -233,12 +224,7 @@ Contexts = PackedContexts | PaddedContexts
 
 
 def read_contexts(
-    model: PeftModel,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    *,
-    tail: int,
-    trees: Sequence[PrefixTree] = (),
+    model: PeftModel, input_ids: Tensor, attention_mask: Tensor, *, tail: int, trees: Sequence[PrefixTree] = ()
 ) -> Contexts:
     """Run the first pass over a batch, without the ``tail`` tokens of the query at the end of its rows.
 
@@ -252,14 +238,15 @@ def read_contexts(
 
 def ask(model: PeftModel, contexts: Contexts, query: ConfidenceQuery) -> ModelOutputs:
     """Run the second pass: the model's outputs after the query of every row. The contexts stay unchanged."""
-    ids, ends = _queries(contexts, query.suffix_ids)
-    return run_outputs(cast(Any, model), contexts.query_inputs(ids), queries=ends, labels=ends[:0], query=query)
+    arguments, ends = _queries(contexts, query.suffix_ids)
+    return run_outputs(cast(Any, model), arguments, queries=ends, labels=ends[:0], query=query)
 
 
-def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the ids of a query, [S], and the end of each row's query in the flattened tokens of the pass, [B]."""
+def _queries(contexts: Contexts, query_ids: Sequence[int]) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of the second pass, and where each row's query ends in its flattened tokens, [B]."""
     ids = torch.tensor(query_ids, device=contexts.lengths.device)
-    return ids, torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
+    ends = torch.arange(1, len(contexts.lengths) + 1, device=ids.device) * len(ids) - 1
+    return contexts.query_inputs(ids), ends
 
 
 @torch.no_grad()
@@ -274,31 +261,21 @@ def check_two_passes(model: PeftModel, *, packed: bool) -> None:
     query = spread_ids(tail, config.vocab_size, device=torch.device("cpu"))
     rows = [torch.cat((ids[: tree.prompt], ids[start : stop - tail], query.to(device))) for start, stop in spans]
     with adapter_asleep(model), evaluation_mode(model):
-        asked = _asked_logits(model, ids, rows, tree if packed else None, query.tolist())
+        with failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
+            if packed:
+                contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=tail, trees=[tree])
+            else:
+                padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+                lengths = torch.tensor([len(row) for row in rows], device=device)
+                mask = (torch.arange(padded.shape[1], device=device) < lengths[:, None]).long()
+                contexts = read_contexts(model, padded, mask, tail=tail)
+            arguments, ends = _queries(contexts, query.tolist())
+            asked = selected_logits(model, model.get_output_embeddings(), arguments, ends)
         whole = torch.stack([model(input_ids=row[None], use_cache=False).logits[0, -1] for row in rows])
         error = ((asked - whole).float().abs().mean() / whole.float().std()).item()
         if not error <= logit_tolerance(cast(Any, model), asked, rows[0]):
-            raise PackingError(
-                f"Expected {name} to give a query over cached keys the logits of a whole sequence, but they differ by "
-                f"{error:.3g} standard deviations in the mean: {_WAY_OUT}"
-            )
-
-
-def _asked_logits(
-    model: PeftModel, ids: Tensor, rows: Sequence[Tensor], tree: PrefixTree | None, query: list[int]
-) -> Tensor:
-    """Return the logits after the query of each row, in two passes, [B, V]."""
-    name = type(model.get_base_model()).__name__
-    with failing_as_packing(f"{name} to read a query over cached keys", way_out=f": {_WAY_OUT}"):
-        if tree is None:
-            width = max(map(len, rows))
-            padded = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
-            mask = torch.stack([torch.arange(width, device=ids.device) < len(row) for row in rows]).long()
-            contexts = read_contexts(model, padded, mask, tail=len(query))
-        else:
-            contexts = read_contexts(model, ids[None], torch.ones_like(ids)[None], tail=len(query), trees=[tree])
-        asked, ends = _queries(contexts, query)
-        return selected_logits(model, model.get_output_embeddings(), contexts.query_inputs(asked), ends)
+            found = f"they differ by {error:.3g} standard deviations in the mean: {_WAY_OUT}"
+            raise PackingError(f"Expected {name} to give a query over cached keys the same logits, but {found}")
 
 
 def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree], tail: int) -> PackedContexts:
@@ -317,8 +294,7 @@ def _read_packed(model: PeftModel, input_ids: Tensor, trees: Sequence[PrefixTree
 def _read_padded(model: PeftModel, input_ids: Tensor, attention_mask: Tensor, tail: int) -> PaddedContexts:
     from transformers.cache_utils import Cache
 
-    lengths = attention_mask.sum(1) - tail
-    width = input_ids.shape[1] - tail
+    lengths, width = attention_mask.sum(1) - tail, input_ids.shape[1] - tail
     # On the left, so that every query follows its response at once.
     positions = torch.arange(width, device=input_ids.device) - (width - lengths)[:, None]
     real = (positions >= 0).long()

@@ -84,8 +84,8 @@ def test_an_adapter_that_does_not_sleep_is_refused(
 ) -> None:
     from selfcal_lightning.models import activated as activation
 
-    switch = activation._switch
-    monkeypatch.setattr(activation, "_switch", lambda layers, asleep: switch(layers[1:], asleep=asleep))
+    layers = activation._adapted_layers
+    monkeypatch.setattr(activation, "_adapted_layers", lambda model: layers(model)[1:])
     with pytest.raises(ValueError, match="to leave the base model as it is while it sleeps, but logits differ"):
         TransformersEngine(tiny_model, adapter=adapter, dtype="float32")
 

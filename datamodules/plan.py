@@ -14,7 +14,7 @@ from selfcal_lightning.core.plan import Plan, QuestionCount, Training
 from selfcal_lightning.data.tasks.registry import check_source, count_source
 from selfcal_lightning.datamodules.questions import QuestionSource, task_shares
 from selfcal_lightning.datamodules.ssc.sampler import limited_batches, rows_per_step
-from selfcal_lightning.models.names import is_on_disk
+from selfcal_lightning.models.folders import is_on_disk
 from selfcal_lightning.records import Question
 from selfcal_lightning.training.model_parallel import callbacks_of, deals_rows_anew
 

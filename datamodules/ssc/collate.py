@@ -16,8 +16,8 @@ from selfcal_lightning.core.errors import InputError, check_at_least
 from selfcal_lightning.data.store.shards import StoredRow
 from selfcal_lightning.datamodules.ssc.mixture import IntArray
 from selfcal_lightning.datamodules.ssc.sampler import MicroBatch, Packing
-from selfcal_lightning.models.causal_lm import load_config
 from selfcal_lightning.models.chat_format import ChatFormat
+from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.packing import PrefixTree, check_shared_prefix, shared_prefix_problem
 from selfcal_lightning.training.batches import SSCBatch
 

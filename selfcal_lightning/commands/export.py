@@ -15,7 +15,7 @@ from selfcal_lightning.core.files import check_apart
 from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.models import folders
-from selfcal_lightning.models.names import check_model
+from selfcal_lightning.models.folders import check_model
 from selfcal_lightning.records import Dtype
 from selfcal_lightning.training import export as exports
 
@@ -183,7 +183,7 @@ def _from_checkpoint(
     """The same for a checkpoint of the Trainer, of an adapter or of all weights."""
     import torch
 
-    from selfcal_lightning.models.causal_lm import load_config
+    from selfcal_lightning.models.folders import load_config
     from selfcal_lightning.training.calibrated_model import ConfidenceModel
 
     if not issubclass(kind, ConfidenceModel):

@@ -39,7 +39,7 @@ from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.data.tasks.judging import is_failed
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.opening import check_engine
-from selfcal_lightning.models.names import check_adapter_name
+from selfcal_lightning.models.folders import check_adapter_name
 from selfcal_lightning.records import QuestionSamples, Sample, question_hash
 
 COMMIT_SECONDS = 300.0

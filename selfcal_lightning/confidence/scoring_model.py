@@ -18,12 +18,12 @@ from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, stated_prompt
 from selfcal_lightning.models.folders import (
     adapter_identity,
+    check_name,
     model_folder,
     read_invocation_ids,
     resolve_model,
     weights_sha256,
 )
-from selfcal_lightning.models.names import check_name
 from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 
 if TYPE_CHECKING:

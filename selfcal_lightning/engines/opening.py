@@ -13,7 +13,7 @@ from selfcal_lightning.engines.openai.server import check_reachable
 from selfcal_lightning.engines.openai.transport import check_base_url
 from selfcal_lightning.engines.openai.wire import check_sampling
 from selfcal_lightning.engines.settings import EngineName, EngineOptions
-from selfcal_lightning.models.names import check_adapter_name, check_model, check_name
+from selfcal_lightning.models.folders import check_adapter_name, check_model, check_name
 from selfcal_lightning.records import SamplingSettings
 
 if TYPE_CHECKING:

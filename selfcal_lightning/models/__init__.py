@@ -4,9 +4,9 @@ import lazy_loader
 
 _NAMES = {
     "activated": "adapter_asleep ask check_two_passes load_sleeping_adapter read_contexts",
-    "causal_lm": "Confidence WeightFiles confidence_from_logits load_causal_lm load_config logits_at recompute_layers",
+    "causal_lm": "Confidence WeightFiles confidence_from_logits load_causal_lm logits_at recompute_layers",
     "chat_format": "ChatFormat DEFAULT_QUERY NO_TEXTS YES_TEXTS generation_end_ids load_tokenizer vocabulary_size",
-    "folders": "adapter_identity read_invocation_ids",
+    "folders": "adapter_identity load_config read_invocation_ids",
     "lora": """
         LoraSettings adapter_difference adapter_state attach_lora load_adapter merge_adapter read_adapter_state
         save_adapter set_adapter_state

@@ -21,15 +21,16 @@ from selfcal_lightning.models.folders import (
     check_all_loaded,
     check_model_folder,
     indexed_files,
+    load_config,
     model_folder,
-    refusal_of_code,
+    no_model,
     resolve_model,
 )
 from selfcal_lightning.models.packing import PrefixTree, packed_inputs, prefer_segments, register_segment_attention
 from selfcal_lightning.records import ConfidenceQuery, Dtype
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
@@ -159,7 +160,7 @@ def load_causal_lm(
             **tied,
         )
     except (OSError, ValueError, SafetensorError) as error:
-        raise _no_model(base_model, revision, error) from error
+        raise no_model(base_model, revision, error) from error
     model, loading = loaded
     check_all_loaded(base_model, loading, option="base_model")
     if is_trunk:
@@ -186,16 +187,6 @@ def recompute_layers(model: nn.Module, enabled: bool) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.gradient_checkpointing = enabled
-
-
-def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
-    """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled"."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(resolve_model(base_model), revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise _no_model(base_model, revision, error) from error
 
 
 def logits_at(
@@ -279,12 +270,6 @@ def query_ids(query: ConfidenceQuery, device: torch.device) -> Tensor:
     """Return the ids of Yes and then No, copied to ``device`` once in a process, int64."""
     with torch.inference_mode(False):  # training may follow the first pass, which validation makes
         return torch.tensor([*query.yes_ids, *query.no_ids], device=device)
-
-
-def _no_model(base_model: str, revision: str | None, error: Exception) -> InputError:
-    place = f"{base_model!r}{f' at revision {revision!r}' if revision else ''}"
-    none = f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {place}: {error}"
-    return InputError(refusal_of_code(base_model, error, option="base_model") or none)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from selfcal_lightning.core.errors import InputError, did_you_mean
-from selfcal_lightning.models.folders import refusal_of_code, resolve_model
+from selfcal_lightning.models.folders import load_config, refusal_of_code, resolve_model
 from selfcal_lightning.models.foreign import check_template
 from selfcal_lightning.records import ConfidenceQuery, Message, Question
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 USER_PROMPT = "user_prompt"  # where the identity of a prompt holds it
 Base = Literal["task", "none", "boxed"]
@@ -187,26 +187,15 @@ def generation_end_ids(model: str, *, revision: str | None = None) -> frozenset[
     try:
         ends = GenerationConfig.from_pretrained(resolve_model(model), revision=cast(str, revision)).eos_token_id
     except OSError:  # there is no generation_config.json
-        ends = _configuration(model, revision).eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def _configuration(model: str, revision: str | None) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(resolve_model(model), revision=revision, trust_remote_code=False)
-    except ValueError as error:
-        raise InputError(refusal_of_code(model, error) or str(error)) from error
+        ends = load_config(model, revision=revision).eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def vocabulary_size(model: str, *, revision: str | None = None) -> int:
     """Return the vocabulary size of a model's configuration; 0 without one, as for a tokenizer alone."""
     try:
-        return _configuration(model, revision).get_text_config().vocab_size
-    except (OSError, ValueError):
+        return load_config(model, revision=revision).get_text_config().vocab_size
+    except InputError:
         return 0
 
 
@@ -245,10 +234,8 @@ class ChatFormat:
     ) -> None:
         self.is_plain = prompt is not None and prompt.format == "plain"
         if tokenizer.chat_template is None and not self.is_plain:
-            raise InputError(
-                f"Expected the tokenizer of {tokenizer.name_or_path!r} to have a chat template, but got None. For a "
-                "base model use `--prompt.format plain`, or save a `chat_template.jinja` in its folder."
-            )
+            way = "For a base model use `--prompt.format plain`, or save a `chat_template.jinja`."
+            raise InputError(f"Expected {tokenizer.name_or_path!r} to have a chat template, but got None. {way}")
         if not query.strip():
             raise InputError(f"Expected `query` to be a question, but got {query!r}.")
         self.tokenizer = tokenizer
@@ -261,9 +248,7 @@ class ChatFormat:
         self._folds_system = self._template_lacks_system_role()
         self._response_anchor = self._render_response_anchor()
         suffix_ids = self._query_suffix()
-        self.query = ConfidenceQuery(
-            suffix_ids=suffix_ids, yes_ids=self._single_tokens(YES_TEXTS), no_ids=self._single_tokens(NO_TEXTS)
-        )
+        self.query = ConfidenceQuery(suffix_ids, self._single_tokens(YES_TEXTS), self._single_tokens(NO_TEXTS))
         ends = {tokenizer.eos_token_id, *generation_eos_ids}
         if self._control.fullmatch(cast(str, tokenizer.convert_ids_to_tokens(suffix_ids[0]))):
             ends.add(suffix_ids[0])
@@ -300,19 +285,17 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids`` without control tokens."""
-        ids = list(token_ids)
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return _decode(self.tokenizer, token_ids)
 
     def describe(self) -> dict[str, Any]:
         """Return the identity of the format, as plain JSON types."""
-        own = {} if self.prompt is None else {USER_PROMPT: self.prompt.as_json()}
         return {
             "query": self.query_text,
             "suffix_ids": list(self.query.suffix_ids),
             "yes_ids": list(self.query.yes_ids),
             "no_ids": list(self.query.no_ids),
             "template_sha256": hashlib.sha256(self._template.encode()).hexdigest(),
-            **own,
+            **({} if self.prompt is None else {USER_PROMPT: self.prompt.as_json()}),
         }
 
     def _render(self, messages: Iterable[Message], **options: Any) -> str:
@@ -357,14 +340,10 @@ class ChatFormat:
             Message("user", self._guard(self.query_text, literals)),
         ]
         rendered = self._render(turns, enable_thinking=False)
-        if rendered.count(_SENTINEL) != 1:
-            raise InputError(
-                f"Expected the chat template of {self.tokenizer.name_or_path!r} to keep an assistant's content once, "
-                f"but it occurs {rendered.count(_SENTINEL)} times."
-            )
+        if (times := rendered.count(_SENTINEL)) != 1:
+            raise self._lacks(f"a chat template that keeps an assistant's content once, but it occurs {times} times")
         suffix = rendered.partition(_SENTINEL)[2]
-        opened = [tag for slash, tag in _REASONING_TAG.findall(suffix)[-1:] if not slash]
-        for tag in opened:
+        for tag in [tag for slash, tag in _REASONING_TAG.findall(suffix)[-1:] if not slash]:
             suffix = f"{suffix.rstrip()}\n\n</{tag}>\n\n"
         return self._encode(suffix, literals)
 
@@ -397,10 +376,7 @@ class ChatFormat:
             pieces = [(i, str(self.tokenizer.decode([i]))) for i in self._encode(f"{before}Question:", ())]
             found |= {i for i, piece in pieces if len(word := piece.strip()) > 2 and "Question:".startswith(word)}
         if not found:
-            raise InputError(
-                f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a token for 'Question', at which a "
-                "response in `prompt.format` plain ends."
-            )
+            raise self._lacks("a token for 'Question', at which a response in `prompt.format` plain ends")
         return found
 
     def _single_tokens(self, texts: Sequence[str]) -> tuple[int, ...]:
@@ -417,11 +393,11 @@ class ChatFormat:
         candidates |= {ids[0] for ids in encoded if len(ids) == 1}
         exact = sorted(i for i in candidates if str(self.tokenizer.decode([i])).strip() in words)
         if not exact:
-            raise InputError(
-                f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have a single token for one of "
-                f"{list(texts)}, which P(True) needs."
-            )
+            raise self._lacks(f"a single token for one of {list(texts)}, which P(True) needs")
         return tuple(exact)
+
+    def _lacks(self, what: str) -> InputError:
+        return InputError(f"Expected the tokenizer of {self.tokenizer.name_or_path!r} to have {what}.")
 
 
 def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -439,13 +415,12 @@ LOOKS_BACK = 6
 
 def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
     """Return the piece of text that each token of a response adds."""
-    ids = list(token_ids)
     pieces: list[str] = []
     settled = 0  # tokens whose characters are complete
-    for end in range(1, len(ids) + 1):
+    for end in range(1, len(token_ids) + 1):
         start = max(settled - LOOKS_BACK, 0)
-        before, after = _decode(tokenizer, ids[start:settled]), _decode(tokenizer, ids[start:end])
-        if after.endswith(UNFINISHED) and end < len(ids):
+        before, after = _decode(tokenizer, token_ids[start:settled]), _decode(tokenizer, token_ids[start:end])
+        if after.endswith(UNFINISHED) and end < len(token_ids):
             pieces.append("")
             continue
         pieces.append(after[len(before) :])
@@ -453,5 +428,5 @@ def token_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -
     return pieces
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

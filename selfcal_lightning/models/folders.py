@@ -1,6 +1,6 @@
-"""Checks of model and adapter folders: complete, in safetensors, unchanged since their export.
+"""Names and folders of models and adapters: found fast, complete, in safetensors, unchanged since their export.
 
-transformers, PEFT and vLLM would each report it differently, or not at all. Hub names are left to them.
+transformers, PEFT and vLLM would each report it differently, after a minute of retries, or not at all.
 """
 
 from __future__ import annotations
@@ -8,16 +8,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import re
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
-from selfcal_lightning.core.errors import InputError, did_you_mean
+from selfcal_lightning.core.errors import InputError, RunError, did_you_mean
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.models.foreign import check_adapter_config, check_config
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
 BUNDLED_NAME = "bundled"
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -88,10 +93,8 @@ def present_weight_files(folder: Path, *, option: str = "model") -> list[Path]:
     if not files:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         found = f"{', '.join(pickles[:3])}, which may hold code" if pickles else "none"
-        raise InputError(
-            f"Expected `{option}` to be a folder with *.safetensors files, the only weights that are read, but "
-            f"{folder} has {found}. Convert a model that you trust by `save_pretrained` of transformers."
-        )
+        wanted = f"`{option}` to be a folder with *.safetensors files, the only weights that are read"
+        raise InputError(f"Expected {wanted}, but {folder} has {found}. Convert one you trust by `save_pretrained`.")
     return files
 
 
@@ -126,14 +129,13 @@ def weights_sha256(model: str, *, revision: str | None = None) -> str:
     """
     files = _weight_files(model, revision)
     index = files[0].with_name(INDEX)
-    named = index if files[0].name != WHOLE and index.is_file() else None
-    return _hash_files(_stamps(files), named, _is_small(files))
+    return _hash_files(files, index if files[0].name != WHOLE and index.is_file() else None, _is_small(files))
 
 
 def files_sha256(files: Sequence[Path]) -> list[str]:
     """Return a sha256 of each file, read once in a process, by the rule of :func:`weights_sha256`."""
     whole = _is_small(files)
-    return [_hash_files(_stamps([file]), None, whole) for file in files]
+    return [_hash_files([file], None, whole) for file in files]
 
 
 def weights_bytes(model: str, *, revision: str | None = None) -> int:
@@ -156,16 +158,17 @@ def _weight_files(model: str, revision: str | None) -> list[Path]:
     return present_weight_files(model_folder(model, revision=revision, download=False))
 
 
-def _stamps(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
-    return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-
-
 def _is_small(files: Iterable[Path]) -> bool:
     return sum(file.stat().st_size for file in files) <= _FULL_HASH_LIMIT
 
 
+def _hash_files(files: Iterable[Path], index: Path | None, whole: bool) -> str:
+    stamps = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return _hash_stamped(stamps, index, whole)
+
+
 @functools.lru_cache(maxsize=256)
-def _hash_files(stamps: tuple[tuple[str, int, int], ...], index: Path | None, whole: bool) -> str:
+def _hash_stamped(stamps: tuple[tuple[str, int, int], ...], index: Path | None, whole: bool) -> str:
     """Hash files by path, cached by size and modification time."""
     digest = hashlib.sha256()
     if index is not None and not whole:
@@ -197,13 +200,13 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     manifest = read_json_object(path)
-    kind, version, files = (manifest.get(name) for name in ("kind", "format", "files"))
-    if kind not in KINDS:
-        raise InputError(f"Expected `kind` in {path} to be one of {', '.join(KINDS)}, but got {kind!r}.")
-    if version != FORMAT:
-        raise InputError(f"Expected `format` in {path} to be {FORMAT}, but got {version!r}: export again.")
-    if not isinstance(files, dict):
-        raise InputError(f"Expected `files` in {path} to map names to hashes, but got {files!r}.")
+    for name, is_right, wanted in (
+        ("kind", manifest.get("kind") in KINDS, f"be one of {', '.join(KINDS)}"),
+        ("format", manifest.get("format") == FORMAT, f"be {FORMAT}"),
+        ("files", isinstance(manifest.get("files"), dict), "map names to hashes"),
+    ):
+        if not is_right:
+            raise InputError(f"Expected `{name}` in {path} to {wanted}, but got {manifest.get(name)!r}: export again.")
     return manifest
 
 
@@ -255,10 +258,8 @@ def check_model_folder(model: str, *, option: str = "model") -> None:
     if not folder.is_dir():
         return
     if (folder / ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. Name its base model "
-            "and this folder as `adapter`, or merge the two by `selfcal export`."
-        )
+        way = "Name its base model and this folder as `adapter`, or merge them by `selfcal export`."
+        raise InputError(f"Expected `{option}` to be a whole model, but got {model!r}, which holds an adapter. {way}")
     if not (folder / CONFIG).is_file():
         refuse_gguf(model, next((str(file) for file in sorted(folder.glob(f"*{GGUF}"))), model), option=option)
         raise InputError(f"Expected `{option}` to be the folder of a model, but {model!r} holds no {CONFIG}.")
@@ -286,14 +287,13 @@ def check_adapter(adapter: str, *, option: str = "adapter") -> dict[str, Any]:
     if not folder.is_dir():
         raise InputError(f"Expected `{option}` to be a folder, but there is none at {adapter!r}.{similar(folder)}")
     if not (folder / ADAPTER_CONFIG).is_file():
-        lacks = f"{adapter!r} holds no {ADAPTER_CONFIG}"
-        raise InputError(f"Expected `{option}` to be the folder of a LoRA adapter, but {lacks}.")
+        raise InputError(
+            f"Expected `{option}` to be the folder of a LoRA adapter: {adapter!r} has no {ADAPTER_CONFIG}."
+        )
     config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
     if config.get("peft_type") != "LORA" or not isinstance(config.get("r"), int):
         found = f"`peft_type` {config.get('peft_type')!r} and `r` {config.get('r')!r}"
-        raise InputError(
-            f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter with its rank `r`, but got {found}."
-        )
+        raise InputError(f"Expected {folder / ADAPTER_CONFIG} to be of a LoRA adapter of rank `r`, but got {found}.")
     check_weights(folder, option=option)
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise InputError(f"Expected `{option}` to be a folder with an {ADAPTER_WEIGHTS}, but got {adapter!r}.")
@@ -323,11 +323,8 @@ def check_weights(folder: Path, *, option: str) -> None:
             with safe_open(file, framework="numpy"):
                 pass
         except SafetensorError as error:
-            size = f"its {file.stat().st_size:,} bytes cannot be read"
-            raise InputError(
-                f"Expected {file} to be a whole safetensors file, but {size}: {error}. It is damaged or its download "
-                "broke off."
-            ) from error
+            found = f"{file.stat().st_size:,} bytes that cannot be read ({error}): damage, or a download broke off"
+            raise InputError(f"Expected {file} to be a whole safetensors file, but got {found}.") from error
 
 
 def check_all_loaded(model: str, loading: Mapping[str, Collection[str]], *, option: str = "model") -> None:
@@ -341,10 +338,25 @@ def refusal_of_code(model: str, error: Exception, *, option: str = "model") -> s
     """Return our message where transformers refused code that comes with a model; its own advises to run it."""
     if "trust_remote_code" not in str(error):
         return None
-    return (
-        f"Expected `{option}` to be a model that transformers knows, but got {model!r}, which comes with Python code "
-        "of its own (`auto_map`). Such code is never run: use another model."
-    )
+    found = f"{model!r}, which comes with Python code of its own (`auto_map`)"
+    return f"Expected `{option}` to be a model that transformers knows, but got {found}. Such code is never run."
+
+
+def no_model(base_model: str, revision: str | None, error: Exception) -> InputError:
+    """Return the error for a model that transformers cannot load."""
+    place = f"{base_model!r}{f' at revision {revision!r}' if revision else ''}"
+    none = f"Expected `base_model` to be a folder or a hub name of a causal language model, but got {place}: {error}"
+    return InputError(refusal_of_code(base_model, error, option="base_model") or none)
+
+
+def load_config(base_model: str, *, revision: str | None = None) -> PreTrainedConfig:
+    """Load the configuration of ``base_model``, a folder, a name on the hub or "bundled"."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(resolve_model(base_model), revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise no_model(base_model, revision, error) from error
 
 
 def similar(place: Path) -> str:
@@ -408,3 +420,85 @@ def adapter_identity(adapter: str | None) -> dict[str, Any]:
     if read_invocation_ids(adapter) is None:
         return {"adapter_sha256": digest}
     return {"adapter_sha256": None, "activated_adapter_sha256": digest}
+
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_SECONDS = 5.0
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+def check_model(model: str, *, revision: str | None = None, option: str = "model") -> None:
+    """Refuse a model name that is neither a model folder, nor in the hub's cache, nor on the hub."""
+    check_model_folder(model, option=option)
+    check_name(model, revision=revision, option=option)
+
+
+def check_name(model: str, *, revision: str | None = None, option: str = "model") -> None:
+    """Refuse a name that is neither a folder, nor in the hub's cache, nor on the hub."""
+    if Path(resolve_model(model)).is_dir():
+        return
+    refuse_gguf(model, model, option=option)
+    if HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
+        raise InputError(f"Expected `{option}` to be a folder or a name on the hub, but there is no folder {model!r}.")
+    _check_on_hub(model, revision, option, os.environ.get("HF_HUB_OFFLINE", ""))
+
+
+def is_on_disk(model: str, *, revision: str | None = None) -> bool:
+    """Return whether a model's configuration is on this disk, in a folder or the hub's cache."""
+    place = Path(resolve_model(model))
+    if place.is_dir():
+        return (place / CONFIG).is_file()
+    return HUB_NAME.fullmatch(model) is not None and _is_cached(model, CONFIG, revision)
+
+
+def _is_cached(model: str, file: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, file, revision=revision), str)
+
+
+def check_adapter_name(adapter: str) -> None:
+    """Refuse what is neither a complete folder of a LoRA adapter nor the name of one on the hub."""
+    if Path(adapter).is_dir() or HUB_NAME.fullmatch(adapter) is None or adapter.count("/") != 1:
+        check_adapter(adapter)
+        return
+    _check_on_hub(adapter, None, "adapter", os.environ.get("HF_HUB_OFFLINE", ""))
+
+
+@functools.lru_cache(maxsize=16)
+def _check_on_hub(model: str, revision: str | None, option: str, offline: str) -> None:
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    # A tokenizer of its own may lie there without a configuration; what else it lacks its reader says.
+    if any(_is_cached(model, name, revision) for name in (CONFIG, ADAPTER_CONFIG, "tokenizer.json")):
+        return
+    nowhere = f"Expected `{option}` to be a folder or a name on the hub, but {model!r} is no folder here"
+    hint = similar(Path(model))
+    if constants.HF_HUB_OFFLINE:
+        raise InputError(f"{nowhere}, and not in the hub's cache, which alone is asked (HF_HUB_OFFLINE is set).{hint}")
+    if problem := _unreachable(constants.ENDPOINT):
+        unreachable = f"not in the hub's cache, and {constants.ENDPOINT} cannot be reached: {problem}"
+        raise RunError(f"{nowhere} and {unreachable}. Check the name, or give the folder of a downloaded model.{hint}")
+    try:
+        HfApi().model_info(model, revision=revision, timeout=HUB_SECONDS)
+    except GatedRepoError as error:
+        raise RunError(f"{model!r} is gated: accept its terms on the hub, and set HF_TOKEN.") from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"Expected `revision` to be one of {model!r} on the hub, but got {revision!r}.") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(f"{nowhere}, and the hub has no such model; a private one needs HF_TOKEN.{hint}") from error
+    except HfHubHTTPError as error:
+        raise RunError(f"{nowhere}, and the hub refused to say more: {' '.join(str(error).split())}") from error
+
+
+def _unreachable(endpoint: str) -> str | None:
+    """Return why the hub cannot be reached; None if it can, or if a proxy is in between."""
+    if any(os.environ.get(name) for name in PROXIES):
+        return None
+    address = urlsplit(endpoint)
+    try:
+        with socket.create_connection((address.hostname, address.port or 443), timeout=HUB_SECONDS):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

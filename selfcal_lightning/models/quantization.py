@@ -12,7 +12,8 @@ from torch import nn
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import keep_bitsandbytes_quiet, require
-from selfcal_lightning.models.causal_lm import load_causal_lm, load_config
+from selfcal_lightning.models.causal_lm import load_causal_lm
+from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.records import Dtype
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from selfcal_lightning.core.errors import InputError, RunError, UserError
-from selfcal_lightning.models.causal_lm import WeightFiles, load_config
-from selfcal_lightning.models.folders import INDEX, WHOLE, model_folder, resolve_model
+from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.folders import INDEX, WHOLE, load_config, model_folder, resolve_model
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, check_adaptable
 from selfcal_lightning.models.packing import build_on_meta, prefer_segments, register_segment_attention
 from selfcal_lightning.records import Dtype

@@ -17,11 +17,10 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import class_path
 from selfcal_lightning.core.plan import Plan
 from selfcal_lightning.data.step_settings import Steps, check_steps
-from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer
-from selfcal_lightning.models.folders import DIGESTS, model_folder, read_manifest
+from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, model_folder, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.names import check_model
 from selfcal_lightning.models.outputs import has_plain_head, read_hidden
 from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
 from selfcal_lightning.rewards.exporting import about, check_exportable, merged_trunk, output_names, save_with_head

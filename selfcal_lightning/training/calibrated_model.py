@@ -22,6 +22,7 @@ from selfcal_lightning.models.folders import (
     ADAPTER_CONFIG,
     DIGESTS,
     base_model_identity,
+    check_model,
     check_model_folder,
     model_folder,
     read_invocation_ids,
@@ -36,7 +37,6 @@ from selfcal_lightning.models.lora import (
     read_adapter_state,
     save_adapter,
 )
-from selfcal_lightning.models.names import check_model
 from selfcal_lightning.models.outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
 from selfcal_lightning.models.quantization import (

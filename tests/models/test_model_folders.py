@@ -15,8 +15,9 @@ from support.other_models import plain_copy
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.engines.vllm.records import lora_rank
-from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm, load_config
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
 from selfcal_lightning.models.chat_format import generation_end_ids, load_tokenizer
+from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.lora import LoraSettings, attach_lora, load_adapter, read_adapter_state, save_adapter
 
 LOADERS = {

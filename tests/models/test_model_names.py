@@ -85,7 +85,7 @@ def test_the_hub_is_asked_once_and_shortly(
 ) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    from selfcal_lightning.models import names as model_names
+    from selfcal_lightning.models import folders as model_names
 
     asked: list[float] = []
 

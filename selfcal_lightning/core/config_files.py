@@ -45,9 +45,7 @@ def check_nesting(arguments: Sequence[str]) -> None:
             deepest = max(deepest, level)
         if deepest > MOST_LEVELS:
             option = arguments[place - 1] if place and not argument.startswith("--") else argument[:30]
-            raise InputError(
-                f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels, but got {deepest:,}."
-            )
+            raise InputError(f"Expected the value of `{option}` to have at most {MOST_LEVELS} levels, got {deepest:,}.")
 
 
 def check_files(arguments: Sequence[str]) -> None:
@@ -133,11 +131,7 @@ def _yaml_text(text: str) -> dict[str, Any]:
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            found |= _flat(value, f"{key}.")
-        else:
-            found[_short(key)] = value
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {_short(f"{prefix}{name}"): value}
     return found
 
 

@@ -272,10 +272,8 @@ def read_json_object(path: str | Path, *, what: str = "as this program writes it
         content = parse_json(path.read_bytes(), origin=f"{path} ({what})")
     except UnreadableJSONError as error:
         place = path if error.line is None else f"{path}:{error.line}"
-        raise InputError(
-            f"{place}: Expected a JSON object, {what}, but got: {error.reason}. The file is damaged or cut short: "
-            "restore it from where it came."
-        ) from error
+        found = f"{error.reason}. The file is damaged or cut short: restore it from where it came"
+        raise InputError(f"{place}: Expected a JSON object, {what}, but got: {found}.") from error
     if not isinstance(content, dict):
         raise InputError(f"Expected {path} to hold a JSON object, {what}, but got {type(content).__name__}.")
     return content
@@ -322,10 +320,8 @@ PATH_NAME = re.compile(r"[\w@=+-][\w.@=+ -]{0,99}")
 def check_path_name(option: str, name: str) -> str:
     """Return ``name`` if it is a plain file name, without folders or `..`."""
     if PATH_NAME.fullmatch(name) is None:
-        raise InputError(
-            f"Expected `{option}` to be a name that a file can have (at most 100 letters, digits, spaces and any of "
-            f"_ . - + = @, not beginning with a dot), but got {name!r}."
-        )
+        wanted = "to be a name that a file can have (at most 100 letters, digits, spaces, _ . - + = @; no dot first)"
+        raise InputError(f"Expected `{option}` {wanted}, but got {name!r}.")
     return name
 
 
@@ -347,10 +343,8 @@ def check_replaceable(
         what = "a folder" if path.is_dir() else "no plain file"
         raise InputError(f"Expected `{option}` to be the name of a file, but got {path}, which is {what}.")
     if path.stat().st_size and not is_own(path):
-        raise InputError(
-            f"Expected `{option}` to be a new file or {kind}, but got {path}, which is something else and is left as "
-            "it is. Choose another name, or move that file away."
-        )
+        found = f"{path}, which is something else and is left as it is"
+        raise InputError(f"Expected `{option}` to be a new file or {kind}, but got {found}. Choose another name.")
 
 
 def has_first_keys(keys: Collection[str], path: Path, *, exactly: bool = True) -> bool:
@@ -393,8 +387,6 @@ def check_apart(path: str | Path, places: Mapping[str, str | Path], *, option: s
     mine = Path(path).resolve()
     for what, place in places.items():
         other = Path(place).resolve()
-        if other.exists() and (mine == other or mine in other.parents or other in mine.parents):
-            raise InputError(
-                f"Expected `{option}` to lie apart from the {what}, but got {str(path)!r} with the {what} in "
-                f"{str(place)!r}. Choose a folder of its own."
-            )
+        if other.exists() and (mine.is_relative_to(other) or other.is_relative_to(mine)):
+            found = f"{str(path)!r} with the {what} in {str(place)!r}. Choose a folder of its own"
+            raise InputError(f"Expected `{option}` to lie apart from the {what}, but got {found}.")

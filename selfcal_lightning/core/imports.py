@@ -26,10 +26,8 @@ def require(module: str, *, extra: str) -> ModuleType:
 def check_installed(module: str, *, extra: str) -> None:
     """Refuse with installation advice if an optional dependency is missing; arguments as in ``require``."""
     if not is_installed(module):
-        raise MissingPackageError(
-            f"Expected `{module.partition('.')[0]}` to be installed, but it is not. "
-            f"Install it with `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
-        )
+        way = f"Run `pip install '.[{extra}]'` in the folder of selfcal_lightning.{_CPU_HINTS.get(extra, '')}"
+        raise MissingPackageError(f"Expected `{module.partition('.')[0]}` to be installed, but it is not. {way}")
 
 
 def keep_bitsandbytes_quiet() -> None:

@@ -202,18 +202,15 @@ def check_places(plan: Plan) -> None:
     for place in plan.places:
         folder = existing_folder(place.path)
         if not os.access(folder, os.W_OK):
-            raise InputError(
-                f"Expected to write {place.what} to {place.path}, but {folder} cannot be written by this user. Choose "
-                "another folder."
-            )
+            wanted = f"to write {place.what} to {place.path}"
+            raise InputError(f"Expected {wanted}, but {folder} cannot be written by this user. Choose another folder.")
     for sampling in plan.sampling:
         needed = None if sampling.bytes_each is None else sampling.disk_bytes  # an upper bound is not certain
         free = free_bytes(sampling.store_dir)
         if needed is not None and needed > free:
-            raise InputError(
-                f"Expected {show_bytes(needed)} of free disk for the samples in {sampling.store_dir}, but got "
-                f"{show_bytes(free)}. Free some, choose another `store_dir`, or lower `num_samples`."
-            )
+            wanted = f"{show_bytes(needed)} of free disk for the samples in {sampling.store_dir}"
+            way = "Free some, choose another `store_dir`, or lower `num_samples`."
+            raise InputError(f"Expected {wanted}, but got {show_bytes(free)}. {way}")
 
 
 def existing_folder(path: str | Path) -> Path:

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -47,12 +48,10 @@ def named_plugins(arguments: Sequence[str]) -> list[str]:
 def load_plugins(names: Iterable[str]) -> None:
     """Import each plug-in once, and pass their names on to child processes.
 
-    Args:
-        names: Modules, or paths of ``.py`` files. A module is looked for in the current folder too, after everything
-            that is installed; a file can import its neighbours.
+    A module is looked for in the current folder too, after all that is installed; a file can import its neighbours.
     """
     for name in names:
-        place = _place_of(name)
+        place = str(Path(name).resolve()) if name.endswith(_FILE_ENDING) else name
         if place not in _loaded:
             _import(name, place)
             _loaded[place] = name
@@ -95,18 +94,10 @@ def _names(value: Any) -> list[str]:
     return [str(name).strip(" '\"") for name in value or [] if str(name).strip(" '\"")]
 
 
-def _place_of(name: str) -> str:
-    """Return a file's absolute path, or a module's name."""
-    if not name.endswith(_FILE_ENDING):
-        return name
-    file = Path(name).resolve()
-    if not file.is_file():
-        raise InputError(f"Expected `--{OPTION}` to name modules or Python files, but there is no file {name}.")
-    return str(file)
-
-
 def _import(name: str, place: str) -> ModuleType:
     is_file = name.endswith(_FILE_ENDING)
+    if is_file and not Path(place).is_file():
+        raise InputError(f"Expected `--{OPTION}` to name modules or Python files, but there is no file {name}.")
     folder = str(Path(place).parent) if is_file else os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)  # at the end: it hides nothing that is installed
@@ -142,9 +133,10 @@ def _import_file(file: Path) -> ModuleType:
 def _origin(name: str) -> str | None:
     if name in sys.modules:
         file = sys.modules[name].__file__
-        return None if file is None else str(Path(file).resolve())
-    spec = importlib.util.find_spec(name)
-    return None if spec is None or spec.origin is None else str(Path(spec.origin).resolve())
+    else:
+        spec = importlib.util.find_spec(name)
+        file = None if spec is None else spec.origin
+    return None if file is None else str(Path(file).resolve())
 
 
 def _check_is_there(name: str) -> None:
@@ -157,10 +149,8 @@ def _check_is_there(name: str) -> None:
     except ModuleNotFoundError:  # a parent of it
         spec = None
     if spec is None:
-        raise InputError(
-            f"Expected `--{OPTION}` to name modules that can be imported, but there is none called {name!r}, neither "
-            f"installed nor in {os.getcwd()}. Name a file of your own by its path, which ends in {_FILE_ENDING}."
-        )
+        lacks = f"there is none called {name!r}, neither installed nor in {os.getcwd()}"
+        raise InputError(f"Expected `--{OPTION}` to name modules, but {lacks}. Name a file of your own by its path.")
 
 
 def _load_point(point: EntryPoint) -> None:
@@ -172,10 +162,8 @@ def _load_point(point: EntryPoint) -> None:
     except UserError as error:
         raise InputError(f"The plug-in {point.name!r} of {owner} was refused. {error}") from error
     except (Exception, SystemExit) as error:  # whatever that package's code may raise
-        raise InputError(
-            f"Expected the plug-in {point.name!r} of {owner} ({point.value}) to be importable, but {_failure(error)}. "
-            f"Mend or uninstall {owner}."
-        ) from error
+        wanted = f"the plug-in {point.name!r} of {owner} ({point.value}) to be importable"
+        raise InputError(f"Expected {wanted}, but {_failure(error)}. Mend or uninstall {owner}.") from error
 
 
 def _failure(error: BaseException) -> str:
@@ -184,9 +172,6 @@ def _failure(error: BaseException) -> str:
         return f"it needs the module {error.name!r}, which is not installed"
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}, cannot be read: {error.msg}"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}, "
+    where = "".join(f"{at.filename}, line {at.lineno}, " for at in traceback.extract_tb(error.__traceback__)[-1:])
     text = " ".join(str(error).split())
     return f"{where}raised {type(error).__name__}{f': {text}' if text else ''}"

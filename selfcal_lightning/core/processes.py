@@ -104,7 +104,8 @@ class Rendezvous:
             return
         self._looked_at = time.monotonic()
         for rank in range(self.world_size):
-            _raise_if_stopped(rank, self._read(rank))
+            if (state := self._read(rank)).get("state") == STOPPED:
+                raise PreemptedError(f"Process {rank} stopped: {state['problem']}")
 
     def _wait_for(self, rank: int, on_wait: Callable[[], None]) -> None:
         seen: dict[str, Any] = {}
@@ -123,10 +124,8 @@ class Rendezvous:
                 told = time.monotonic()
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
-                raise RunError(
-                    f"Expected process {rank} to finish its share, but got no sign of life for {silence:.0f} s. Start "
-                    "the same command again: what is in the store is reused. Several machines need a shared disk."
-                )
+                found = f"no sign of life for {silence:.0f} s. Start the same command again; machines must share a disk"
+                raise RunError(f"Expected process {rank} to finish its share, but got {found}.")
             time.sleep(POLL_SECONDS)
 
     def _file(self, rank: int) -> Path:
@@ -144,24 +143,17 @@ class Rendezvous:
         """Publish a state that others wait for, with retries for a failing disk."""
         for _ in range(SHOWS - 1):
             try:
-                self._show(state, problem)
+                return self._show(state, problem)
             except OSError as error:
                 logger.warning("%s could not be written to %s: %s. Trying again.", state, self.folder, error)
                 time.sleep(BEAT_SECONDS)
-            else:
-                return
-        self._show(state, problem)
+        return self._show(state, problem)
 
     def _show(self, state: str, problem: str = "") -> None:
         with self._lock:
             self._beat += 1
             shown = {"state": state, "beat": self._beat, "problem": problem}
             write_atomically(self._file(self.rank), to_json(shown), durable=False)
-
-
-def _raise_if_stopped(rank: int, state: dict[str, Any]) -> None:
-    if state.get("state") == STOPPED:
-        raise PreemptedError(f"Process {rank} stopped: {state['problem']}")
 
 
 GRACE_SECONDS = 60.0
@@ -193,10 +185,8 @@ def run_shown(number: str, arguments: Sequence[str]) -> None:
     sys.stdout.write(f"\n[{number}] {shlex.join(['selfcal', *arguments])}\n")
     sys.stdout.flush()
     if status := run_step(arguments):
-        raise RunError(
-            f"Step {number}, `selfcal {arguments[0]}`, ended with status {status}; its own message stands above. The "
-            "same command continues from what is there."
-        )
+        ended = f"Step {number}, `selfcal {arguments[0]}`, ended with status {status}; its own message stands above."
+        raise RunError(f"{ended} The same command continues from what is there.")
 
 
 def _watch_parent() -> None:

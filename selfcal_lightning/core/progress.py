@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -23,13 +22,7 @@ class Progress:
     """Counts finished responses; shows the rate and the time left."""
 
     def __init__(
-        self,
-        total: int,
-        *,
-        label: str,
-        unit: str = "responses",
-        enabled: bool = True,
-        only_if_slow: bool = False,
+        self, total: int, *, label: str, unit: str = "responses", enabled: bool = True, only_if_slow: bool = False
     ) -> None:
         self.total, self.label, self.unit = total, label, unit
         self.done = self.unreadable = 0
@@ -45,9 +38,7 @@ class Progress:
             self._bar = tqdm(total=self.total, desc=self.label, unit=f" {self.unit}", dynamic_ncols=True, delay=delay)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
         elif self._enabled and (self._written > self._started or not self._only_if_slow):
@@ -105,9 +96,7 @@ class Stage:
         self._teller.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._teller.join()
 

@@ -84,15 +84,10 @@ def check_adapter_config(file: Path, config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise InputError(f"`{name}` in {file} must be empty, got {config[name]!r}: such adapters are not read.")
     if str(config.get("init_lora_weights")).startswith(("loftq", "eva", "corda")):
-        raise InputError(
-            f"`init_lora_weights` in {file} must be true or false, got {config['init_lora_weights']!r}: it needs data "
-            "or weights from before training."
-        )
+        raise InputError(f"`init_lora_weights` in {file} must be true or false, got {config['init_lora_weights']!r}.")
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         if isinstance(config.get(name), str) and _repeats_itself(config[name]):
-            raise InputError(
-                f"`{name}` in {file} is a pattern that may take for ever, {config[name]!r}. Write a list of names."
-            )
+            raise InputError(f"`{name}` in {file} must be a list: {config[name]!r} may take for ever to match.")
 
 
 def _repeats_itself(pattern: str) -> bool:
@@ -139,10 +134,8 @@ def check_template(template: str, name: str) -> None:
     except subprocess.TimeoutExpired:
         ended = False
     if not ended:
-        raise InputError(
-            f"The chat template of {name!r} did not render a short conversation within {RENDERING_SECONDS} s and "
-            f"{RENDERING_BYTES >> 30} GiB. Its loops have no end: take the template of the original model."
-        )
+        limits = f"{RENDERING_SECONDS} s and {RENDERING_BYTES >> 30} GiB"
+        raise InputError(f"The chat template of {name!r} did not render a short conversation within {limits}.")
 
 
 _TOO_LARGE = 3

@@ -117,14 +117,10 @@ def check_adaptable(model: PreTrainedModel, settings: LoraSettings) -> None:
     missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
     if missing:
         existing = sorted({name.rpartition(".")[2] for name in names})
-        raise InputError(
-            f"Expected `target_modules` to name linear layers, but got {missing}, which match none. "
-            f"{type(model).__name__} has {existing}."
-        )
+        found = f"{missing}, which match none. {type(model).__name__} has {existing}"
+        raise InputError(f"Expected `target_modules` to name linear layers, but got {found}.")
     if "lm_head" in targets and model.config.get_text_config().tie_word_embeddings:
-        raise InputError(
-            'Expected `target_modules` without "lm_head", which shares its weights with the embedding here.'
-        )
+        raise InputError('Expected `target_modules` without "lm_head", which shares its weights with the embedding.')
 
 
 def save_adapter(
@@ -195,10 +191,8 @@ def adapter_difference(model: PeftModel, directory: Path) -> float:
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (mine, theirs)]
     if shapes[0] != shapes[1]:
         changed = sorted(name for name in shapes[0].keys() | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
-        raise InputError(
-            f"Expected the `lora` settings of the adapter in {directory}, but {len(changed)} of its tensors have other "
-            f"shapes, such as {changed[0]}."
-        )
+        found = f"{len(changed)} of its tensors have other shapes, such as {changed[0]}"
+        raise InputError(f"Expected the `lora` settings of the adapter in {directory}, but {found}.")
     pairs = ((mine[name].float().cpu(), theirs[name].float().cpu()) for name in mine)
     return max((one - other).abs().max().item() for one, other in pairs)
 

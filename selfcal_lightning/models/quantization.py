@@ -45,9 +45,7 @@ def load_nf4_causal_lm(
 
     stored = load_config(base_model, revision=revision)
     if getattr(stored, "quantization_config", None) is not None:
-        raise InputError(
-            f"Expected an unquantised `base_model` for nf4, but got {base_model!r}, which is quantised already."
-        )
+        raise InputError(f"Expected an unquantised `base_model`, but got {base_model!r}, which is quantised already.")
     dtype = "bfloat16" if dtype == "auto" else dtype
     model = load_causal_lm(
         base_model,

@@ -12,28 +12,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zipfile_zstd  # noqa: F401 - lets zipfile write what inspect writes
+from support.store_samples import stored_groups, write_lines
 
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.harness_logs import find_format, guess_task
 from selfcal_lightning.data.pools.importing import ImportReport
-from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.rows import Columns
 from selfcal_lightning.records import QuestionSamples
 
 
-def lines(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def stored(folder: Path) -> dict[str, QuestionSamples]:
-    return {group.question.id: group for group in SampleStore(folder).samples()}
-
-
-def imported(path: str | Path, folder: Path, **options: Any) -> tuple[ImportReport, dict[str, QuestionSamples]]:
-    report = run_import_pool(str(path), str(folder / "store"), **options)
-    return report, stored(folder / "store")
+def imported(path: Path, *rows: dict[str, Any], **options: Any) -> tuple[ImportReport, dict[str, QuestionSamples]]:
+    """Import a log, which has these rows if any are given, into the folder ``store`` beside it."""
+    store = (path if path.is_dir() else path.parent) / "store"
+    if rows:
+        write_lines(path, *rows)
+    return run_import_pool(str(path), str(store), **options), stored_groups(store)
 
 
 def verdicts(group: QuestionSamples) -> list[bool | None]:
@@ -57,7 +51,7 @@ def lm_eval_row(doc: int, *texts: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -> None:
-    path = lines(
+    report, groups = imported(
         tmp_path / "samples_gsm8k_2026-11-24T16-05-55.399416.jsonl",
         lm_eval_row(1, "The answer is 2.", exact_match=0.0),
         lm_eval_row(1, "The answer is 2.", filter="flexible"),
@@ -65,7 +59,6 @@ def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -
         lm_eval_row(3, "The answer is 4.", filtered_resps=["[invalid]"], exact_match=0.0),
         lm_eval_row(5, resps=[[["-1.5", "False"]], [["-0.5", "True"]]]),
     )
-    report, groups = imported(path, tmp_path)
     assert (report.questions, report.responses, report.dropped) == (2, 2, 3)
     first = groups["gsm8k/1"]
     assert (first.question.text, first.question.reference, first.split) == ("1+1?", "2", "test")
@@ -75,30 +68,29 @@ def test_lm_eval_keeps_one_filter_and_counts_what_occurs_again(tmp_path: Path) -
 
 
 def test_lm_eval_judged_the_first_of_repeats_only_so_all_are_verified(tmp_path: Path) -> None:
-    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 3.", "The answer is 2."))
-    report = run_import_pool(path, str(tmp_path / "store"))
+    row = lm_eval_row(1, "The answer is 3.", "The answer is 2.")
+    report, groups = imported(tmp_path / "samples_a.jsonl", row)
     assert (report.extracted, report.verified) == (2, 2)
-    assert verdicts(stored(tmp_path / "store")["a/1"]) == [False, True]
+    assert verdicts(groups["a/1"]) == [False, True]
 
 
 def test_verdicts_of_a_log_are_given_again_where_asked(tmp_path: Path) -> None:
-    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2.", exact_match=0.0))
-    assert verdicts(imported(path, tmp_path, stated=False)[1]["a/1"]) == [True]
+    row = lm_eval_row(1, "The answer is 2.", exact_match=0.0)
+    assert verdicts(imported(tmp_path / "samples_a.jsonl", row, stated=False)[1]["a/1"]) == [True]
 
 
 def test_an_interval_is_no_list_of_accepted_answers(tmp_path: Path) -> None:
-    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "Answer: [0,1]", target="[0,1]"))
-    assert imported(path, tmp_path, task="local_expression")[1]["a/1"].question.reference == "[0,1]"
+    row = lm_eval_row(1, "Answer: [0,1]", target="[0,1]")
+    groups = imported(tmp_path / "samples_a.jsonl", row, task="local_expression")[1]
+    assert groups["a/1"].question.reference == "[0,1]"
 
 
 def test_a_filter_can_be_named(tmp_path: Path) -> None:
-    path = lines(
-        tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2."), lm_eval_row(1, "2", filter="flexible")
-    )
-    run_import_pool(path, str(tmp_path / "store"), filter="flexible")
-    assert stored(tmp_path / "store")["a/1"].samples[0].text == "2"
+    path = tmp_path / "samples_a.jsonl"
+    rows = lm_eval_row(1, "The answer is 2."), lm_eval_row(1, "2", filter="flexible")
+    assert imported(path, *rows, filter="flexible")[1]["a/1"].samples[0].text == "2"
     with pytest.raises(InputError, match="1 of the filter strict, 1 of the filter flexible"):
-        run_import_pool(path, str(tmp_path / "other"), filter="loose")
+        run_import_pool(str(path), str(tmp_path / "other"), filter="loose")
 
 
 # ---- inspect_ai
@@ -132,7 +124,7 @@ def test_inspect_epochs_are_samples_also_after_a_crash(tmp_path: Path, method: i
         archive.writestr("_journal/start.json", "{}")
         for sample in samples:
             archive.writestr(f"samples/7_epoch_{sample['epoch']}.json", json.dumps(sample))
-    report, groups = imported(tmp_path / "log.eval", tmp_path)
+    report, groups = imported(tmp_path / "log.eval")
     group = groups["7"]
     assert (report.responses, report.dropped) == (3, 1)
     assert verdicts(group) == [True, False, True]  # "P" is verified by the task
@@ -148,7 +140,7 @@ def test_inspect_samples_of_two_tasks_are_two_questions(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / f"{name}.eval", "w") as archive:
             archive.writestr("_journal/start.json", json.dumps(head))
             archive.writestr("samples/7_epoch_1.json", json.dumps(inspect_sample(1, f"It is {name}.")))
-    groups = imported(tmp_path, tmp_path)[1]
+    groups = imported(tmp_path)[1]
     texts = {name: [sample.text for sample in group.samples] for name, group in groups.items()}
     assert texts == {"words/7": ["It is a."], "sums/7": ["It is b."], "c/7": ["It is c."]}
 
@@ -156,7 +148,7 @@ def test_inspect_samples_of_two_tasks_are_two_questions(tmp_path: Path) -> None:
 def test_a_cut_response_has_an_answer_only_where_it_states_one(tmp_path: Path) -> None:
     log = {"eval": {}, "samples": [inspect_sample(1, "It is 3 and then", scores={"x": {"value": "C"}})]}
     (tmp_path / "log.json").write_text(json.dumps(log))
-    report, groups = imported(tmp_path / "log.json", tmp_path, task="local_number")
+    report, groups = imported(tmp_path / "log.json", task="local_number")
     assert (report.overruled, answers(groups["7"])) == (1, [None])
 
 
@@ -183,15 +175,15 @@ def test_every_eval_ever_keeps_one_metric_of_a_sample(tmp_path: Path) -> None:
         }  # fmt: skip
 
     rows = row("4"), row("4", "f1"), row("5", right=False), row("4", "another task", sample="b")
-    report, groups = imported(lines(tmp_path / "x_samples.jsonl", *rows), tmp_path)
+    report, groups = imported(tmp_path / "x_samples.jsonl", *rows)
     group = groups["a"]
     assert (report.dropped, verdicts(group), answers(group)) == (1, [True, False], ["4", "5"])
     assert group.samples[0].num_tokens == 3
     assert verdicts(groups["b"]) == [True]
     (tmp_path / "several").mkdir()
     for name in ("x_samples", "y_samples"):
-        lines(tmp_path / "several" / f"{name}.jsonl", row("4"))
-    assert list(imported(tmp_path / "several", tmp_path / "several")[1]) == ["x_samples/a", "y_samples/a"]
+        write_lines(tmp_path / "several" / f"{name}.jsonl", row("4"))
+    assert list(imported(tmp_path / "several")[1]) == ["x_samples/a", "y_samples/a"]
 
 
 def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tmp_path: Path) -> None:
@@ -211,7 +203,7 @@ def test_helm_reads_letters_through_the_mapping_and_leaves_scored_options_out(tm
         state("1", " B", " A"), state("2", reference_index=0), state("3", result={"success": False, "error": "x"}),
     ]  # fmt: skip
     (tmp_path / "scenario_state.json").write_text(json.dumps({"request_states": states}))
-    report, groups = imported(tmp_path, tmp_path)
+    report, groups = imported(tmp_path)
     group = groups["1"]
     assert (report.questions, report.responses, report.dropped) == (1, 2, 2)
     assert (group.question.reference, answers(group), verdicts(group)) == ("B", ["B", "A"], [True, False])
@@ -223,7 +215,7 @@ def test_openai_evals_pairs_verdicts_and_leaves_the_graders_calls_out(tmp_path: 
         return {"run_id": "r", "event_id": 0, "sample_id": sample, "type": kind, "data": data}
 
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2?"}]
-    path = lines(
+    report, groups = imported(
         tmp_path / "log.jsonl",
         {"spec": {"run_id": "r"}},
         event("sampling", "s.1", prompt=chat, sampled=["It is 4."]),
@@ -234,7 +226,6 @@ def test_openai_evals_pairs_verdicts_and_leaves_the_graders_calls_out(tmp_path: 
         event("metrics", "s.2", score=0),
         {"final_report": {"accuracy": 0.5}, "run_id": "r"},
     )
-    report, groups = imported(path, tmp_path)
     assert (report.responses, report.dropped) == (2, 2)
     assert [verdicts(groups[name]) for name in ("s.1", "s.2")] == [[True], [False]]
     assert groups["s.1"].question.text == "2+2?"
@@ -242,6 +233,9 @@ def test_openai_evals_pairs_verdicts_and_leaves_the_graders_calls_out(tmp_path: 
 
 
 # ---- batch APIs
+
+TWO_AND_TWO = {"id": "a", "question": "2+2?", "answer": 4}
+THREE_AND_THREE = {"id": "b", "question": "3+3?", "answer": 6}
 
 
 def reply(name: str, *texts: str, **changes: Any) -> dict[str, Any]:
@@ -252,18 +246,15 @@ def reply(name: str, *texts: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> None:
-    path = lines(
-        tmp_path / "out.jsonl", reply("b", "6", "7"), reply("a#1", "4"), reply("a#0", "5"),
-        reply("c", error={"code": "x"}, response=None), reply("unknown", "1"),
-    )  # fmt: skip
-    requests = lines(
-        tmp_path / "in.jsonl",
-        *({"custom_id": name, "body": {"messages": [{"role": "user", "content": text}]}}
-          for name, text in (("a#0", "2+2?"), ("a#1", "2+2?"), ("b", "3+3?"), ("c", "?"))),
-    )  # fmt: skip
-    rows = ({"id": "a", "question": "2+2?", "answer": 4}, {"id": "b", "question": "3+3?", "answer": 6})
-    questions = lines(tmp_path / "questions.jsonl", *rows)
-    report, groups = imported(path, tmp_path, requests=requests, questions=questions)
+    rows = [
+        reply("b", "6", "7"), reply("a#1", "4"), reply("a#0", "5"), reply("c", error={"code": "x"}, response=None),
+        reply("unknown", "1"),
+    ]  # fmt: skip
+    asked = {"a#0": "2+2?", "a#1": "2+2?", "b": "3+3?", "c": "?"}
+    chats = {name: {"messages": [{"role": "user", "content": text}]} for name, text in asked.items()}
+    requests = write_lines(tmp_path / "in.jsonl", *({"custom_id": name, "body": body} for name, body in chats.items()))
+    questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO, THREE_AND_THREE)
+    report, groups = imported(tmp_path / "out.jsonl", *rows, requests=requests, questions=questions)
     assert (report.questions, report.responses, report.dropped) == (2, 4, 2)
     assert (verdicts(groups["a"]), verdicts(groups["b"])) == ([True, False], [True, False])
     assert groups["a"].question.messages[0].content == "2+2?"
@@ -272,9 +263,9 @@ def test_a_batch_is_joined_with_its_requests_in_any_order(tmp_path: Path) -> Non
 
 
 def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) -> None:
-    path = lines(tmp_path / "out.jsonl", reply("alg#1", "4"), reply("alg#2", "6"), reply("alg#2#1", "5"))
-    rows = ({"id": "alg#1", "question": "2+2?", "answer": 4}, {"id": "alg#2", "question": "3+3?", "answer": 6})
-    groups = imported(path, tmp_path, questions=lines(tmp_path / "questions.jsonl", *rows))[1]
+    rows = reply("alg#1", "4"), reply("alg#2", "6"), reply("alg#2#1", "5")
+    asked = TWO_AND_TWO | {"id": "alg#1"}, THREE_AND_THREE | {"id": "alg#2"}
+    groups = imported(tmp_path / "out.jsonl", *rows, questions=write_lines(tmp_path / "questions.jsonl", *asked))[1]
     assert {name: verdicts(group) for name, group in groups.items()} == {"alg#1": [True], "alg#2": [True, False]}
 
 
@@ -282,9 +273,8 @@ def test_an_id_that_ends_like_the_number_of_a_response_is_an_id(tmp_path: Path) 
 def test_a_logprob_that_is_no_number_is_unknown(tmp_path: Path, logprob: float) -> None:
     row = reply("a", "4")
     row["response"]["body"]["choices"][0]["logprobs"]["content"] = [{"logprob": -0.5}, {"logprob": logprob}]
-    questions = lines(tmp_path / "questions.jsonl", {"id": "a", "question": "2+2?", "answer": 4})
-    groups = imported(lines(tmp_path / "out.jsonl", row), tmp_path, questions=questions)[1]
-    assert groups["a"].samples[0].logprob is None
+    questions = write_lines(tmp_path / "questions.jsonl", TWO_AND_TWO)
+    assert imported(tmp_path / "out.jsonl", row, questions=questions)[1]["a"].samples[0].logprob is None
 
 
 def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
@@ -292,10 +282,10 @@ def test_the_responses_api_and_completions_are_read(tmp_path: Path) -> None:
     rows = [
         {"custom_id": "a", "response": {"body": {"output": said, "status": "incomplete"}}},
         {"custom_id": "b", "response": {"body": {"choices": [{"text": "5", "finish_reason": "length"}]}}},
-    ]  # fmt: skip
+    ]
     asked = [{"custom_id": "a", "body": {"input": "2+2?"}}, {"custom_id": "b", "body": {"prompt": "2+3?"}}]
-    path, requests = lines(tmp_path / "out.jsonl", *rows), lines(tmp_path / "in.jsonl", *asked)
-    _, groups = imported(path, tmp_path, task="local_number", requests=requests)
+    requests = write_lines(tmp_path / "in.jsonl", *asked)
+    groups = imported(tmp_path / "out.jsonl", *rows, task="local_number", requests=requests)[1]
     assert [groups[name].samples[0].finish for name in "ab"] == ["length", "length"]
     assert [groups[name].question.text for name in "ab"] == ["2+2?", "2+3?"]
 
@@ -307,12 +297,12 @@ def test_verl_groups_by_input_within_a_step(tmp_path: Path) -> None:
     def row(output: str, score: float | str, **more: Any) -> dict[str, Any]:
         return {"input": "user\n2+2?", "output": output, "gts": "4", "score": score, "step": 3} | more
 
-    (tmp_path / "rollouts").mkdir()
-    lines(tmp_path / "rollouts" / "3.jsonl", row("4", 1.0), row("5", "-1.0"), row("4", 0.1, acc="False"), row("4", 0.5))
-    lines(tmp_path / "rollouts" / "10.jsonl", row("4", 1.0, step=10))
-    report = run_import_pool(str(tmp_path / "rollouts"), str(tmp_path / "store"))
+    rows = row("4", 1.0), row("5", "-1.0"), row("4", 0.1, acc="False"), row("4", 0.5)
+    write_lines(tmp_path / "3.jsonl", *rows)
+    write_lines(tmp_path / "10.jsonl", row("4", 1.0, step=10))
+    report, groups = imported(tmp_path)
     assert report.questions == 2
-    (group,) = [group for name, group in stored(tmp_path / "store").items() if name.startswith("step-3/")]
+    (group,) = [group for name, group in groups.items() if name.startswith("step-3/")]
     assert verdicts(group) == [True, False, False, True]  # .5 says neither and is verified
 
 
@@ -324,8 +314,7 @@ def test_trl_groups_by_step_and_prompt_and_takes_a_named_reward(tmp_path: Path) 
         for step, text, right in ((1, "4", 1.0), (1, "5", 0.0), (2, "4", 1.0))
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "completions_00001.parquet")
-    run_import_pool(str(tmp_path), str(tmp_path / "store"), columns=Columns(correct="correctness_reward"))
-    groups = list(stored(tmp_path / "store").values())
+    groups = imported(tmp_path, columns=Columns(correct="correctness_reward"))[1].values()
     assert sorted(map(verdicts, groups)) == [[True], [True, False]]
     assert {group.question.reference for group in groups} == {"4"}
 
@@ -339,60 +328,46 @@ def test_a_data_set_with_several_responses_is_read_by_its_columns(tmp_path: Path
         {"problem": "3+3?", "gold": "6", "generations": ["It is 6.", None], "checked": None},
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
-    report, groups = imported(tmp_path / "data.parquet", tmp_path, columns=COLUMNS)
+    report, groups = imported(tmp_path / "data.parquet", columns=COLUMNS)
     assert (report.responses, report.dropped) == (3, 1)
     assert [verdicts(groups[name]) for name in sorted(groups)] == [[True, False], [True]]
-
-
-def test_lists_of_unequal_length_are_refused_with_the_row(tmp_path: Path) -> None:
-    row = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}
-    path = lines(tmp_path / "data.jsonl", row)
-    with pytest.raises(InputError, match=r"data\.jsonl:1: .*checked.*2.*1"):
-        run_import_pool(path, str(tmp_path / "store"), columns=COLUMNS)
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_row_without_the_named_id_is_refused(tmp_path: Path) -> None:
-    row = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
-    with pytest.raises(InputError, match=r"data\.jsonl:2: Expected the field `name`"):
-        run_import_pool(
-            lines(tmp_path / "data.jsonl", row | {"name": 1}, row), str(tmp_path / "store"),
-            columns=Columns(id="name", responses="responses"),
-        )  # fmt: skip
 
 
 # ---- all formats
 
 
 def test_importing_again_takes_nothing_twice_and_another_log_is_refused(tmp_path: Path) -> None:
-    path = lines(tmp_path / "samples_a.jsonl", lm_eval_row(1, "The answer is 2."))
-    run_import_pool(path, str(tmp_path / "store"))
-    assert run_import_pool(path, str(tmp_path / "store")).reused == 1
-    lines(Path(path), lm_eval_row(1, "The answer is 3."))
+    path = tmp_path / "samples_a.jsonl"
+    imported(path, lm_eval_row(1, "The answer is 2."))
+    assert imported(path)[0].reused == 1
     with pytest.raises(InputError, match="source_sha256"):
-        run_import_pool(path, str(tmp_path / "store"))
+        imported(path, lm_eval_row(1, "The answer is 3."))
+
+
+UNEQUAL = {"problem": "2+2?", "gold": "4", "generations": ["4", "5"], "checked": [True]}
+UNNAMED = {"name": None, "question": "2+2?", "answer": "4", "responses": ["4"]}
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "fragment"),
+    ("row", "options", "message"),
     [
         ({"doc_id": 1, "resps": None}, {}, "`resps`"),
         ({"custom_id": "a", "response": {}}, {}, "`--requests`"),
         (lm_eval_row(1, "2", target="", filtered_resps=[]), {}, "`--task`"),
         (lm_eval_row(1, "2"), {"requests": "in.jsonl"}, "`requests` has no meaning"),
-        (lm_eval_row(1, "2"), {"format": "sampled"}, "sampled.jsonl"),
+        (lm_eval_row(1, "2"), {"format": "sampled"}, r"sampled\.jsonl"),
         ({"custom_id": "a", "response": {}}, {"format": "verl"}, "`input`"),
         (lm_eval_row(1, "2"), {"format": "lm_eval"}, "'lm_eval'"),
         ({"sample_id": "a", "evaluation": {}, "messages": ["x"]}, {}, "not as every_eval_ever writes it"),
         ({"sample_id": "a", "type": "sampling", "data": {}}, {"format": "openai-evals"}, "without an output"),
+        (UNEQUAL, {"columns": COLUMNS}, r"samples_x\.jsonl:1: .*checked.*2.*1"),
+        (UNNAMED, {"columns": Columns(id="name", responses="responses")}, r"x\.jsonl:1: Expected the field `name`"),
     ],
 )
-def test_what_cannot_be_read_is_named(
-    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], fragment: str
-) -> None:
-    with pytest.raises(InputError) as error:
-        run_import_pool(lines(tmp_path / "samples_x.jsonl", row), str(tmp_path / "store"), **options)
-    assert fragment in str(error.value)
+def test_what_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        imported(tmp_path / "samples_x.jsonl", row, **options)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
@@ -409,8 +384,8 @@ def test_the_references_tell_the_task(references: list[Any], task: str) -> None:
 
 
 def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path) -> None:
-    path = lines(tmp_path / "pool.jsonl", {"id": "a", "task": "t", "question": "q", "responses": []})
-    assert find_format(Path(path)) is None
+    path = write_lines(tmp_path / "pool.jsonl", {"id": "a", "task": "t", "question": "q", "responses": []})
+    assert find_format(path) is None
 
 
 @pytest.mark.parametrize(
@@ -419,12 +394,12 @@ def test_pools_of_our_own_are_of_no_other_format(tmp_path: Path) -> None:
 def test_an_export_can_be_imported_again(tmp_path: Path, format: Any, name: str) -> None:
     rows = [{"id": f"q{a}", "task": "local_number", "split": "test", "question": f"{a}+1?", "reference": str(a + 1),
              "responses": [{"text": f"It is {b}.", "finish": "stop"} for b in (2, 3)]} for a in (1, 2)]  # fmt: skip
-    run_import_pool(lines(tmp_path / "pool.jsonl", *rows), str(tmp_path / "store"))
+    imported(tmp_path / "pool.jsonl", *rows)
     for _ in range(2):  # an earlier export is replaced
         report = run_export_pool(str(tmp_path / "store"), str(tmp_path / name), format=format)
     assert (report.questions, report.responses) == (2, 4)
     run_import_pool(str(tmp_path / name), str(tmp_path / "back"))
-    groups = sorted(stored(tmp_path / "back").values(), key=lambda group: group.question.text)
+    groups = sorted(stored_groups(tmp_path / "back").values(), key=lambda group: group.question.text)
     assert [verdicts(group) for group in groups] == [[True, False], [False, True]]
     assert [group.question.reference for group in groups] == ["2", "3"]
     other = tmp_path / f"other{Path(name).suffix}"

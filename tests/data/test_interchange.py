@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.fakes import FakeTask
+from support.store_samples import write_lines
 
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool, run_import_records
 from selfcal_lightning.commands.rewards import run_import_prefixes
@@ -28,11 +29,6 @@ from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 
 HEADER = "<|assistant|>\n"
-
-
-def write_lines(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def pool() -> list[dict[str, Any]]:
@@ -53,13 +49,13 @@ def pool() -> list[dict[str, Any]]:
 def test_questions_without_a_response_are_counted_where_a_file_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_lines(tmp_path / "pool.jsonl", pool())
+    path = write_lines(tmp_path / "pool.jsonl", *pool())
     assert [entry.question.id for entry in load_recorded_pool(path, tasks=FakeTask).entries] == ["a", "b"]
     assert f"1 of 3 questions in {path} have no response and are left out" in capsys.readouterr().err
 
 
 def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "pool.jsonl", pool())
+    path = write_lines(tmp_path / "pool.jsonl", *pool())
     report = import_pool(path, tmp_path / "store", split="train", tasks=FakeTask)
     assert (report.questions, report.reused, report.without_responses, report.responses) == (3, 0, 1, 5)
     assert (report.extracted, report.verified, report.unreadable) == (3, 3, 1)
@@ -81,7 +77,7 @@ def test_a_pool_is_read_judged_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token_ids", [False, True])
 def test_a_pool_goes_round(tmp_path: Path, token_ids: bool) -> None:
-    import_pool(write_lines(tmp_path / "pool.jsonl", pool()), tmp_path / "one", split="test", tasks=FakeTask)
+    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "one", split="test", tasks=FakeTask)
     report = export_pool(tmp_path / "one", tmp_path / "out" / "pool.jsonl", token_ids=token_ids)
     assert (report.questions, report.responses) == (2, 5)
     second = import_pool(tmp_path / "out" / "pool.jsonl", tmp_path / "two", tasks=FakeTask)
@@ -105,7 +101,7 @@ def test_an_import_counts_what_it_could_not_decide(
     monkeypatch.setattr(math_processes, "_default", quick)
     responses = [{"text": rf"\boxed{{{text}}}"} for text in SLOW]
     line = {"id": "a", "task": "local_expression", "question": "?", "reference": "x+1", "responses": responses}
-    report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", [line])), str(tmp_path / "store"), split="s")
+    report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", line)), str(tmp_path / "store"), split="s")
     assert report.undecided == 3
     assert "3 pairs of expressions were left undecided and count as different.\n" in capsys.readouterr().err
     assert [s.correct for entry in SampleStore(tmp_path / "store").samples() for s in entry.samples] == [False, False]
@@ -115,7 +111,7 @@ def test_an_import_counts_what_it_could_not_decide(
 
 
 def test_an_export_of_nothing_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    import_pool(write_lines(tmp_path / "pool.jsonl", pool()), tmp_path / "store", split="train", tasks=FakeTask)
+    import_pool(write_lines(tmp_path / "pool.jsonl", *pool()), tmp_path / "store", split="train", tasks=FakeTask)
     with pytest.raises(ValueError, match="of split 'tset', round 0 and task None, but got none"):
         export_pool(tmp_path / "store", tmp_path / "out.jsonl", split="tset")
     assert {path.name for path in tmp_path.iterdir()} == {"pool.jsonl", "store"}
@@ -157,7 +153,7 @@ def test_a_bad_line_is_named_before_anything_is_stored(
     lines: list[Any] = [{**line, "split": "train"} for line in pool()]
     changed = {**lines[1], **(changes or {})}
     lines[1] = [1] if changes is None else {name: value for name, value in changed.items() if value is not ...}
-    path = write_lines(tmp_path / "pool.jsonl", lines)
+    path = write_lines(tmp_path / "pool.jsonl", *lines)
     with pytest.raises(ValueError, match=rf"pool\.jsonl:2: Expected .*{message}"):
         import_pool(path, tmp_path / "store", tasks=FakeTask)
     assert not (tmp_path / "store").exists()
@@ -180,8 +176,8 @@ def test_broken_files(tmp_path: Path) -> None:
 
 
 def test_another_file_is_not_mixed_in(tmp_path: Path) -> None:
-    first = write_lines(tmp_path / "one.jsonl", pool()[:1])
-    second = write_lines(tmp_path / "two.jsonl", pool()[1:])
+    first = write_lines(tmp_path / "one.jsonl", *pool()[:1])
+    second = write_lines(tmp_path / "two.jsonl", *pool()[1:])
     import_pool(first, tmp_path / "store", split="train", tasks=FakeTask)
     with pytest.raises(ValueError, match=r"prompt.source_sha256: .* asked for.*another `store_dir`"):
         import_pool(second, tmp_path / "store", split="train", tasks=FakeTask)
@@ -211,7 +207,7 @@ def test_training_records_keep_their_targets(tmp_path: Path, suffix: str) -> Non
     path, rows = tmp_path / f"records.{suffix}", records()
     if suffix == "jsonl":
         rows[2]["task"] = "x"
-        write_lines(path, rows)
+        write_lines(path, *rows)
     else:
         rows[1]["answer"] = "2"
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -236,7 +232,7 @@ def test_training_records_with_a_model_have_its_tokens(tmp_path: Path, tiny_mode
     )
     text = "First 5+3=8. The answer is 8."
     record = {"input": f"{rendered} {text}", "answer": "8", "weighted_consistency": 0.9, "consistency": 0.8}
-    path = write_lines(tmp_path / "records.jsonl", [record])
+    path = write_lines(tmp_path / "records.jsonl", record)
     run_import_records(str(path), str(tmp_path / "store"), rendered[-12:], "word_problems", model=tiny_model)
     (group,) = SampleStore(tmp_path / "store").samples()
     assert group.prompt_ids == chat.prompt_ids(messages)
@@ -259,7 +255,7 @@ def test_bad_records_are_named(tmp_path: Path, change: dict[str, Any] | None, me
     lines = records()
     lines[1] = {"input": "x", "answer": "1"} if change is None else lines[1] | change
     with pytest.raises(ValueError, match=rf"records.jsonl:2: Expected {message}"):
-        import_records(write_lines(tmp_path / "records.jsonl", lines), tmp_path / "store")
+        import_records(write_lines(tmp_path / "records.jsonl", *lines), tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
@@ -278,7 +274,7 @@ def test_real_responses_of_the_trial(tmp_path: Path, shared: Path) -> None:
         }
         for number, row in enumerate(rows)
     ]  # fmt: skip
-    report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", lines)), str(tmp_path / "store"))
+    report = run_import_pool(str(write_lines(tmp_path / "pool.jsonl", *lines)), str(tmp_path / "store"))
     assert (report.questions, report.responses, report.extracted) == (450, 7200, 7200)
     store = SampleStore(tmp_path / "store")
     index = store.index()

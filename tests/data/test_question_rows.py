@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.store_samples import write_lines
 
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare
 from selfcal_lightning.commands.python import calibrate, evaluate
@@ -22,11 +23,6 @@ from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.data.tasks.rows import Columns, read_question_file
 from selfcal_lightning.inference.answering import read_questions
 from selfcal_lightning.records import Question
-
-
-def write(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def asked(path: Path) -> list[Question]:
@@ -44,7 +40,7 @@ Reader = Callable[[Path], list[Question]]
 @READERS
 def test_answer_and_reference_mean_the_same_as_text_or_number(read: Reader, tmp_path: Path) -> None:
     rows = [{"answer": 4}, {"reference": "4.0"}, {"answer": 4.0, "reference": 4.0}, {"answer": None}, {}]
-    file = write(tmp_path / "q.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
+    file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", **row} for i, row in enumerate(rows)))
     assert [question.reference for question in read(file)] == ["4", "4", "4", None, None]
 
 
@@ -73,11 +69,11 @@ def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
 )
 def test_a_mistake_is_named_with_file_and_line(read: Reader, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"q.jsonl:2: .*{message}"):
-        read(write(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
+        read(write_lines(tmp_path / "q.jsonl", {"question": "fine", "answer": 1}, row))
 
 
 def test_fields_of_ones_own_are_left_alone_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = write(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
+    file = write_lines(tmp_path / "q.jsonl", *({"question": f"q{i}", "level": i, "topic": "t"} for i in range(3)))
     with caplog.at_level(logging.WARNING):
         assert len(asked(file)) == 3
     assert caplog.text.count("level, topic") == 1
@@ -97,7 +93,7 @@ def test_questions_may_come_from_python() -> None:
 
 def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
     rows = [{"question": "a", "task": "local_text"}, {"question": "b", "task": "local_number"}]
-    file = write(tmp_path / "q.jsonl", *rows)
+    file = write_lines(tmp_path / "q.jsonl", *rows)
     assert [question.text for question in loaded(file)] == ["b"]
     with pytest.raises(ValueError, match="all are of local_text, local_number"):
         load_some("local_choice", "train", path=str(file))
@@ -105,25 +101,25 @@ def test_the_lines_of_another_task_are_that_ones(tmp_path: Path) -> None:
 
 def test_a_line_of_a_pool_takes_the_same_fields(tmp_path: Path) -> None:
     base = {"id": "a", "task": "local_number", "question": "2+2?", "responses": [], "split": "test"}
-    file = write(tmp_path / "p.jsonl", {**base, "answer": 4}, {**base, "id": "b", "reference": "4"})
+    file = write_lines(tmp_path / "p.jsonl", {**base, "answer": 4}, {**base, "id": "b", "reference": "4"})
     assert [line.question.reference for _, line in read_pool(file, task=None, split=None)] == ["4", "4"]
-    long = write(tmp_path / "long.jsonl", {**base, "answer": 10**400})
+    long = write_lines(tmp_path / "long.jsonl", {**base, "answer": 10**400})
     assert [line.question.reference for _, line in read_pool(long, task=None, split=None)] == [str(10**400)]
-    bad = write(tmp_path / "bad.jsonl", {**base, "anwser": 4})
+    bad = write_lines(tmp_path / "bad.jsonl", {**base, "anwser": 4})
     with pytest.raises(ValueError, match=r"bad.jsonl:1: .*'anwser'. Did you mean 'answer'"):
         list(read_pool(bad, task=None, split=None))
 
 
 def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
     rows = [{"question": f"What is {number % 40}+1?", "answer": number % 40 + 1} for number in range(50)]
-    file = write(tmp_path / "q.jsonl", *rows)
+    file = write_lines(tmp_path / "q.jsonl", *rows)
     names = ("train", "validation", "calibration")
     parts = {part: load_some("local_number", "train", path=str(file), part=part) for part in names}
     texts = {part: {question.text for question in questions} for part, questions in parts.items()}
     assert {part: len(found) for part, found in texts.items()} == {"train": 32, "validation": 4, "calibration": 4}
     assert len(set().union(*texts.values())) == 40
     assert sum(map(len, parts.values())) == 50, "a text that occurs twice stays whole"
-    backwards = write(tmp_path / "r.jsonl", *reversed(rows))
+    backwards = write_lines(tmp_path / "r.jsonl", *reversed(rows))
     shuffled = load_some("local_number", "train", path=str(backwards), part="validation")
     assert {question.text for question in shuffled} == texts["validation"]
     with pytest.raises(ValueError, match=r"at least 10 different questions .*but got 3"):
@@ -161,15 +157,14 @@ def test_public_data_sets_are_read_by_the_names_of_their_columns(
     row: dict[str, Any], answer: object, text: str, tmp_path: Path
 ) -> None:
     columns = NAMED if "options" in row else replace(NAMED, choices=None)
-    path = tmp_path / "test.jsonl"
-    path.write_text(json.dumps({**row, "answers": "a column of theirs"}) + "\n")
+    path = write_lines(tmp_path / "test.jsonl", {**row, "answers": "a column of theirs"})
     for source in (str(path), f"hf:{tmp_path}:test"):  # a local folder stands for the hub
         (found,) = read_question_file(source, columns=columns)
         assert (found.text, found.answer) == (text, answer)
 
 
 def test_more_options_than_letters_are_named(tmp_path: Path) -> None:
-    file = write(tmp_path / "q.jsonl", {"problem": "Which?", "gold": 8, "options": [str(at) for at in range(10)]})
+    file = write_lines(tmp_path / "q.jsonl", {"problem": "Which?", "gold": 8, "options": [str(at) for at in range(10)]})
     with pytest.raises(InputError, match=r"q\.jsonl:1: Expected 2 to 8 different `choices`"):
         read_question_file(file, columns=NAMED)
 
@@ -204,7 +199,7 @@ def test_what_the_hub_does_not_have_is_named(name: str, columns: Columns | None,
 
 def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
     rows = [{"problem": f"{number}+1?", "gold": number + 1} for number in range(30)]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "test.jsonl", *rows)
     for source in (str(tmp_path / "test.jsonl"), f"hf:{tmp_path}:test"):
         folder = tmp_path / "run"
         words = ["--model", "bundled", "--questions", source, "--output_dir", str(folder), "--task", "local_number"]

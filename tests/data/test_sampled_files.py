@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.store_samples import make_store
+from support.store_samples import make_store, stored_groups, write_lines
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 
@@ -29,12 +28,8 @@ def write(folder: Path, rows: list[dict[str, Any]], truths: list[dict[str, Any]]
     folder.mkdir(exist_ok=True)
     for name, lines in (("sampled.jsonl", rows), ("ground_truth.jsonl", truths)):
         if lines is not None:
-            (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            write_lines(folder / name, *lines)
     return folder
-
-
-def samples(store: Path | str) -> dict[str, QuestionSamples]:
-    return {group.question.id: group for group in SampleStore(store).samples()}
 
 
 def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
@@ -51,7 +46,7 @@ def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
     report = run_import_pool(str(write(tmp_path / "in", rows, truths)), str(tmp_path / "s"), "mmlu", "test")
     assert (report.questions, report.responses, report.dropped) == (3, 5, 2)
     assert (report.overruled, report.differing, report.without_responses) == (1, 1, 1)
-    found = samples(tmp_path / "s")
+    found = stored_groups(tmp_path / "s")
     assert [sample.text for sample in found["tc_1"].samples] == ["A.", "A!", "late"]
     assert found["tc_1"].question.text == "tc?"
     assert found["1983-1"].question.text == "1983-1? Box it."
@@ -64,7 +59,7 @@ def test_texts_may_be_re_extracted(tmp_path: Path) -> None:
     rows = [row("q", 0, r"So \\boxed{B}.", parsed_response="A", correctness=1)]
     folder = write(tmp_path / "in", rows)
     run_import_pool(str(folder / "sampled.jsonl"), str(tmp_path / "anew"), "mmlu", "test", stated=False)
-    (sample,) = samples(tmp_path / "anew")["q"].samples
+    (sample,) = stored_groups(tmp_path / "anew")["q"].samples
     assert (sample.answer, sample.correct) == ("B", False)
     with pytest.raises(InputError, match="stated"):
         run_import_pool(str(folder / "sampled.jsonl"), str(tmp_path / "anew"), "mmlu", "test")
@@ -100,7 +95,7 @@ def test_out_and_back(tmp_path: Path) -> None:
     assert (truths[0]["total_prompt_tokens"], truths[0]["total_completion_tokens"]) == (9, 9)
     back = run_import_pool(str(out), str(tmp_path / "back"), "local_choice", "test")
     assert (back.dropped, back.differing, back.overruled) == (0, 0, 0)
-    found = samples(tmp_path / "back")
+    found = stored_groups(tmp_path / "back")
     for each in judged:
         assert found[each.question.id].question == each.question
         assert [(s.text, s.answer, s.correct, s.num_tokens) for s in found[each.question.id].samples] == [

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.store_samples import write_lines
 
 from selfcal_lightning.data.tasks.answer_types import NumberAnswers
 from selfcal_lightning.data.tasks.base import AnswerType, verifier_form
@@ -101,11 +102,6 @@ def dataset_task(name: str) -> DatasetTask:
     task = get_task(name)
     assert isinstance(task, DatasetTask)
     return task
-
-
-def write_lines(path: Path, *rows: Any) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return str(path)
 
 
 def test_every_data_set_is_covered() -> None:
@@ -244,8 +240,8 @@ def test_empty_splits_and_limits(tmp_path: Path) -> None:
     task = dataset_task("gsm8k")
     row = ROWS["gsm8k"][0]
     with pytest.raises(ValueError, match=r"split 'test' of gsm8k to hold questions, but the file .*empty.jsonl"):
-        task.load("test", path=write_lines(tmp_path / "empty.jsonl"))
-    path = write_lines(tmp_path / "rows.jsonl", row, row, row)
+        task.load("test", path=str(write_lines(tmp_path / "empty.jsonl")))
+    path = str(write_lines(tmp_path / "rows.jsonl", row, row, row))
     ids = [question.id for question in task.load("own", path=path, limit=2)]
     assert ids == ["gsm8k/own/000000", "gsm8k/own/000001"]
     assert task.load("own", path=path, limit=0) == []
@@ -257,7 +253,7 @@ def test_empty_splits_and_limits(tmp_path: Path) -> None:
 
 def test_duplicate_ids_are_an_error(tmp_path: Path) -> None:
     row = ROWS["svamp"][0]
-    path = write_lines(tmp_path / "rows.jsonl", row, {**row, "ID": "chal-2"}, row)
+    path = str(write_lines(tmp_path / "rows.jsonl", row, {**row, "ID": "chal-2"}, row))
     with pytest.raises(ValueError, match=r"1 occur more than once, the first of them 'svamp/test/chal-1'. .* `ID`"):
         dataset_task("svamp").load("test", path=path)
 
@@ -268,7 +264,7 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
     rows += [{"question": "q", "answer": "#### none"}, {"question": None, "answer": "#### 1"}]
     rows += [{"question": "q", "answer": 42}, {"question": 42, "answer": "#### 1"}]
     with caplog.at_level(logging.WARNING):
-        questions = dataset_task("gsm8k").load("test", path=write_lines(tmp_path / "rows.jsonl", *rows))
+        questions = dataset_task("gsm8k").load("test", path=str(write_lines(tmp_path / "rows.jsonl", *rows)))
     assert [question.id for question in questions] == ["gsm8k/test/000000", "gsm8k/test/000003"]
     assert "6 of 8 rows of the file" in caplog.text
     assert "a field that cannot be read, 'int' object" in caplog.text
@@ -292,14 +288,14 @@ def test_unusable_rows_are_counted_and_keep_their_numbers(tmp_path: Path, caplog
     ],
 )
 def test_rows_without_a_valid_label_leave_nothing(name: str, change: dict[str, Any], tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", {**ROWS[name][0], **change})
+    path = str(write_lines(tmp_path / "rows.jsonl", {**ROWS[name][0], **change}))
     with pytest.raises(ValueError, match="has none"):
         dataset_task(name).load("test", path=path)
 
 
 def test_gpqa_options_are_shuffled_by_question(tmp_path: Path) -> None:
     row = ROWS["gpqa"][0]
-    path = write_lines(tmp_path / "rows.jsonl", *({**row, "Record ID": f"rec{index}"} for index in range(200)))
+    path = str(write_lines(tmp_path / "rows.jsonl", *({**row, "Record ID": f"rec{index}"} for index in range(200))))
     questions = dataset_task("gpqa").load("test", path=path)
     assert questions == dataset_task("gpqa").load("test", path=path)
     references = [question.reference for question in questions]

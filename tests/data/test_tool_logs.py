@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.serving import Server
+from support.store_samples import stored_groups, write_lines
 
 from selfcal_lightning.commands.pools import run_export_pool, run_import_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -104,7 +105,7 @@ def test_lm_eval_with_repeats(server: Server, folder: Path, tmp_path: Path) -> N
     (log,) = (folder / "out").rglob("samples_words_*.jsonl")
     report = run_import_pool(str(log), str(tmp_path / "store"))
     assert (report.questions, report.responses, report.verified, report.dropped) == (5, 15, 15, 5)
-    groups = {group.question.id: group for group in SampleStore(tmp_path / "store").samples()}
+    groups = stored_groups(tmp_path / "store")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     for row in (row for row in rows if row["filter"] == "number"):  # its verdict is that of the first response
         first = groups[f"words/{row['doc_id']}"].samples[0]
@@ -119,7 +120,7 @@ def test_the_output_of_our_own_batch(folder: Path, tmp_path: Path) -> None:
          "body": {"model": "bundled", "messages": [{"role": "user", "content": row["question"]}], "seed": k}}
         for row in rows for k in range(2)
     ]  # fmt: skip
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    write_lines(tmp_path / "in.jsonl", *requests)
     command = [sys.executable, "-m", "selfcal_lightning", "batch", "--model", "bundled", "--task", "word_problems",
                "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]  # fmt: skip
     subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
@@ -138,7 +139,7 @@ def test_the_output_of_vllm_run_batch(folder: Path, tmp_path: Path) -> None:
         {"custom_id": row["id"], "method": "POST", "url": "/v1/chat/completions",
          "body": {**ask, "messages": [{"role": "user", "content": row["question"]}]}} for row in rows
     ]  # fmt: skip
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in requests))
+    write_lines(tmp_path / "in.jsonl", *requests)
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", str(tmp_path / "in.jsonl"), "-o",
         str(tmp_path / "out.jsonl"), "--model", str(BUNDLED_MODEL), "--served-model-name", "m", "--max-model-len",

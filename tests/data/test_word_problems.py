@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from support.store_samples import write_lines
 
 from selfcal_lightning.data.tasks.word_problems import (
     FAMILIES,
@@ -156,11 +156,11 @@ def test_extract(text: str, answer: str | None) -> None:
 def test_a_local_file_is_asked_in_the_same_way(tmp_path: Path) -> None:
     made = WordProblems().load("test_id", limit=3)
     rows = [{"question": question.text, "answer": float(str(question.reference))} for question in made]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert WordProblems().load("test_id", path=str(tmp_path / "own.jsonl")) == made
-    assert WordProblems().load("mine", path=str(tmp_path / "own.jsonl"), limit=1)[0].id == "word_problems/mine/000000"
-    (tmp_path / "named.jsonl").write_text(json.dumps({**rows[0], "id": "a"}) + "\n")
-    assert WordProblems().load("mine", path=str(tmp_path / "named.jsonl"))[0].id == "word_problems/mine/a"
+    own = write_lines(tmp_path / "own.jsonl", *rows)
+    named = write_lines(tmp_path / "named.jsonl", {**rows[0], "id": "a"})
+    assert WordProblems().load("test_id", path=str(own)) == made
+    assert WordProblems().load("mine", path=str(own), limit=1)[0].id == "word_problems/mine/000000"
+    assert WordProblems().load("mine", path=str(named))[0].id == "word_problems/mine/a"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -68,3 +70,14 @@ def shards(store: SampleStore, part: str = "a") -> list[Path]:
 
 def leftovers(store: SampleStore) -> list[Path]:
     return list(store.path.rglob("*.tmp"))
+
+
+def stored_groups(path: str | Path) -> dict[str, QuestionSamples]:
+    """Return what readers of a store see, by question."""
+    return {group.question.id: group for group in SampleStore(path).samples()}
+
+
+def write_lines(path: Path, *rows: Any) -> Path:
+    """Write one JSON value a line; a text is written as it is."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path

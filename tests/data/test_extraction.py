@@ -89,21 +89,18 @@ def test_letters(text: str, letter: str | None) -> None:
 
 
 def test_digits_stand_for_letters_only_when_asked() -> None:
-    assert read_letter("Answer: 3") is None
-    assert read_letter("Answer: 3", digits=True) == "C"
-    assert [read_letter(f"Answer: {text}", digits=True) for text in ("3.5 m", "12")] == [None, None]
-    assert read_letter("Answer: 3", "AB", digits=True) is None
+    read = [read_letter(f"Answer: {text}", digits=True) for text in ("3", "3.5 m", "12")]
+    assert read == ["C", None, None]
+    assert read_letter("Answer: 3") is read_letter("Answer: 3", "AB", digits=True) is None
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"\boxed{\text{The Paris}}", "paris"),
-        ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
-        ("line 1\nLast line!", "last line"),
-        ("  ", None),
+        (r"\boxed{\text{The Paris}}", "paris"), ("It is so.\nAnswer: Sinclair Lewis.", "sinclair lewis"),
+        ("line 1\nLast line!", "last line"), ("  ", None), ("Answer: 1.5 million.", "1.5 million"),
     ],
-)
+)  # fmt: skip
 def test_short_texts(text: str, answer: str | None) -> None:
     assert read_short_text(text) == answer
 
@@ -143,8 +140,8 @@ def test_normal_forms(text: str, form: str) -> None:
 
 
 def test_words_are_told_from_mathematics() -> None:
-    assert all(map(is_text, ("Evelyn", "even")))
-    assert not any(map(is_text, ("2x+ab", r"\arcsin x", r"\begin{pmatrix}1\end{pmatrix}")))
+    texts = ("Evelyn", "even", "2x+ab", r"\arcsin x", r"\begin{pmatrix}1\end{pmatrix}")
+    assert list(map(is_text, texts)) == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +163,10 @@ def test_ordinary_expressions_are_within_the_limits() -> None:
 @pytest.mark.parametrize(
     "filler",
     [
-        *"\n {}(*9-$",
-        r"\boxed{",
-        r"\boxed{}",
-        r"\frac{",
-        "answer: ",
-        "answer 1 ",
-        "A.",
-        "1,",
-        "1 ",
-        "111,",
-        r"111\,",
+        *"\n {}(*9-$", r"\boxed{", r"\boxed{}", r"\frac{", "answer: ", "answer 1 ", "A.", "1,", "1 ", "111,", r"111\,",
         "1*10^",
     ],
-)
+)  # fmt: skip
 def test_hostile_texts_are_read_in_linear_time(filler: str) -> None:
     text = "5" + filler * (40_000 // len(filler)) + "1111"
     start = time.process_time()
@@ -212,7 +199,6 @@ def test_reference_vectors_qwen_extract(vectors: Callable[[str], dict[str, Any]]
 
 
 def test_a_short_text_keeps_the_point_and_the_sign_of_a_number() -> None:
-    assert read_short_text("Answer: 1.5 million.") == "1.5 million"
     texts = ["1.5", "15", "-5", "5", ".5", "No. 5", "U.S.A.", "1999-2000", "$1,200.50"]
     assert [normalise_short_text(text) for text in texts] == [
         "1.5", "15", "-5", "5", ".5", "no 5", "usa", "19992000", "1200.50",

@@ -16,7 +16,7 @@ from selfcal_lightning.data.pools.recorded import load_recorded_pool
 from selfcal_lightning.data.tasks.base import Task
 from selfcal_lightning.data.tasks.judging import judge
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.records import Message, Question, Response, Sample
+from selfcal_lightning.records import Message, Question, Response
 
 
 class Close:
@@ -91,48 +91,28 @@ def test_a_live_response_and_its_record_are_one_sample(
         assert entry.question == question
 
 
-def read(task: str, reference: str, text: str, finish: str | None) -> Sample:
+CUT_CASES = [
+    ("local_number", "3", "First 3", False), ("local_number", "24", "48/2 = 24 but the answer is not", False),
+    ("gsm8k", "7", "3 + 4 = 7, which", False), ("word_problems", "12", "First 4*3=12. Then", False),
+    ("math500", "4", r"so that $x^2 = 4", False), ("math500", "4", r"and so \boxed{4", False),
+    ("local_choice", "B", "I take (B)", False), ("local_choice", "B", "B. It is", False),
+    ("local_text", "paris", "The capital is\nParis", False),
+    ("local_number", "24", "Answer: 24\nLet me check: 2", True), ("local_number", "24", r"\boxed{24} since 48", True),
+    ("gsm8k", "24", "#### 24\nNow 5", True), ("word_problems", "12", "First 4*3=12. The answer is 12", True),
+    ("math500", r"\frac{1}{2}", r"The answer is $\frac12$. To check, 3", True),
+    ("local_choice", "B", "Answer: B\nBecause A", True), ("local_text", "paris", "Answer: Paris\nIt lies", True),
+]  # fmt: skip
+WHOLE_CASES = [("local_number", "24", "48/2 = 24"), ("local_choice", "B", "I take (B)")]
+
+
+@pytest.mark.parametrize(
+    ("task", "reference", "text", "stated", "finish"),
+    [(*case, "length") for case in CUT_CASES]
+    + [(*case, True, finish) for case in WHOLE_CASES for finish in ("stop", None)],
+)
+def test_only_what_is_known_to_be_cut_needs_a_stated_answer(
+    task: str, reference: str, text: str, stated: bool, finish: Any
+) -> None:
     question = Question("q", task, (), reference)
-    (sample,) = judge(question, [Response("r", text, (), finish, 0.0)], get_task(task), round=0)  # type: ignore[arg-type]
-    return sample
-
-
-@pytest.mark.parametrize(
-    ("task", "reference", "text"),
-    [
-        ("local_number", "3", "First 3"),
-        ("local_number", "24", "48/2 = 24 but the answer is not"),
-        ("gsm8k", "7", "3 + 4 = 7, which"),
-        ("word_problems", "12", "First 4*3=12. Then"),
-        ("math500", "4", r"so that $x^2 = 4"),
-        ("math500", "4", r"and so \boxed{4"),
-        ("local_choice", "B", "I take (B)"),
-        ("local_choice", "B", "B. It is"),
-        ("local_text", "paris", "The capital is\nParis"),
-    ],
-)
-def test_what_broke_off_before_an_answer_has_none(task: str, reference: str, text: str) -> None:
-    sample = read(task, reference, text, "length")
-    assert (sample.answer, sample.correct) == (None, False)
-
-
-@pytest.mark.parametrize("finish", ["stop", None])
-def test_only_what_is_known_to_be_cut_is_read_so(finish: str | None) -> None:
-    assert read("local_number", "24", "48/2 = 24", finish).correct
-    assert read("local_choice", "B", "I take (B)", finish).correct
-
-
-@pytest.mark.parametrize(
-    ("task", "reference", "text"),
-    [
-        ("local_number", "24", "Answer: 24\nLet me check: 2"),
-        ("local_number", "24", r"\boxed{24} since 48"),
-        ("gsm8k", "24", "#### 24\nNow 5"),
-        ("word_problems", "12", "First 4*3=12. The answer is 12"),
-        ("math500", r"\frac{1}{2}", r"The answer is $\frac12$. To check, 3"),
-        ("local_choice", "B", "Answer: B\nBecause A"),
-        ("local_text", "paris", "Answer: Paris\nIt lies"),
-    ],
-)
-def test_what_was_answered_before_it_was_cut_counts(task: str, reference: str, text: str) -> None:
-    assert read(task, reference, text, "length").correct
+    (sample,) = judge(question, [Response("r", text, (), finish, 0.0)], get_task(task), round=0)
+    assert (sample.answer is not None, sample.correct) == (stated, stated)

@@ -59,14 +59,6 @@ def test_damage_is_named_and_repaired(tmp_path: Path, damage: object, found: str
     assert bad.name not in {path.name for path in shards(store)}, "the name of a lost shard is not used again"
 
 
-def test_damage_is_found_before_it_is_joined(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    write(store, fake_questions(3))
-    _flip(shards(store)[0])
-    with pytest.raises(StoreCorruptError, match="sha256"):
-        store.join()
-
-
 def test_damaged_manifests(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     write(store, fake_questions(3))

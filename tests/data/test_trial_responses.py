@@ -6,8 +6,9 @@ The trial states one split of its 250 questions, without intervals; the claims t
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -42,9 +43,8 @@ def trial(shared: Path) -> list[QuestionSamples]:
     return pool
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One split."""
+class Trial(NamedTuple):
+    """One split of the questions."""
 
     fusions: dict[str, Fusion]
     scores: dict[str, ConfidenceScores]

@@ -159,13 +159,6 @@ def test_reference_vectors_qwen_equal(pool: MathComparer, vectors: Callable[[str
         assert expressions_equal(case["pred"], case["gold"], comparer=pool) is expected, case
 
 
-def test_reference_vectors_check_none(vectors: Callable[[str], dict[str, Any]]) -> None:
-    for case in vectors("check_none")["cases"]:
-        if case["gold"] is None or case["pred"] is None:
-            assert not numbers_equal(case["pred"], case["gold"])
-            assert not expressions_equal(case["pred"], case["gold"])
-
-
 def test_groups_take_the_first_seen(pool: MathComparer) -> None:
     answers = [r"\frac{\sqrt{12}}{2}", None, "x", r"\sqrt{3}", "x", r"\frac{3}{\sqrt{3}}"]
     groups = group_equal(answers, lambda left, right: expressions_equal(left, right, comparer=pool))
@@ -288,32 +281,18 @@ def test_it_works_beside_torch_and_in_a_forked_child() -> None:
 
 TASK = get_task("local_text")
 RIGHT = [
-    ("The capital of Germany is Berlin.", "Berlin"),
-    ("Answer: **Berlin**, Germany", "Berlin"),
-    ("Berlin is the capital, not Bonn.", "Berlin"),
-    ("It's Reykjavik!", "Reykjavík"),
-    ("Red, white and blue.", "red, white, and blue"),
-    ("That was the Fab Four.", ["The Beatles", "Fab Four"]),
-    ("No, it is not.", "no"),
-    ("He owns 14 cows", "14"),
-    ("“Berlin”", "Berlin"),
-    ("It is Rubik’s Cube.", "Rubik's Cube"),
-    ("北京。", "北京"),
-    ("“-5”", "-5"),
-]
+    ("The capital of Germany is Berlin.", "Berlin"), ("Answer: **Berlin**, Germany", "Berlin"),
+    ("Berlin is the capital, not Bonn.", "Berlin"), ("It's Reykjavik!", "Reykjavík"),
+    ("Red, white and blue.", "red, white, and blue"), ("That was the Fab Four.", ["The Beatles", "Fab Four"]),
+    ("No, it is not.", "no"), ("He owns 14 cows", "14"), ("“Berlin”", "Berlin"),
+    ("It is Rubik’s Cube.", "Rubik's Cube"), ("北京。", "北京"), ("“-5”", "-5"),
+]  # fmt: skip
 WRONG = [
-    ("It is not Berlin.", "Berlin"),
-    ("The capital isn’t Berlin", "Berlin"),
-    ("Mainz， Berlin， Bonn", "Berlin"),
-    ("“-5”", "5"),
-    ("Bonn rather than Berlin", "Berlin"),
-    ("Berlin or Bonn", "Berlin"),
-    ("Bonn, Mainz, Berlin, Rome", "Berlin"),
-    ("A Berliner", "Berlin"),
-    ("There is no doubt: yes.", "no"),
-    ("He owns 14 cows", "4"),
-    ("", "Berlin"),
-]
+    ("It is not Berlin.", "Berlin"), ("The capital isn’t Berlin", "Berlin"), ("Mainz， Berlin， Bonn", "Berlin"),
+    ("“-5”", "5"), ("Bonn rather than Berlin", "Berlin"), ("Berlin or Bonn", "Berlin"),
+    ("Bonn, Mainz, Berlin, Rome", "Berlin"), ("A Berliner", "Berlin"), ("There is no doubt: yes.", "no"),
+    ("He owns 14 cows", "4"), ("", "Berlin"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

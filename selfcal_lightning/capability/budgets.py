@@ -8,15 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from selfcal_lightning.capability import fitted_maps
-from selfcal_lightning.capability.allocation import (
-    beta_allocation,
-    expected_solved,
-    greedy_allocation,
-    interpolated_allocation,
-    sequential_allocation,
-)
-from selfcal_lightning.capability.distributions import fit_concentration
+from selfcal_lightning.capability import allocation, fitted_maps
 from selfcal_lightning.capability.evaluation import TestQuestions
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.evaluation.curves import powers_of_two
@@ -70,7 +62,11 @@ def pass_at_k_curves(
         if calibration is not None:
             maps = fitted_maps.fit_capability_maps(calibration.estimates[name], *_counts(calibration), ks=chosen)
             ways = maps.pass_at_k(values, chosen)
-        curves += [_curve(name, _WORDS[way], chosen, predicted, actual, weights) for way, predicted in ways.items()]
+        for way, predicted in ways.items():
+            error = estimate_of(np.abs((predicted - actual) @ weights).mean(axis=0))
+            squares = tuple(map(estimate_of, (predicted - actual) ** 2 @ weights))
+            means = [tuple(each.mean(axis=1).tolist()) for each in (predicted, actual)]
+            curves.append(PassAtKCurve(name, _WORDS[way], chosen, *means, curve_error=error, instance_mse=squares))
     return curves
 
 
@@ -82,22 +78,6 @@ def _check_within(name: str, values: Sequence[int], most: int) -> None:
 
 def _counts(questions: TestQuestions) -> tuple[Floats, Integers]:
     return questions.truth.num_correct, questions.truth.num_samples
-
-
-def _curve(
-    name: str, way: str, ks: tuple[int, ...], predicted: Floats, actual: Floats, weights: Floats
-) -> PassAtKCurve:
-    gaps = np.abs((predicted - actual) @ weights).mean(axis=0)
-    errors = (predicted - actual) ** 2 @ weights
-    return PassAtKCurve(
-        name=name,
-        way=way,
-        k=ks,
-        predicted=tuple(predicted.mean(axis=1).tolist()),
-        actual=tuple(actual.mean(axis=1).tolist()),
-        curve_error=estimate_of(gaps),
-        instance_mse=tuple(estimate_of(row) for row in errors),
-    )
 
 
 UNIFORM, ORACLE = "evenly", "by the responses' own verdicts (oracle)"
@@ -147,44 +127,26 @@ def solved_columns(
     most = int(test.truth.num_samples.min())
     chosen = tuple(powers_of_two(max(most // 2, 1)) if budgets is None else budgets)
     _check_within("budgets", chosen, most)
-    questions = len(test.truth)
-    ways = {UNIFORM: partial(_evenly, questions)} | sharing_ways(test, calibration, most)
+    size = len(test.truth)
+    totals = [budget * size for budget in chosen]
+    ways = {UNIFORM: lambda total: np.full(size, total // size)} | sharing_ways(test, calibration, most)
     columns = {
-        way: np.stack([solved_by(test, allocate(budget * questions)) @ weights for budget in chosen])
-        for way, allocate in ways.items()
+        way: np.stack([_solved(test, allocate(total)) @ weights for total in totals]) for way, allocate in ways.items()
     }
-    return chosen, columns | _sequential_columns(test, calibration, chosen, weights, seed=seed)
-
-
-def _sequential_columns(
-    test: TestQuestions,
-    calibration: TestQuestions | None,
-    budgets: Sequence[int],
-    weights: Floats,
-    *,
-    seed: int,
-) -> dict[str, Floats]:
-    """Return what is solved when each sample is verified at once, without and with each estimate [B, 1 + R]."""
-    flat = np.ones(len(test.truth))
-    priors: dict[str, tuple[Floats, Floats]] = {SEQUENTIAL: (flat, flat)}
-    for name, values in test.probabilities.items():
-        concentration = 1.0
-        if calibration is not None:
-            concentration = fit_concentration(calibration.estimates[name], *_counts(calibration))
-        priors[f"{name}, {SEQUENTIAL}"] = _beta(values, concentration)
-    orders = [_drawn(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
-    columns = {}
+    # What is known before a sample is drawn, where each is verified at once.
+    priors = {SEQUENTIAL: (np.ones(size), np.ones(size))}
+    priors |= {f"{name}, {SEQUENTIAL}": _beta(test, calibration, name) for name in test.probabilities}
+    orders = [_in_random_order(test, np.random.default_rng([seed, number])) for number in range(ORDERS)]
     for way, (right, wrong) in priors.items():
         found = []
-        for budget in budgets:
-            total = budget * len(test.truth)
-            solved = [sequential_allocation(order, total, right=right, wrong=wrong).solved for order in orders]
-            found.append(np.mean(solved, axis=0) @ weights)
+        for total in totals:
+            drawn = [allocation.sequential_allocation(rows, total, right=right, wrong=wrong) for rows in orders]
+            found.append(np.mean([solved for _, solved in drawn], axis=0) @ weights)
         columns[way] = np.stack(found)
-    return columns
+    return chosen, columns
 
 
-def _drawn(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
+def _in_random_order(test: TestQuestions, rng: np.random.Generator) -> list[np.ndarray]:
     """Return the verdicts on the samples of each question in a random order."""
     counts = zip(test.truth.num_samples.tolist(), test.truth.num_correct.tolist(), strict=True)
     return [rng.permutation(np.arange(samples) < correct) for samples, correct in counts]
@@ -196,27 +158,28 @@ def sharing_ways(
     """Return the allocations of a total of samples, by name."""
     ways: dict[str, Callable[[int], Integers]] = {}
     for name, values in test.probabilities.items():
-        ways[f"{name}, {GEOMETRIC}"] = partial(greedy_allocation, values, maximum=most)
+        ways[f"{name}, {GEOMETRIC}"] = partial(allocation.greedy_allocation, values, maximum=most)
         if calibration is not None:
-            concentration = fit_concentration(calibration.estimates[name], *_counts(calibration))
-            ways[f"{name}, {BETA}"] = partial(beta_allocation, *_beta(values, concentration), maximum=most)
-    ways[ORACLE] = partial(greedy_allocation, test.truth.expected_accuracy, maximum=most)
+            beta = _beta(test, calibration, name)
+            ways[f"{name}, {BETA}"] = partial(allocation.beta_allocation, *beta, maximum=most)
+    ways[ORACLE] = partial(allocation.greedy_allocation, test.truth.expected_accuracy, maximum=most)
     return ways
 
 
-def _evenly(questions: int, total: int) -> Integers:
-    return np.full(questions, total // questions, dtype=np.int64)
-
-
-def _beta(values: Floats, concentration: float) -> tuple[Floats, Floats]:
-    """Return both parameters of the Beta distributions around predicted capabilities."""
-    mean = values.clip(_LEAST_P, 1.0 - _LEAST_P)
+def _beta(test: TestQuestions, calibration: TestQuestions | None, name: str) -> tuple[Floats, Floats]:
+    """Return both parameters of the Beta distributions around predicted capabilities, fitted where they can be."""
+    fitted = (
+        None
+        if calibration is None
+        else fitted_maps.fit_concentration(calibration.estimates[name], *_counts(calibration))
+    )
+    mean, concentration = test.estimates[name].clip(_LEAST_P, 1.0 - _LEAST_P), fitted or 1.0
     return concentration * mean, concentration * (1.0 - mean)
 
 
-def solved_by(test: TestQuestions, given: Integers) -> Floats:
+def _solved(test: TestQuestions, given: Integers) -> Floats:
     """Return the probability that each question gets at least one right sample [Q]."""
-    return expected_solved(given, test.truth.num_samples, test.truth.num_correct)
+    return allocation.expected_solved(given, test.truth.num_samples, test.truth.num_correct)
 
 
 EVEN_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -246,12 +209,12 @@ def compare_mixing(
     chosen = powers_of_two(max(most // 2, 1))[-1] if budget is None else budget
     _check_within("budget", [chosen], most)
     weights = resample_weights(len(test.truth), num_resamples=num_resamples, seed=seed)
-    even = _evenly(len(test.truth), chosen * len(test.truth))
-    alone = solved_by(test, even) @ weights
+    even = np.full(len(test.truth), chosen)
+    alone = _solved(test, even) @ weights
     rows = []
     for way, share in sharing_ways(test, calibration, most).items():
         plan = share(chosen * len(test.truth))
-        mixed = [solved_by(test, interpolated_allocation(even, plan, weight)) @ weights for weight in even_shares]
-        gains = tuple(estimate_of(column - alone) for column in mixed)
+        mixed = [allocation.interpolated_allocation(even, plan, weight) for weight in even_shares]
+        gains = tuple(estimate_of(_solved(test, each) @ weights - alone) for each in mixed)
         rows.append(MixingRow(way, chosen, tuple(even_shares), gains))
     return rows

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from selfcal_lightning.capability.distributions import isotonic_knots
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, averaged_names, mean_confidence
+from selfcal_lightning.capability.fitted_maps import isotonic_knots
 from selfcal_lightning.capability.question_table import CapabilityPool, QuestionTable, as_column, question_table
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.core.errors import InputError

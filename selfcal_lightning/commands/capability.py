@@ -18,7 +18,6 @@ from rich.console import Console
 
 from selfcal_lightning.capability import allocation, evaluation, fitted_maps, reports, scoring
 from selfcal_lightning.capability import budgets as sampling_budgets
-from selfcal_lightning.capability.distributions import fit_concentration
 from selfcal_lightning.capability.estimators import averaged_names
 from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
 from selfcal_lightning.capability.probe import CapabilityProbe, check_probe_target, checked_targets, fit_probe
@@ -632,7 +631,7 @@ def run_allocate(
         found = fitted_maps.calibration_questions(
             calibration_pool, split=calibration_split, name=estimator, asked=questions
         )
-        concentration = fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
+        concentration = fitted_maps.fit_concentration(found.predicted, found.table.num_correct, found.table.num_samples)
     asked = np.ones(len(p), dtype=bool) if skip_below is None else p >= skip_below
     if not asked.any():
         raise InputError(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store
 
+from selfcal_lightning.capability import fitted_maps
 from selfcal_lightning.capability.allocation import beta_allocation, greedy_allocation, interpolated_allocation
-from selfcal_lightning.capability.distributions import beta_pass_at_k, fit_concentration, fit_pass_at_k_maps
-from selfcal_lightning.capability.fitted_maps import calibration_questions
+from selfcal_lightning.capability.fitted_maps import calibration_questions, fit_concentration
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.capability.scoring import QuestionScore, read_scores, write_scores
 from selfcal_lightning.cli import run
@@ -65,8 +65,8 @@ def test_pass_at_k_by_each_way(written: Path, tmp_path: Path, capsys: pytest.Cap
     assert found.k == (1, 4, 16)
     np.testing.assert_allclose(found.ways["power"][1], 1 - (1 - p) ** 4)
     concentration = fit_concentration(questions.predicted, *counts)
-    np.testing.assert_allclose(found.ways["beta"][2], beta_pass_at_k(p, 16, concentration=concentration))
-    maps = fit_pass_at_k_maps(questions.predicted, *counts, ks=[1, 4]).transform(p)
+    np.testing.assert_allclose(found.ways["beta"][2], fitted_maps.beta_pass_at_k(p, 16, concentration=concentration))
+    maps = fitted_maps.fit_pass_at_k_maps(questions.predicted, *counts, ks=[1, 4]).transform(p)
     np.testing.assert_allclose(found.ways["maps"][:2], maps)
     assert np.isnan(found.ways["maps"][2]).all(), "eight responses say nothing of sixteen"
     lines = [json.loads(line) for line in output.read_text().splitlines()]

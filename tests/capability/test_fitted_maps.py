@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from support.capability_pools import capability_store, give_states
 
-from selfcal_lightning.capability.distributions import (
-    beta_pass_at_k,
-    fit_concentration,
-    fit_inflated_beta,
-    isotonic_knots,
-    quantile_mapping,
-)
+from selfcal_lightning.capability import fitted_maps
 from selfcal_lightning.capability.fitted_maps import fit_capability_maps, load_maps
 from selfcal_lightning.capability.scoring import QuestionScore, read_scores, write_scores
 from selfcal_lightning.cli import run
@@ -60,13 +54,15 @@ def test_maps_are_those_of_the_functions() -> None:
     p = rng.uniform(0.05, 0.95, size=30)
     correct, samples = rng.binomial(8, p), np.full(30, 8)
     maps, other = fit_capability_maps(p, correct, samples, ks=[1, 4]), np.array([0.1, 0.6, 0.3])
-    x, y = isotonic_knots(p, correct / 8)
+    x, y = fitted_maps.isotonic_knots(p, correct / 8)
     np.testing.assert_allclose(maps.apply("isotonic", other), np.interp(other, x, y))
-    np.testing.assert_allclose(maps.apply("quantile", other), quantile_mapping(other, correct / 8))
+    np.testing.assert_allclose(maps.apply("quantile", other), fitted_maps.quantile_mapping(other, correct / 8))
     ways = maps.pass_at_k(other, (1, 2))
-    concentration = fit_concentration(p, correct, samples)
-    np.testing.assert_allclose(ways["beta"][1], beta_pass_at_k(other, 2, concentration=concentration))
-    np.testing.assert_allclose(ways["inflated_beta"][1], fit_inflated_beta(p, correct, samples).pass_at_k(other, 2))
+    concentration = fitted_maps.fit_concentration(p, correct, samples)
+    np.testing.assert_allclose(ways["beta"][1], fitted_maps.beta_pass_at_k(other, 2, concentration=concentration))
+    np.testing.assert_allclose(
+        ways["inflated_beta"][1], fitted_maps.fit_inflated_beta(p, correct, samples).pass_at_k(other, 2)
+    )
     assert np.isnan(ways["maps"][1]).all()
     assert not np.isnan(ways["maps"][0]).any()
     with pytest.raises(InputError, match="`map` to be one of isotonic, quantile"):

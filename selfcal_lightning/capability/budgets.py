@@ -168,12 +168,10 @@ def sharing_ways(
 
 def _beta(test: TestQuestions, calibration: TestQuestions | None, name: str) -> tuple[Floats, Floats]:
     """Return both parameters of the Beta distributions around predicted capabilities, fitted where they can be."""
-    fitted = (
-        None
-        if calibration is None
-        else fitted_maps.fit_concentration(calibration.estimates[name], *_counts(calibration))
-    )
-    mean, concentration = test.estimates[name].clip(_LEAST_P, 1.0 - _LEAST_P), fitted or 1.0
+    concentration = 1.0
+    if calibration is not None:
+        concentration = fitted_maps.fit_concentration(calibration.estimates[name], *_counts(calibration))
+    mean = test.estimates[name].clip(_LEAST_P, 1.0 - _LEAST_P)
     return concentration * mean, concentration * (1.0 - mean)
 
 

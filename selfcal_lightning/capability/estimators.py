@@ -48,13 +48,11 @@ RESPONSE_ESTIMATORS: Mapping[str, ResponseEstimator] = {
     "top_share": ResponseEstimator(lambda table: table.top_share),
     "mean_logprob": ResponseEstimator(lambda table: table.mean_logprob),
     "oracle": ResponseEstimator(lambda table: table.expected_accuracy, needs_labels=True),
-    "random": ResponseEstimator(lambda table: random_values(table.question_id.tolist()), least_samples=0),
+    # A fixed uniform number in [0, 1) for each question, as a baseline.
+    "random": ResponseEstimator(
+        lambda table: np.array([question_hash(name) / 2**63 for name in table.question_id]), least_samples=0
+    ),
 }
-
-
-def random_values(question_ids: Sequence[str]) -> Floats:
-    """Return a fixed uniform number in [0, 1) for each question [Q], as a baseline."""
-    return np.array([question_hash(name) / 2**63 for name in question_ids], dtype=np.float64)
 
 
 def p_true_before(engine: Engine, chat: ChatFormat, questions: Sequence[Question]) -> list[float | None]:
@@ -113,9 +111,8 @@ def mean_confidence(entries: Sequence[QuestionSamples], name: str, *, stop: int)
     """Return the mean of the known confidences over the first ``stop`` responses of each question [Q]; nan of none."""
     known = [[v for one in entry.samples[:stop] if (v := _value(one, name)) is not None] for entry in entries]
     if not any(known):
-        raise InputError(
-            f"No response to {len(entries):,} questions has the confidence {name!r}: `selfcal score` adds it."
-        )
+        questions = f"{len(entries):,} questions"
+        raise InputError(f"No response to {questions} has the confidence {name!r}: `selfcal score` adds it.")
     return np.array([fmean(values) if values else math.nan for values in known])
 
 

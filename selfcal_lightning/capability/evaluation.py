@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, averaged_names, mean_confidence
@@ -57,34 +56,33 @@ def test_questions(read: CapabilityPool, names: Sequence[str], *, estimate_sampl
     """
     check_names(read, names, estimate_samples=estimate_samples)
     means = _means(read, names)
-    reads = [name for name in names if name in means or _reads_responses(name)]
+    own = {name: RESPONSE_ESTIMATORS[name] for name in names if name in RESPONSE_ESTIMATORS}
+    reads = [name for name in names if name in means or (name in own and own[name].least_samples)]
     first = question_table(read.pool.entries, stop=estimate_samples) if reads else None
     truth = question_table(read.pool.entries, start=estimate_samples if reads else 0)
     truth.check_judged("pool", str(read.path))
     if few := int((truth.num_samples < LEAST_JUDGES).sum()):
-        raise InputError(
-            f"Expected at least {LEAST_JUDGES} responses beyond those that estimates read, but got 1 for {few:,} of "
-            f"{len(truth):,} questions with `estimate_samples` {estimate_samples}. Sample more, or lower it."
-        )
+        got = f"1 for {few:,} of {len(truth):,} questions with `estimate_samples` {estimate_samples}"
+        raise InputError(f"Judging needs {LEAST_JUDGES} unread responses, but got {got}. Sample more, or lower it.")
     estimates: dict[str, Floats] = {}
     for name in names:
         if name in means:
             estimates[name] = mean_confidence(read.pool.entries, name, stop=estimate_samples)
-        elif name in RESPONSE_ESTIMATORS:
-            estimates[name] = RESPONSE_ESTIMATORS[name].estimate(first if first and name in reads else truth)
+        elif name in own:
+            estimates[name] = own[name].estimate(first if first and name in reads else truth)
         else:
             keys = [(question.id, question_digest(question)) for question in read.questions]
             estimates[name] = as_column(question_values(read.path, name, keys))
     known = np.asarray(~np.isnan(np.stack(list(estimates.values()))).any(axis=0))
     if not known.any():
         absent = ", ".join([name for name, values in estimates.items() if np.isnan(values).all()] or estimates)
-        way_out = f"Score this split first: `selfcal score-questions --store_dir {read.path}`."
-        raise InputError(f"None of {len(truth):,} questions of {read.path} has a value of {absent}. {way_out}")
+        questions = f"{len(truth):,} questions of {read.path}"
+        raise InputError(f"None of {questions} has a value of {absent}. Run `selfcal score-questions` on this split.")
     return TestQuestions(
         truth.select(known),
         {name: values[known] for name, values in estimates.items()},
         {name: estimate_samples if name in reads else 0 for name in names},
-        frozenset(name for name in reads if name not in means and RESPONSE_ESTIMATORS[name].needs_labels),
+        frozenset(name for name in reads if name in own and own[name].needs_labels),
         int((~known).sum()),
     )
 
@@ -99,19 +97,13 @@ def check_names(read: CapabilityPool, names: Sequence[str], *, estimate_samples:
         own = RESPONSE_ESTIMATORS.get(name)
         if own is None and name not in kept and name not in means:
             known = [*kept, *RESPONSE_ESTIMATORS, P_TRUE, *(annotation_names(read.path) if read.path.is_dir() else ())]
-            raise InputError(
-                f"Expected `estimator` to be among {', '.join(known)} for {read.path}, but got {name!r}. `selfcal "
-                "score-questions` and `selfcal score` add others."
-            )
+            among = f"among {', '.join(known)} for {read.path}"
+            raise InputError(f"Expected `estimator` to be {among}, but got {name!r}. `selfcal score` adds others.")
         least = int(name in means) if own is None else own.least_samples
         if estimate_samples < least:
             raise InputError(f"{name} needs `estimate_samples` of at least {least}, but got {estimate_samples}.")
         if own is not None and own.needs_labels:
             question_table(read.pool.entries, stop=estimate_samples).check_judged("estimator", name)
-
-
-def _reads_responses(name: str) -> bool:
-    return name in RESPONSE_ESTIMATORS and RESPONSE_ESTIMATORS[name].least_samples > 0
 
 
 def _means(read: CapabilityPool, names: Sequence[str]) -> set[str]:
@@ -159,12 +151,10 @@ def compare_estimators(
     rows: list[EstimatorRow] = []
     errors: list[Floats] = []
     for name, values, needs_labels in candidates(test, calibration):
-        is_chance = is_probability(values)
-        mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights if is_chance else None
-        if mse is not None:
+        mse = ece = None
+        if is_probability(values):
+            mse = squared_errors(values, truth.num_correct, truth.num_samples) @ weights
             errors.append(mse)
-        ece = None
-        if is_chance:
             ece = Estimate.from_bounds(share_error_bounds(values, shares, weights), least=0.0, most=1.0)
         rows.append(
             EstimatorRow(
@@ -190,17 +180,13 @@ def compare_estimators(
     )
 
 
-def mapped(scores: Floats, calibration: TestQuestions, name: str) -> Floats:
-    """Map scores by isotonic regression to the share of right responses on calibration questions [Q]."""
-    x, y = isotonic_knots(calibration.estimates[name], calibration.truth.expected_accuracy)
-    return np.interp(scores, x, y)
-
-
 def candidates(test: TestQuestions, calibration: TestQuestions | None) -> list[tuple[str, Floats, bool]]:
     """Return every estimate and, with calibration questions, each mapped: (name, values [Q], whether it saw labels)."""
     found = [(name, values, name in test.needs_labels) for name, values in test.estimates.items()]
     if calibration is not None:
-        found += [(f"{name} + {MAPPED}", mapped(values, calibration, name), True) for name, values, _ in found]
+        for name, values in test.estimates.items():
+            x, y = isotonic_knots(calibration.estimates[name], calibration.truth.expected_accuracy)
+            found.append((f"{name} + {MAPPED}", np.interp(values, x, y), True))
     return found
 
 
@@ -243,10 +229,9 @@ def cost_figure(comparison: CapabilityComparison) -> Figure:
         axes.plot(at, value, "o", markersize=5, color=BEFORE if row.needs_labels else AFTER)
         axes.annotate(row.name, (at, value), xytext=(5, 3), textcoords="offset points", fontsize=7)
     for level, name in ((comparison.constant, "the best constant"), (comparison.single, "one judged response")):
-        if level is None:
-            continue
-        axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
-        axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
+        if level is not None:
+            axes.axhline(level, color="black", linewidth=0.8, linestyle="--")
+            axes.annotate(name, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7)
     axes.set(xlabel="responses read of a question", ylabel="squared error of capability")
     axes.set_xlim(-0.3, max(seen, default=0) + 1.5)
     frame(axes)
@@ -316,21 +301,17 @@ def decomposition_figure(rows: Sequence[DecompositionRow], test: TestQuestions, 
     bars.set_xlabel("squared error against single responses")
     bars.set_xlim(0.0, 1.35 * (max([a + b for a, b in zip(capability, spread, strict=True)], default=0.0) or 1.0))
     bars.legend(loc="lower right", fontsize=8, frameon=False)
-    _draw_verdicts(dots, test.truth.expected_accuracy, seed=seed)
-    for axes in (bars, dots):
-        frame(axes)
-    return figure
-
-
-def _draw_verdicts(axes: Axes, truth: Floats, *, seed: int) -> None:
+    truth = test.truth.expected_accuracy
     verdicts = drawn_verdicts(truth, seed=seed)
     noise = np.random.default_rng(seed).uniform(-_JITTER, _JITTER, len(truth))
     for value, colour, label in ((1.0, RIGHT, "right"), (0.0, WRONG, "wrong")):
         at = verdicts == value
-        axes.scatter(truth[at], (verdicts + noise)[at], s=9, alpha=0.5, color=colour, label=label)
-    axes.set_xlabel("capability: share of right responses")
-    axes.set_ylabel("verdict on one response")
-    axes.set_yticks([0.0, 1.0], ["wrong", "right"])
+        dots.scatter(truth[at], (verdicts + noise)[at], s=9, alpha=0.5, color=colour, label=label)
+    dots.set(xlabel="capability: share of right responses", ylabel="verdict on one response")
+    dots.set_yticks([0.0, 1.0], ["wrong", "right"])
+    for axes in (bars, dots):
+        frame(axes)
+    return figure
 
 
 ORACLE = "by the responses' own verdicts (oracle)"

@@ -32,7 +32,7 @@ from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
 from selfcal_lightning.engines.opening import check_engine, open_engine
 from selfcal_lightning.models.chat_format import USER_PROMPT, ChatFormat
-from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity, Question
+from selfcal_lightning.records import IMPORTED, Question
 
 if TYPE_CHECKING:
     from selfcal_lightning.engines.transformers.engine import TransformersEngine
@@ -59,7 +59,7 @@ class FeatureFolder:
         record = json_object_or_none(file) if file.is_file() else None
         if record is None and not any(self.path.iterdir()):
             return None
-        if record is None or record.get("format") != FORMAT or record.get("version") != VERSION:
+        if record is None or (record.get("format"), record.get("version")) != (FORMAT, VERSION):
             raise InputError(f"{self.path} is no folder of features of version {VERSION}. Name another.")
         return dict(record["origin"])
 
@@ -71,8 +71,8 @@ class FeatureFolder:
             record = {"format": FORMAT, "version": VERSION, "origin": dict(origin)}
             write_atomically(self.path / RECORD, to_json(record), exclusive=True)
         elif differences := origin_differences(found, origin):
-            found_in = f"The features in {self.path} were read in another way: {'; '.join(differences)}."
-            raise InputError(f"{found_in} Name another folder, or delete that one.")
+            how = f"in another way: {'; '.join(differences)}"
+            raise InputError(f"The features in {self.path} were read {how}. Name another folder, or delete that one.")
         remove_abandoned(self.path)
 
     def write(self, keys: Sequence[Key], states: PromptStates) -> None:
@@ -84,7 +84,6 @@ class FeatureFolder:
         write_atomically(self.path / f"{digest[:16]}{_ENDING}", data)
 
     def keys(self) -> set[Key]:
-        """Return the prompts that are there."""
         return {key for _, keys in self._files() for key in keys}
 
     def read(self, keys: Sequence[Key]) -> PromptStates:
@@ -159,31 +158,27 @@ class PromptModel:
         self, settings: ModelSettings, fingerprint: StoreFingerprint | None = None, *, own_adapter: bool = True
     ) -> None:
         self._settings = settings
-        self._compared = _HASHES if own_adapter else _HASHES[:1]
+
         self._named = ScoringModel(settings, fingerprint)
         check_engine(settings.engine, self._named.source)
         self._engine: Engine | None = None
         if fingerprint is not None and fingerprint.model.model != IMPORTED:
-            self._check_is_that_of(fingerprint.model)
-            self._check_puts_questions_as(fingerprint.prompt)
+            self._check_sampled(fingerprint, _HASHES if own_adapter else _HASHES[:1])
 
-    def _check_is_that_of(self, sampled: ModelIdentity) -> None:
-        wanted = {name: sampled.as_json()[name] for name in self._compared}
+    def _check_sampled(self, by: StoreFingerprint, compared: Sequence[str]) -> None:
+        """Raise InputError unless the responses are of this model, with this chat template."""
+        wanted = {name: by.model.as_json()[name] for name in compared}
         found = [f"{name} {self.identity[name]}" for name in wanted if self.identity[name] != wanted[name]]
         if wanted["weights_sha256"] is not None and found:
-            hashes = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            sampled = f"{by.model.model!r} with {', '.join(f'{name} {value}' for name, value in wanted.items())}"
             raise InputError(
-                f"Expected the model and adapter that gave the responses, {sampled.model!r} with {hashes}, but got "
-                f"{', '.join(found)}. Name that one, or sample responses of this one."
+                f"Expected the model and adapter that gave the responses, {sampled}, but got {', '.join(found)}. Name "
+                "that one, or sample responses of this one."
             )
-
-    def _check_puts_questions_as(self, sampled: PromptIdentity) -> None:
-        found = self.prompt_identity["template_sha256"]
-        if sampled.template_sha256 not in (None, found):
-            raise InputError(
-                f"The responses were sampled with another chat template, {sampled.template_sha256}, than that of "
-                f"{self.source}, {found}. Restore it, or sample again."
-            )
+        template, own = by.prompt.template_sha256, self.prompt_identity["template_sha256"]
+        if template not in (None, own):
+            differing = f"another chat template, {template}, than that of {self.source}, {own}"
+            raise InputError(f"The responses were sampled with {differing}. Restore it, or sample again.")
 
     @cached_property
     def identity(self) -> dict[str, str | None]:
@@ -247,9 +242,8 @@ def read_features(
         with Progress(len(rows), label=f"Reading hidden states into {folder.path}", unit="prompts") as progress:
             for start in range(0, len(rows), CHUNK_QUESTIONS):
                 chunk = rows[start : start + CHUNK_QUESTIONS]
-                folder.write(
-                    [keys[row] for row in chunk], reader.prompt_states([prompts[row] for row in chunk], settings)
-                )
+                states = reader.prompt_states([prompts[row] for row in chunk], settings)
+                folder.write([keys[row] for row in chunk], states)
                 progress.update(len(chunk))
     return folder.read(keys)
 
@@ -260,8 +254,6 @@ def feature_folder(
     """Return the folder of a model's states: the named one, else one in the store or ``beside``."""
     if given is not None:
         return FeatureFolder(given)
-    place = store / "features" if store is not None else beside
-    if place is None:
-        raise InputError("Questions of a file need a `features_dir` for their hidden states, but got null.")
+    place = store / "features" if store is not None else cast(Path, beside)
     origin = json.dumps(feature_origin(model, settings), sort_keys=True)
     return FeatureFolder(place / hashlib.sha256(origin.encode()).hexdigest()[:12])

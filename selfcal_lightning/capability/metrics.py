@@ -17,18 +17,8 @@ from selfcal_lightning.metrics.discrimination import pearson, spearman
 from selfcal_lightning.metrics.drawing import axes_to_draw_on, draw_reliability_of
 from selfcal_lightning.metrics.streaming import ExactMetric, check_probabilities, check_vectors
 
-CAPABILITY_MSE = "capability/MSE"
-CAPABILITY_RMSE = "capability/RMSE"
-CAPABILITY_MAE = "capability/MAE"
-CAPABILITY_SKILL = "capability/Skill"
-CAPABILITY_PEARSON = "capability/Pearson"
-CAPABILITY_SPEARMAN = "capability/Spearman"
-CAPABILITY_ECE = "capability/ECE"
-CAPABILITY_QUESTIONS = "capability/Questions"
-KEYS = (
-    CAPABILITY_MSE, CAPABILITY_RMSE, CAPABILITY_MAE, CAPABILITY_SKILL, CAPABILITY_PEARSON, CAPABILITY_SPEARMAN,
-    CAPABILITY_ECE, CAPABILITY_QUESTIONS,
-)  # fmt: skip
+NAMES = ("MSE", "RMSE", "MAE", "Skill", "Pearson", "Spearman", "ECE", "Questions")
+KEYS = tuple(f"capability/{name}" for name in NAMES)
 
 
 class QuestionRows(ExactMetric):
@@ -97,17 +87,17 @@ class CapabilityMetrics(QuestionRows):
         predicted, correct, samples = self.columns()
         share = correct / samples
         error = squared_error(predicted, correct, samples, debiased=self.debiased)
-        values = {
-            CAPABILITY_MSE: error,
-            CAPABILITY_RMSE: None if error is None else max(error, 0.0) ** 0.5,
-            CAPABILITY_MAE: _mean(np.abs(predicted - share)),
-            CAPABILITY_SKILL: skill(predicted, correct, samples, debiased=self.debiased),
-            CAPABILITY_PEARSON: pearson(predicted, share),
-            CAPABILITY_SPEARMAN: spearman(predicted, share),
-            CAPABILITY_ECE: expected_calibration_error(predicted, share, num_bins=self.num_bins),
-            CAPABILITY_QUESTIONS: len(predicted),
-        }
-        return {key: float("nan") if value is None else float(value) for key, value in values.items()}
+        values = (
+            error,
+            None if error is None else max(error, 0.0) ** 0.5,
+            np.abs(predicted - share).mean() if len(predicted) else None,
+            skill(predicted, correct, samples, debiased=self.debiased),
+            pearson(predicted, share),
+            spearman(predicted, share),
+            expected_calibration_error(predicted, share, num_bins=self.num_bins),
+            len(predicted),
+        )
+        return {key: np.nan if value is None else float(value) for key, value in zip(KEYS, values, strict=True)}
 
     def questions_seen(self) -> tuple[Floats, Floats, Floats]:
         """Return the predicted capability, right samples and samples of the questions of all processes [Q] each."""
@@ -125,14 +115,7 @@ class CapabilityMetrics(QuestionRows):
         return figure, axes
 
 
-def _mean(values: Floats) -> float | None:
-    """Return the mean; None of nothing."""
-    return float(values.mean()) if len(values) else None
-
-
-RESPONSE_ERROR = "capability/ResponseError"
-CAPABILITY_ERROR = "capability/CapabilityError"
-RESPONSE_SPREAD = "capability/ResponseSpread"
+ERROR_KEYS = ("capability/ResponseError", "capability/CapabilityError", "capability/ResponseSpread")
 
 
 class CapabilityErrorParts(QuestionRows):
@@ -144,4 +127,4 @@ class CapabilityErrorParts(QuestionRows):
         """Return the parts over all questions of all processes, by key."""
         parts = error_parts(*self.columns())
         values = (np.nan,) * 3 if parts is None else (parts.response, parts.capability, parts.spread)
-        return dict(zip((RESPONSE_ERROR, CAPABILITY_ERROR, RESPONSE_SPREAD), map(float, values), strict=True))
+        return dict(zip(ERROR_KEYS, map(float, values), strict=True))

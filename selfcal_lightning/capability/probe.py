@@ -53,9 +53,8 @@ class ProbeHead:
 
         from selfcal_lightning.capability.probe_heads import head_outputs, linked
 
-        weights, biases = (
-            [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in side] for side in (self.weights, self.biases)
-        )
+        weights = [torch.as_tensor(one, dtype=torch.float64) for one in self.weights]
+        biases = [torch.as_tensor(one, dtype=torch.float64) for one in self.biases]
         outputs = head_outputs(torch.as_tensor(features), weights, biases)
         return np.asarray(linked(outputs, self.link).numpy(), dtype=np.float64)
 
@@ -85,11 +84,6 @@ class CapabilityProbe(ProbeBasis):
     head: ProbeHead
     penalty: float | None = None
     error: float | None = None
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return f"probe of {self.target}"
 
     @property
     def basis(self) -> ProbeBasis:
@@ -124,9 +118,7 @@ class CapabilityProbe(ProbeBasis):
 
     def check_sampling(self, sampling: Mapping[str, Any] | None) -> None:
         """Raise InputError if responses were sampled differently from those of the fit; unknown ones pass."""
-        if self.sampling is None or sampling is None:
-            return
-        if differences := origin_differences(self.sampling, sampling):
+        if None not in (self.sampling, sampling) and (differences := origin_differences(self.sampling, sampling)):
             found = "; ".join(differences).replace("in the store", "in the fit")
             raise InputError(f"The probe was fitted on responses that were sampled differently: {found}. Fit another.")
 
@@ -176,11 +168,6 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
         )  # fmt: skip
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
-
-
-def linear_head(weights: Floats, intercept: float) -> ProbeHead:
-    """Return the head ``clip(intercept + x . weights, 0, 1)``, weights [D]."""
-    return ProbeHead((np.asarray(weights)[None],), (np.array([intercept], dtype=np.float64),))
 
 
 def check_probe_target(folder: str | Path) -> None:
@@ -244,7 +231,8 @@ def fit_probe(
         features, entries, target=target, pooling=pooling, origin=origin, sampling=sampling, draws=draws
     )
     fit = fit_ridge_leaving_one_out((features - basis.centre) / basis.scale, wanted)
-    return basis.with_head(linear_head(fit.weights, fit.intercept), penalty=fit.penalty, error=fit.error)
+    head = ProbeHead((fit.weights[None],), (np.array([fit.intercept]),))
+    return basis.with_head(head, penalty=fit.penalty, error=fit.error)
 
 
 def probe_basis(
@@ -257,8 +245,9 @@ def probe_basis(
     sampling: Mapping[str, Any] | None,
     draws: int | None = None,
 ) -> ProbeBasis:
-    """Return everything of a probe but its head."""
-    centre, scale = standardisation(features)
+    """Return everything of a probe but its head; features that never change keep their scale."""
+    centre, scale = features.mean(axis=0), features.std(axis=0)
+    scale = np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
     questions = (entry.question for entry in entries)
     fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
     return ProbeBasis(pooling, target, centre, scale, origin, sampling, fitted_on, draws)
@@ -270,17 +259,9 @@ def checked_targets(table: QuestionTable, target: Target, *, draws: int | None =
         raise InputError(f"Expected at least {LEAST_QUESTIONS} questions to fit a probe on, but got {len(table)}.")
     wanted = table.targets(target, draws=draws, seed=seed)
     if float(np.ptp(wanted)) < 1e-12:
-        raise InputError(
-            f"`target` {target} is {wanted[0]:g} for all {len(table):,} questions. Take other questions, or more "
-            "responses."
-        )
+        found = f"{wanted[0]:g} for all {len(table):,} questions"
+        raise InputError(f"`target` {target} is {found}. Take other questions, or more responses.")
     return wanted
-
-
-def standardisation(features: Floats) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation of each feature [D]; 1 for a feature that never changes."""
-    centre, scale = features.mean(axis=0), features.std(axis=0)
-    return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
 def with_question_confidence(

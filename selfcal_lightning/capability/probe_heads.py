@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch reader expects
 
-from selfcal_lightning.training.losses import (
-    at_least_float32,
-    ranknet_loss,
-    soft_cross_entropy,
-    squared_calibration_loss,
-)
+from selfcal_lightning.training import losses
+from selfcal_lightning.training.losses import at_least_float32
 
 Link = Literal["clip", "sigmoid", "classes"]
 LossName = Literal["bce", "mse", "ranknet", "cross_entropy"]
@@ -47,12 +43,12 @@ def linked(outputs: Tensor, link: Link) -> Tensor:
     return column.sigmoid() if link == "sigmoid" else column.clamp(0.0, 1.0)
 
 
-def probe_loss(outputs: Tensor, target: Tensor, name: LossName) -> Tensor:
+def probe_loss(outputs: Tensor, target: Tensor, name: LossName | None) -> Tensor:
     """Compute the mean loss of a batch of questions, or for "ranknet" of their pairs."""
     if name == "cross_entropy":
         return F.cross_entropy(at_least_float32(outputs), nearest_class(target, outputs.shape[1]))
     if name == "bce":
-        return soft_cross_entropy(outputs[:, 0], target).mean()
+        return losses.soft_cross_entropy(outputs[:, 0], target).mean()
     if name == "mse":
-        return squared_calibration_loss(linked(outputs, "sigmoid"), target).mean()
-    return ranknet_loss(outputs[:, 0], target)
+        return losses.squared_calibration_loss(linked(outputs, "sigmoid"), target).mean()
+    return losses.ranknet_loss(outputs[:, 0], target)

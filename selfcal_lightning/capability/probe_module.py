@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,18 +41,6 @@ class ProbeBatch(NamedTuple):
 _ARRAYS = ("centre", "scale")
 
 
-def plain_basis(basis: ProbeBasis) -> dict[str, Any]:
-    """Return a basis as tensors and plain types, for a checkpoint."""
-    plain = {**vars(basis), "fitted_on": basis.fitted_on.as_json()}
-    return {**plain, **{name: torch.as_tensor(np.array(plain[name])) for name in _ARRAYS}}
-
-
-def basis_of(content: Mapping[str, Any]) -> ProbeBasis:
-    """Read what :func:`plain_basis` wrote."""
-    arrays = {name: content[name].cpu().numpy() for name in _ARRAYS}
-    return ProbeBasis(**{**content, **arrays, "fitted_on": FittedOn.from_json(content["fitted_on"])})
-
-
 def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
     """Raise InputError if a checkpoint was trained on other features, questions or targets."""
     differing = [
@@ -64,17 +52,16 @@ def check_same_basis(stored: ProbeBasis, current: ProbeBasis) -> None:
         differing.append(f"{stored.fitted_on.num_questions:,} questions were others")
     elif any(not np.array_equal(vars(stored)[name], vars(current)[name]) for name in _ARRAYS):
         differing.append("hidden states were others")
-    if differing:
-        found = "; ".join(differing)
+    if found := "; ".join(differing):
         raise InputError(f"The checkpoint was trained on other data: {found}. Restore them, or drop `ckpt_path`.")
 
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise InputError for Trainer settings that this short training does not support."""
-    batches = trainer.accumulate_grad_batches
+    size, precision, batches = trainer.world_size, trainer.precision, trainer.accumulate_grad_batches
     for is_met, wanted, value in (
-        (trainer.world_size == 1, "one process", f"{trainer.world_size} processes"),
-        (trainer.precision in ("32-true", "64-true"), "`trainer.precision` 32-true or 64-true", trainer.precision),
+        (size == 1, "one process", f"{size} processes"),
+        (precision in ("32-true", "64-true"), "`trainer.precision` 32-true or 64-true", precision),
         (batches == 1, "`trainer.accumulate_grad_batches` 1", batches),
     ):
         if not is_met:
@@ -123,27 +110,6 @@ class ProbeSettings:
     def link(self) -> Link:
         """How outputs become shares."""
         return "classes" if self.head == "classifier" else "sigmoid"
-
-
-def build_layers(sizes: Sequence[int], *, seed: int) -> nn.ModuleList:
-    """Return linear layers between sizes, with Xavier weights that depend on the seed alone and zero biases."""
-    layers = [nn.Linear(width, out) for width, out in pairwise(sizes)]
-    generator = torch.Generator().manual_seed(seed)
-    for layer in layers:
-        nn.init.xavier_uniform_(layer.weight, generator=generator)
-        nn.init.zeros_(layer.bias)
-    return nn.ModuleList(layers)
-
-
-def build_probe_optimizer(settings: ProbeSettings, layers: Sequence[nn.Linear]) -> Optimizer:
-    """Return the optimiser; biases do not decay, and with "lbfgs" the decay is part of the loss."""
-    weights, biases = [one.weight for one in layers], [one.bias for one in layers]
-    if settings.optimizer == "lbfgs":
-        return torch.optim.LBFGS([*weights, *biases], lr=settings.lr, max_iter=20, line_search_fn="strong_wolfe")
-    groups = [{"params": weights, "weight_decay": settings.weight_decay}, {"params": biases, "weight_decay": 0.0}]
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, lr=settings.lr)
 
 
 BASIS_KEY = "probe_basis"
@@ -202,7 +168,6 @@ class LinearProbeModule(TrainedModule):
         self.val_metrics, self.test_metrics = CapabilityMetrics(), CapabilityMetrics()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse several processes, accumulated batches and half precision."""
         if (trainer := trainer or trainer_of(self)) is not None:
             check_trainer(trainer)
 
@@ -223,21 +188,25 @@ class LinearProbeModule(TrainedModule):
             self._build(basis)
 
     def _build(self, basis: ProbeBasis) -> None:
+        """Build linear layers, with Xavier weights that depend on the seed alone and zero biases."""
         own = self.settings
         hidden = [own.hidden_size] if own.head == "mlp" else []
         outputs = own.num_classes if own.head == "classifier" else 1
         self.basis = basis
-        self.layers = build_layers([len(basis.centre), *hidden, outputs], seed=own.seed)
+        layers = [nn.Linear(width, out) for width, out in pairwise([len(basis.centre), *hidden, outputs])]
+        generator = torch.Generator().manual_seed(own.seed)
+        for layer in layers:
+            nn.init.xavier_uniform_(layer.weight, generator=generator)
+            nn.init.zeros_(layer.bias)
+        self.layers = nn.ModuleList(layers)
 
     def _take(self, probe: CapabilityProbe) -> None:
         """Load a probe, whose layers must match these settings."""
         self._build(probe.basis)
         shapes = [tuple(layer.weight.shape) for layer in self._layers]
         if shapes != [weight.shape for weight in probe.head.weights] or self.settings.link != probe.head.link:
-            raise InputError(
-                f"Expected layers {shapes} with {self.settings.link}, but got {probe.head.describe()} in "
-                f"{self.exported_from}. Set `head` and `loss` as trained."
-            )
+            found = f"{probe.head.describe()} in {self.exported_from}. Set `head` and `loss` as trained"
+            raise InputError(f"Expected layers {shapes} with {self.settings.link}, but got {found}.")
         with torch.no_grad():
             for layer, weight, bias in zip(self._layers, probe.head.weights, probe.head.biases, strict=True):
                 layer.weight.copy_(torch.as_tensor(weight))
@@ -258,12 +227,8 @@ class LinearProbeModule(TrainedModule):
     def _outputs(self, features: Tensor) -> Tensor:
         return head_outputs(features, [one.weight for one in self._layers], [one.bias for one in self._layers])
 
-    def _loss(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return probe_loss(outputs, target, cast("LossName", self.settings.loss))
-
     def training_step(self, batch: ProbeBatch, batch_idx: int) -> Tensor:
-        """Return the loss of a batch, which is an optimiser step."""
-        loss = self._loss(self._outputs(batch.features), batch.target)
+        loss = probe_loss(self._outputs(batch.features), batch.target, self.settings.loss)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch.target))
         if self.settings.optimizer == "lbfgs":
             squares = torch.stack([layer.weight.square().sum() for layer in self._layers])
@@ -271,10 +236,17 @@ class LinearProbeModule(TrainedModule):
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return the optimiser, with a schedule over its steps."""
-        optimizer = build_probe_optimizer(self.settings, self._layers)
-        warmup = self.settings.warmup_steps
-        if self.settings.schedule == "cosine":
+        """Return the optimiser, with a schedule over its steps; biases do not decay."""
+        own, warmup = self.settings, self.settings.warmup_steps
+        weights, biases = [one.weight for one in self._layers], [one.bias for one in self._layers]
+        groups = [{"params": weights, "weight_decay": own.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+        optimizer: Optimizer = torch.optim.AdamW(groups, lr=own.lr)
+        if own.optimizer == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=own.lr, momentum=own.momentum)
+        elif own.optimizer == "lbfgs":  # the decay is part of the loss
+            parameters = [*weights, *biases]
+            optimizer = torch.optim.LBFGS(parameters, lr=own.lr, max_iter=20, line_search_fn="strong_wolfe")
+        if own.schedule == "cosine":
             return with_cosine(optimizer, self.trainer, warmup_steps=warmup)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (warmup + 1), 1.0))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -282,16 +254,14 @@ class LinearProbeModule(TrainedModule):
     # ---- validation
 
     def validation_step(self, batch: ProbeBatch, batch_idx: int) -> None:
-        """Evaluate against the targets, and against verdicts where these are known."""
         outputs = self._outputs(batch.features)
         predicted = linked(outputs, self.settings.link)
         size = len(batch.target)
-        self.log("val/loss", self._loss(outputs, batch.target), batch_size=size)
+        self.log("val/loss", probe_loss(outputs, batch.target, self.settings.loss), batch_size=size)
         self.log("val/target/MSE", (predicted - batch.target).square().mean(), batch_size=size)
         update(self.val_metrics, predicted, batch)
 
     def test_step(self, batch: ProbeBatch, batch_idx: int) -> None:
-        """Evaluate the questions of the test split."""
         update(self.test_metrics, self(batch.features), batch)
 
     def _log_metrics(self, stage: str) -> None:
@@ -301,15 +271,16 @@ class LinearProbeModule(TrainedModule):
     # ---- checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the description of the input."""
         super().on_save_checkpoint(checkpoint)
-        if self.basis is not None:
-            checkpoint[BASIS_KEY] = plain_basis(self.basis)
+        if (basis := self.basis) is not None:  # as tensors and plain types
+            arrays = {name: torch.as_tensor(np.array(getattr(basis, name))) for name in _ARRAYS}
+            checkpoint[BASIS_KEY] = {**vars(basis), "fitted_on": basis.fitted_on.as_json(), **arrays}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the layers; refuse to resume a training on other features, questions or targets."""
-        if BASIS_KEY in checkpoint:
-            stored = basis_of(checkpoint[BASIS_KEY])
+        if (plain := checkpoint.get(BASIS_KEY)) is not None:
+            arrays = {name: plain[name].cpu().numpy() for name in _ARRAYS}
+            stored = ProbeBasis(**{**plain, **arrays, "fitted_on": FittedOn.from_json(plain["fitted_on"])})
             current = self.basis or getattr(self.data_module, "basis", None)
             if current is not None:
                 check_same_basis(stored, current)
@@ -321,13 +292,11 @@ class LinearProbeModule(TrainedModule):
 
     @property
     def probe(self) -> CapabilityProbe:
-        """The probe as it is now."""
         layers = [(one.weight.detach().cpu().numpy(), one.bias.detach().cpu().numpy()) for one in self._layers]
         weights, biases = zip(*layers, strict=True)
         return cast("ProbeBasis", self.basis).with_head(ProbeHead(weights, biases, self.settings.link))
 
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the files of a probe."""
         self.probe.save(folder)
 
 

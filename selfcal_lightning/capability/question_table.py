@@ -70,11 +70,6 @@ class QuestionTable:
         return len(self.question_id)
 
     @property
-    def is_judged(self) -> bool:
-        """Whether every response to every question is verified."""
-        return not bool(np.isnan(self.num_correct).any())
-
-    @property
     def expected_accuracy(self) -> Floats:
         """The share of right responses, the plain estimate of capability [Q]; nan where one is not verified."""
         return self.num_correct / self.num_samples
@@ -84,55 +79,46 @@ class QuestionTable:
         return QuestionTable(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
     def targets(self, name: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
-        """Return what a probe learns to predict [Q], in [0, 1]."""
+        """Return what a probe learns to predict [Q], in [0, 1]; ``draws`` estimates it from as few verdicts."""
         if name not in get_args(Target):
             raise unknown_name("target", name, get_args(Target))
-        if draws is not None:
-            check_at_least(1, draws=draws)
+        check_at_least(1, target_draws=1 if draws is None else draws)
         if name == LABEL:
             self.check_judged("target", name)
         if name == "agreeing_pairs" and (few := int((self.num_samples < 2).sum())):
             counts = f"{few:,} of {len(self):,} questions"
             raise InputError(f"`target` agreeing_pairs needs at least 2 responses to a question, got 1 for {counts}.")
         shares = self.expected_accuracy if name == LABEL else getattr(self, name)
-        return shares if draws is None else redrawn(shares, self.question_id.tolist(), draws=draws, seed=seed)
+        if draws is None:
+            return shares
+        generators = (np.random.default_rng([seed, question_hash(name)]) for name in self.question_id)
+        return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 
     def check_judged(self, option: str, value: str) -> None:
         """Raise InputError, naming the option that needs them, unless every response is verified."""
-        if not self.is_judged:
-            unknown = int(np.isnan(self.num_correct).sum())
-            raise InputError(
-                f"`{option}` {value!r} needs reference answers, but got {unknown:,} of {len(self):,} without. "
-                "Take agreeing_pairs, which needs none."
-            )
+        if unknown := int(np.isnan(self.num_correct).sum()):
+            got = f"got {unknown:,} of {len(self):,} without"
+            raise InputError(f"`{option}` {value!r} needs reference answers, but {got}. Take agreeing_pairs.")
 
 
 def question_table(entries: Sequence[QuestionSamples], *, start: int = 0, stop: int | None = None) -> QuestionTable:
     """Count the responses of questions, from number ``start`` up to ``stop``."""
     if not entries:
         raise InputError("Expected at least one question with responses, but got none.")
-    counted = [(entry, entry.samples[start:stop]) for entry in entries]
-    if empty := [entry.question.id for entry, samples in counted if not samples]:
+    ids, counted = [entry.question.id for entry in entries], [entry.samples[start:stop] for entry in entries]
+    if empty := [name for name, samples in zip(ids, counted, strict=True) if not samples]:
         which = f"{len(empty):,} of {len(entries):,} questions, such as {empty[0]!r},"
         raise InputError(f"{which} have no response from number {start} on. Sample more, or leave these out.")
-    answers = [[sample.answer for sample in samples] for _, samples in counted]
-    ids = np.empty(len(entries), dtype=object)
-    ids[:] = [entry.question.id for entry in entries]
+    answers = [[sample.answer for sample in samples] for samples in counted]
     return QuestionTable(
-        question_id=ids,
-        num_samples=np.array([len(samples) for _, samples in counted], dtype=np.int64),
-        num_correct=np.array([_num_correct(samples) for _, samples in counted]),
+        question_id=np.array(ids, dtype=object),
+        num_samples=np.array([len(samples) for samples in counted], dtype=np.int64),
+        num_correct=np.array([_num_correct(samples) for samples in counted]),
         num_unreadable=np.array([row.count(None) for row in answers], dtype=np.int64),
         agreeing_pairs=as_column([agreeing_pairs(row) for row in answers]),
         top_share=as_column([top_share(row) for row in answers]),
-        mean_logprob=np.array([_mean_logprob(samples) for _, samples in counted]),
+        mean_logprob=np.array([_mean_logprob(samples) for samples in counted]),
     )
-
-
-def redrawn(shares: Floats, question_ids: Sequence[str], *, draws: int, seed: int) -> Floats:
-    """Return shares as estimated from a few draws per question: ``Binomial(draws, share) / draws``."""
-    generators = (np.random.default_rng([seed, question_hash(name)]) for name in question_ids)
-    return np.array([rng.binomial(draws, share) / draws for rng, share in zip(generators, shares, strict=True)])
 
 
 def _num_correct(samples: Sequence[Sample]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def capability_reliability(test: TestQuestions) -> Figure:
     return figure
 
 
-def capability_scatter(predicted: Floats, share: Floats, *, title: str = "") -> Figure:
+def capability_scatter(predicted: Floats, share: Floats, *, title: str) -> Figure:
     """Draw every question: the share of right responses over the predicted capability, both in [0, 1] [Q]."""
     figure = Figure(figsize=(4.2, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -115,24 +115,17 @@ ASKING_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class ReportTable:
-    """The rows of an analysis."""
-
+class ReportTable(NamedTuple):
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def for_terminal(self, title: str) -> Table:
-        table = Table(title=title or None)
+        table = Table(title=title)
         for position, heading in enumerate(self.headings):
             table.add_column(heading, justify="left" if position == 0 else "right")
         for row in self.rows:
             table.add_row(*row)
         return table
-
-    def markdown(self) -> str:
-        """Return the table in Markdown; "" without rows."""
-        return markdown_table(self.headings, self.rows) if self.rows else ""
 
 
 def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
@@ -141,10 +134,11 @@ def decomposition_table(rows: Sequence[DecompositionRow]) -> ReportTable:
 
 
 def gap_note(gap: DefinitionGap) -> str:
-    correlations = ["undefined" if value is None else _plain(value) for value in (gap.spearman, gap.kendall)]
+    plain = (gap.mae, gap.spearman, gap.kendall)
+    mae, spearman, kendall = ("undefined" if v is None else f"{v:.3f}".replace("0.", ".", 1) for v in plain)
     return (
-        f"The verdict on one response a question differs from capability by {_plain(gap.mae)} on average (Spearman "
-        f"{correlations[0]}, Kendall {correlations[1]}; means over {gap.draws} draws)."
+        f"The verdict on one response a question differs from capability by {mae} on average (Spearman {spearman}, "
+        f"Kendall {kendall}; means over {gap.draws} draws)."
     )
 
 
@@ -164,10 +158,7 @@ def curve_table(curves: Sequence[PassAtKCurve]) -> ReportTable:
 
 def budget_table(rows: Sequence[BudgetRow]) -> ReportTable:
     headings = ["samples shared", *(f"B = {budget}" for budget in rows[0].budgets)]
-    cells = [
-        [row.way, *(_shown(one, signed=row.gain is not None) for one in (row.solved if row.gain is None else row.gain))]
-        for row in rows
-    ]
+    cells = [[row.way, *(_shown(one, signed=row.gain is not None) for one in row.gain or row.solved)] for row in rows]
     return ReportTable(headings, cells)
 
 
@@ -193,19 +184,13 @@ def comparison_markdown(
     mixing: Sequence[MixingRow],
 ) -> str:
     """Return all tables in Markdown, with notes for the reader."""
-    tables = [
-        comparison_table(comparison).markdown(),
-        what_to_know(comparison),
-        decomposition_table(parts).markdown(),
-        gap_note(gap),
-        curve_table(curves).markdown(),
-        budget_table(budgets).markdown(),
-        BUDGET_NOTE,
-        mixing_table(mixing).markdown(),
-        asking_table(asking).markdown(),
+    parts_of_page: list[ReportTable | str] = [
+        comparison_table(comparison), what_to_know(comparison), decomposition_table(parts), gap_note(gap),
+        curve_table(curves), budget_table(budgets), BUDGET_NOTE, mixing_table(mixing), asking_table(asking),
         ASKING_NOTE,
-    ]
-    return "\n\n".join(table for table in tables if table) + "\n"
+    ]  # fmt: skip
+    texts = (one if isinstance(one, str) else markdown_table(*one) if one.rows else "" for one in parts_of_page)
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def what_to_know(comparison: CapabilityComparison) -> str:
@@ -216,10 +201,6 @@ def what_to_know(comparison: CapabilityComparison) -> str:
         f"{constant}, a random number {comparison.random:.3f}, and the verdict on one response, taken "
         f"as the capability, {comparison.single:.3f}. Intervals: 95 %, resampled over questions, paired."
     )
-
-
-def _plain(value: float) -> str:
-    return f"{value:.3f}".replace("0.", ".", 1)
 
 
 def _shown(estimate: Estimate | None, *, signed: bool = False) -> str:

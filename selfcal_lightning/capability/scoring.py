@@ -6,27 +6,24 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from selfcal_lightning.capability.estimators import (
-    BEFORE_QUERY,
-    P_TRUE_BEFORE,
-    PROBE,
-    PROMPT_ESTIMATORS,
-    RESPONSE_ESTIMATORS,
-    VERBAL_ATTEMPTS,
-    VERBAL_ESTIMATORS,
-    VERBAL_TOKENS,
-    p_true_before,
-    verbalized_before,
-)
+from selfcal_lightning.capability import estimators
+from selfcal_lightning.capability.estimators import P_TRUE_BEFORE, PROBE, PROMPT_ESTIMATORS, VERBAL_ESTIMATORS
 from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
-from selfcal_lightning.capability.probe import CapabilityProbe, load_probe
+from selfcal_lightning.capability.probe import load_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.core.errors import InputError, unknown_name
-from selfcal_lightning.core.files import check_replaceable, line_error, read_json_lines, write_json_lines
+from selfcal_lightning.core.files import (
+    check_replaceable,
+    has_first_keys,
+    line_error,
+    read_json_lines,
+    write_json_lines,
+)
 from selfcal_lightning.data.store.annotations import QuestionAnnotation
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.shards import question_digest
@@ -64,13 +61,13 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     found: dict[str, QuestionScore] = {}
     for number, line in read_json_lines(file):
         value = line.get(CAPABILITY)
-        if not isinstance(line.get("id"), str) or not (value is None or _is_share(value)):
+        is_share = type(value) in (int, float) and 0.0 <= value <= 1.0
+        if not isinstance(line.get("id"), str) or not (value is None or is_share):
             raise line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
         if line["id"] in found:
             raise line_error(file, number, "`id` to be unique", f"{line['id']!r} again")
-        found[line["id"]] = QuestionScore(
-            line["id"], str(line.get("task")), str(line.get("question")), value, line.get("scored_by")
-        )
+        text = str(line.get("question"))
+        found[line["id"]] = QuestionScore(line["id"], str(line.get("task")), text, value, line.get("scored_by"))
     if all(score.capability is None for score in found.values()):
         raise InputError(f"Expected {path} to hold the capability of a question, but got none for {len(found):,}.")
     return list(found.values())
@@ -78,14 +75,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
 
 def check_scores_target(path: str | Path, *, inputs: Iterable[str | Path] = ()) -> None:
     """Raise InputError unless ``path`` is new or holds earlier scores."""
-
-    def is_own(file: Path) -> bool:
-        try:
-            first = next((line for _, line in read_json_lines(file)), None)
-        except InputError:
-            return False
-        return first is not None and set(FIELDS) <= first.keys()
-
+    is_own = partial(has_first_keys, FIELDS, exactly=False)
     check_replaceable(path, is_own, option="output", kind="earlier scores of questions", inputs=inputs)
 
 
@@ -95,10 +85,6 @@ def origin_digest(origin: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
-
-
 def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
     """Raise InputError if a stored value is of another model than the responses, or of a probe fitted on them."""
     if read.fingerprint is None:
@@ -106,7 +92,7 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
     digests = {question_digest(question) for question in read.questions}
     sampled = read.fingerprint.as_json()["model"]
     for name in names:
-        record = None if name in RESPONSE_ESTIMATORS else QuestionAnnotation(read.path, name).record
+        record = None if name in estimators.RESPONSE_ESTIMATORS else QuestionAnnotation(read.path, name).record
         if record is None:
             continue
         model = record.origin.get("model") or record.origin.get("states", {}).get("model", {})
@@ -152,7 +138,7 @@ def score_questions(
     """Return the estimated capability of each question, and what these values depend on."""
     scale = VERBAL_ESTIMATORS.get(run.estimator)
     trained = trained_with(run.engine.adapter) if run.estimator == P_TRUE_BEFORE else {}
-    asked_for = trained.get("query") or BEFORE_QUERY if scale is None else scale.before
+    asked_for = trained.get("query") or estimators.BEFORE_QUERY if scale is None else scale.before
     query = None if run.estimator == PROBE else run.query or asked_for
     settings = ModelSettings(run.model, query, run.engine)
     # A taught adapter predicts the model without it.
@@ -162,10 +148,10 @@ def score_questions(
         asked = {**model.identity, **adapter_identity(run.engine.adapter)}
         origin = {"estimator": run.estimator, "model": asked, "prompt": model.chat.describe()}
         if scale is not None:
-            values = verbalized_before(model.open(), model.chat, questions, scale)
-            return values, {**origin, "attempts": VERBAL_ATTEMPTS, "max_new_tokens": VERBAL_TOKENS}
+            drawn = {"attempts": estimators.VERBAL_ATTEMPTS, "max_new_tokens": estimators.VERBAL_TOKENS}
+            return estimators.verbalized_before(model.open(), model.chat, questions, scale), origin | drawn
         taught = {TAUGHT: trained[TAUGHT]} if TAUGHT in trained else {}
-        return p_true_before(model.open(), model.chat, questions), {**origin, **taught}
+        return estimators.p_true_before(model.open(), model.chat, questions), origin | taught
 
 
 def _by_probe(
@@ -176,7 +162,9 @@ def _by_probe(
     store: Path | None,
 ) -> tuple[list[float | None], dict[str, Any]]:
     probe = load_probe(str(run.probe))
-    levels = levels_of(probe)
+    stated = probe.origin["states"]
+    chosen = None if stated["levels"] is None else tuple(stated["levels"])
+    levels = LevelSettings(chosen, stated["average"], stated["final_norm"])
     origin = feature_origin(model, levels)
     probe.check_reads(origin)
     if fingerprint is not None:
@@ -201,13 +189,6 @@ def trained_with(adapter: str | None) -> dict[str, str]:
     target = manifest.get("training", {}).get("rows", {}).get("target")
     found = {"query": query, TAUGHT: target if target in get_args(TaughtTarget) else None}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def levels_of(probe: CapabilityProbe) -> LevelSettings:
-    """Return the levels that a probe reads."""
-    stated = probe.origin["states"]
-    levels = stated["levels"]
-    return LevelSettings(None if levels is None else tuple(levels), stated["average"], stated["final_norm"])
 
 
 def keep_in_store(

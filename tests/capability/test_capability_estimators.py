@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from support.capability_pools import capability_store, made_up
 from support.fakes import FakeChat, ReplyingEngine, fake_questions
 
 from selfcal_lightning.capability import evaluation as estimates
-from selfcal_lightning.capability.estimators import VERBAL_ESTIMATORS, random_values, verbalized_before
+from selfcal_lightning.capability.estimators import RESPONSE_ESTIMATORS, VERBAL_ESTIMATORS, verbalized_before
 from selfcal_lightning.capability.evaluation import decompose_errors, definition_gap
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.commands.capability import run_evaluate_capability, run_score_questions
@@ -95,9 +96,10 @@ def test_p_true_of_the_responses_is_averaged(store: Path) -> None:
 
 
 def test_random_numbers_are_the_same_every_time_and_uniform() -> None:
-    names = [f"q{number}" for number in range(4000)]
-    assert (random_values(names) == random_values(names)).all()
-    assert np.histogram(random_values(names), bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
+    names = SimpleNamespace(question_id=[f"q{number}" for number in range(4000)])
+    values, again = (RESPONSE_ESTIMATORS["random"].estimate(names) for _ in range(2))  # type: ignore[arg-type]
+    assert (values == again).all()
+    assert np.histogram(values, bins=10, range=(0.0, 1.0))[0] == pytest.approx(np.full(10, 400), abs=90)
 
 
 def test_errors_are_taken_apart(store: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 
-from selfcal_lightning.capability.metrics import CAPABILITY_QUESTIONS, CapabilityErrorParts, CapabilityMetrics
+from selfcal_lightning.capability.metrics import CapabilityErrorParts, CapabilityMetrics
 from selfcal_lightning.metrics.capability import (
     agreeing_pairs,
     drawn_verdicts,
@@ -239,7 +239,7 @@ def test_capability_values_equal_the_vectors(vectors: Vectors) -> None:
         for key, name in (("Pearson", "pearson_r"), ("Spearman", "spearman_r")):
             value = found[f"capability/{key}"]
             assert (0.0 if math.isnan(value) else value) == pytest.approx(out[name], abs=1e-6)
-        assert found[CAPABILITY_QUESTIONS] == out["num_examples"]
+        assert found["capability/Questions"] == out["num_examples"]
 
 
 @pytest.mark.parametrize("debiased", [True, False])

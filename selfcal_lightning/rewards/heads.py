@@ -1,4 +1,4 @@
-"""Heads of reward models: loaded by tensor name, and extended by quantiles without changing their score.
+"""Heads of reward models: loaded by tensor name, extended by quantiles, and exported with their trunk.
 
 The chance of success from a prefix of a response is often 0 or 1, so the median of its distribution jumps between them.
 The score is therefore the *mean*.
@@ -6,6 +6,8 @@ The score is therefore the *mean*.
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +19,14 @@ from torch.nn import functional as F  # noqa: N812 - the name that every PyTorch
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
-from selfcal_lightning.models.causal_lm import WeightFiles
+from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
+from selfcal_lightning.models.lora import LoraSettings, adapter_state, attach_lora, merge_adapter, set_adapter_state
+from selfcal_lightning.records import Dtype
 from selfcal_lightning.rewards.formats import RewardFormat
 from selfcal_lightning.training.losses import at_least_float32
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FIRST_GAP = 1.0  # initial distance of the quantiles from the mean, in log-odds
 NUM_GAPS = 2
@@ -111,12 +115,11 @@ def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
     """Raise unless the stored head has exactly the format's tensors, with its outputs in order."""
     if format.is_output_layer:
         return
-    parts = ("weight", "bias") if format.bias else ("weight",)
-    needed = [f"{layer}.{part}" for layer in format.layers for part in parts]
+    known = [f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")]
+    needed = known if format.bias else [name for name in known if name.endswith(".weight")]
     if missing := [name for name in needed if name not in files]:
         raise InputError(f"{folder} has no head of {format.name!r}: {', '.join(missing)} is missing.")
-    known = {f"{layer}.{part}" for layer in format.layers for part in ("weight", "bias")}
-    allowed = set(needed) if format.bias is False else known
+    allowed = needed if format.bias is False else known
     roots = tuple({layer.split(".")[0] + "." for layer in format.layers})
     if further := [name for name in files.names if name.startswith(roots) and name not in allowed]:
         raise InputError(f"{folder} has more than the head of {format.name!r}: {', '.join(further)} too.")
@@ -124,7 +127,12 @@ def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
     if (found := files.shape(last)[0]) != format.num_outputs:
         raise InputError(f"{format.name!r} has {format.num_outputs} outputs, but {last} in {folder} has {found}.")
     if format.has_quantiles:
-        _check_names(folder, format)
+        config = read_json_object(folder / "config.json", what="the configuration of a model")
+        stated = {str(number): name for number, name in (config.get("id2label") or {}).items()}
+        unnamed = {number: f"LABEL_{number}" for number in stated}  # default names of transformers
+        wanted = {str(number): name for number, name in enumerate(quantile_outputs(format.num_outputs))}
+        if stated not in (unnamed, wanted):
+            raise InputError(f"Expected `id2label` in {folder / 'config.json'} to be {wanted}, but got {stated}.")
 
 
 def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
@@ -132,16 +140,6 @@ def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
     rows = num_outputs - NUM_GAPS
     means = OUTPUTS[:1] if rows == 1 else tuple(f"{OUTPUTS[0]}_{row}" for row in range(1, rows + 1))
     return (*means, *OUTPUTS[1:])
-
-
-def _check_names(folder: Path, format: RewardFormat) -> None:
-    """Raise InputError if the configuration names the outputs of a head with quantiles in another order."""
-    config = read_json_object(folder / "config.json", what="the configuration of a model")
-    stated = {str(number): name for number, name in (config.get("id2label") or {}).items()}
-    unnamed = {number: f"LABEL_{number}" for number in stated}  # default names of transformers
-    wanted = {str(number): name for number, name in enumerate(quantile_outputs(format.num_outputs))}
-    if stated not in (unnamed, wanted):
-        raise InputError(f"Expected `id2label` in {folder / 'config.json'} to be {wanted}, but got {stated}.")
 
 
 def _output_rows(files: WeightFiles, folder: Path, trunk: PreTrainedModel, output_ids: Sequence[int]) -> nn.Module:
@@ -165,3 +163,86 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
         if bias is not None:
             layer.bias.copy_(bias)
     return layer
+
+
+HEAD = "score"
+
+
+def check_exportable(config: PreTrainedConfig, base_model: str) -> None:
+    """Raise InputError if transformers has no ``...ForTokenClassification`` of the architecture."""
+    from transformers import AutoModelForTokenClassification
+
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        kind = type(config).__name__
+        raise InputError(f"`base_model` {base_model!r} ({kind}) has no `...ForTokenClassification` to export.")
+
+
+def merged_trunk(
+    base_model: str,
+    model: Any,
+    *,
+    revision: str | None,
+    lora: LoraSettings | None,
+    dtype: torch.dtype,
+    is_public: bool = False,
+) -> PreTrainedModel:
+    """Return a copy of the trunk on the CPU with the adapter merged into it."""
+    name = cast("Dtype", str(dtype).removeprefix("torch."))
+    trunk = load_causal_lm(base_model, revision=revision, dtype=name, is_trunk=is_public)
+    if lora is None:
+        return trunk
+    adapted = attach_lora(trunk, lora)
+    set_adapter_state(adapted, {name: tensor.cpu() for name, tensor in adapter_state(model).items()})
+    return merge_adapter(adapted)
+
+
+def output_names(head: nn.Module) -> tuple[str, ...]:
+    """Return the names of a head's outputs."""
+    last = head[-1] if isinstance(head, nn.Sequential) else head
+    return quantile_outputs(cast("nn.Linear", last).out_features)
+
+
+def about(head: nn.Module, public: RewardFormat | None) -> str:
+    places = "At the last token of a step, behind the chat that the policy was asked by,"
+    if public is not None:
+        places = f"Written and read at the places of the format {public.name!r},"
+    names = output_names(head)
+    rows = [f"exp({name})" for name in names[: -len(OUTPUTS) + 1]]
+    mean = "mean" if len(rows) == 1 else f"log({' + '.join(rows)})"
+    whole = "a whole model" if isinstance(head, nn.Linear) else "a trunk with a head of two layers (`score`)"
+    return (
+        f"It is {whole}, with {len(names)} outputs on every token. {places} the chance of a right answer is "
+        f"sigmoid(m) with m = {mean}, its lower quantile sigmoid(m - softplus(gap_below)), its upper one sigmoid(m + "
+        "softplus(gap_above)). `selfcal score --estimator prm --reward.model FOLDER` reads it."
+    )
+
+
+def save_with_head(trunk: PreTrainedModel, head: nn.Module, folder: Path) -> None:
+    """Write trunk and head as the ``...ForTokenClassification`` of their family, with named outputs.
+
+    A head of two layers has no stock class; its folder names the bare trunk, so that nothing loads a random head.
+    """
+    from transformers import AutoModel, AutoModelForTokenClassification
+
+    names = dict(enumerate(output_names(head)))
+    config = copy.deepcopy(trunk.config)
+    config.id2label, config.label2id = names, {name: number for number, name in names.items()}
+    config.tie_word_embeddings = False  # there is no output layer any more
+    with torch.device("meta"):
+        whole = AutoModelForTokenClassification.from_config(
+            config, dtype=trunk.dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    if isinstance(head, nn.Sequential):
+        whole.score = copy.deepcopy(head).to("meta")
+    prefix = f"{trunk.base_model_prefix}."
+    state = {name: value.detach().cpu() for name, value in trunk.state_dict().items() if name.startswith(prefix)}
+    state |= {f"{HEAD}.{name}": value.detach().float().cpu() for name, value in head.state_dict().items()}
+    missing, unexpected = whole.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        differing = [*missing, *unexpected][:3]
+        raise InputError(f"{type(whole).__name__} cannot be exported: {differing} differ from the trunk's.")
+    whole.save_pretrained(folder)
+    if isinstance(head, nn.Sequential):
+        file = folder / "config.json"
+        bare = cast(type, AutoModel._model_mapping[type(config)]).__name__
+        file.write_text(json.dumps(read_json_object(file) | {"architectures": [bare]}, indent=2) + "\n")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -23,18 +23,9 @@ from selfcal_lightning.models.folders import DIGESTS, check_model, load_config, 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.models.outputs import has_plain_head, read_hidden
 from selfcal_lightning.models.packing import PrefixTree, check_trees, tree_position_ids
-from selfcal_lightning.rewards.exporting import about, check_exportable, merged_trunk, output_names, save_with_head
+from selfcal_lightning.rewards import heads
 from selfcal_lightning.rewards.formats import QUANTILE_PRM, RewardFormat, quantiles_of, reward_format
-from selfcal_lightning.rewards.heads import (
-    FIRST_GAP,
-    OUTPUTS,
-    StepScores,
-    check_head,
-    folded_outputs,
-    head_with_quantiles,
-    monotone_quantiles,
-    read_head,
-)
+from selfcal_lightning.rewards.heads import StepScores, monotone_quantiles
 from selfcal_lightning.rewards.layouts import RewardEncoder
 from selfcal_lightning.rewards.metrics import PREFIXES, QuantileMetrics, StepMetrics
 from selfcal_lightning.rewards.rates import RewardTarget, check_target
@@ -118,15 +109,8 @@ class RewardBatch(FrozenBatch):
         return found
 
 
-class RewardLosses(NamedTuple):
-    """A micro-batch's share of the two losses of its optimiser step, scalars."""
-
-    cross_entropy: Tensor
-    pinball: Tensor
-
-
-def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> RewardLosses:
-    """Return both losses.
+def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's share of cross entropy and pinball loss of its optimiser step, scalars.
 
     Every response weighs the same, however many steps it has, or long wrong ones would dominate. The pinball loss has
     no gradient in the mean.
@@ -138,7 +122,8 @@ def reward_losses(raw: Tensor, batch: RewardBatch, levels: Sequence[float]) -> R
     pinball = pinball_loss(torch.stack([quantiles.low, quantiles.high], dim=1), target, levels).mean(1)
     parts = (soft_cross_entropy(mean.squeeze(1), target), pinball)
     means = (row_means(part, row, num_rows=batch.batch_size) for part in parts)
-    return RewardLosses(*(share_of_step(values, batch.weight, batch.total) for values in means))
+    entropy, pinball = (share_of_step(values, batch.weight, batch.total) for values in means)
+    return entropy, pinball
 
 
 class RewardStepLog:
@@ -147,7 +132,7 @@ class RewardStepLog:
     def __init__(self) -> None:
         self._sums: Tensor | None = None
 
-    def add(self, batch: RewardBatch, losses: RewardLosses, mean: Tensor) -> None:
+    def add(self, batch: RewardBatch, losses: tuple[Tensor, Tensor], mean: Tensor) -> None:
         """Add a micro-batch with its losses and the mean at every place [M]."""
         known = ~batch.place_target.isnan()
         values = (*losses, mean[known].sum(), batch.place_target[known].sum(), known.sum())
@@ -194,21 +179,12 @@ class PlaceMetrics(torch.nn.Module):
         return values if values[PREFIXES] else {}
 
 
-def starting_format(format: str | None) -> RewardFormat | None:
-    """Return the format of the public model that training starts from; None for a policy."""
-    if format is None:
-        return None
-    found = reward_format(format)
-    quantiles_of(found)
-    return found
-
-
 def first_head(width: int, *, device: torch.device) -> nn.Linear:
     """Return three outputs over a policy's states that give one half everywhere, with quantiles around it."""
-    head = nn.Linear(width, len(OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
+    head = nn.Linear(width, len(heads.OUTPUTS), dtype=torch.float32, device="meta").to_empty(device=device)
     with torch.no_grad():
         head.weight.zero_()
-        head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(FIRST_GAP))] * 2]))
+        head.bias.copy_(torch.tensor([0.0, *[math.log(math.expm1(heads.FIRST_GAP))] * 2]))
     return head
 
 
@@ -218,10 +194,10 @@ def head_of_public(
     """Return the head of a public reward model with added quantiles."""
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
-    check_head(files, folder, format)
+    heads.check_head(files, folder, format)
     encoder.check_fits(cast("Tensor", trunk.get_input_embeddings().weight).shape[0], of=base_model)
-    head = read_head(files, folder, format, trunk, encoder.output_ids)
-    return head_with_quantiles(head, format).to(trunk.device)
+    head = heads.read_head(files, folder, format, trunk, encoder.output_ids)
+    return heads.head_with_quantiles(head, format).to(trunk.device)
 
 
 @dataclass(frozen=True)
@@ -258,15 +234,6 @@ def check_trunk_can_learn(*, torch_dtype: str, precision: str) -> None:
                 f"Expected `{name}` to keep weights in float32 with `full: true`, but got {value!r}: steps would be "
                 "rounded away. Leave it out, and use `trainer.precision: bf16-mixed` on a GPU."
             )
-
-
-def check_no_sampling(callbacks: list[str], format: str) -> None:
-    """Raise InputError if a callback would sample from a public reward model, which answers no questions."""
-    if any(name.startswith("selfcal_lightning.callbacks.generation.") for name in callbacks):
-        raise InputError(
-            f"Expected no `SSCGeneration` with the reward model of `format={format!r}`. Sample the policy by `selfcal "
-            "generate`, and name its store as `data.store_dir`."
-        )
 
 
 # In a folder of its own: vLLM reads every safetensors file next to a configuration as model weights.
@@ -356,7 +323,10 @@ class QuantileRewardModule(CalibratedModel):
             raise InputError("Expected `lora.activated` to be false for a reward model, but got true.")
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps))
         self.settings = RewardModuleSettings(format, full, steps, target, low, high, pinball, head_lr)
-        self.levels, self.public = (low, high), starting_format(format)
+        self.levels = (low, high)
+        self.public = None if format is None else reward_format(format)
+        if self.public is not None:
+            quantiles_of(self.public)  # refuses one that cannot be trained on
         self.head: nn.Module | None = None
         self.save_hyperparameters(plain_settings(self.adapter, self.optimization, self.settings))
         self.val_metrics, self.test_metrics = CalibrationMetrics(), CalibrationMetrics()
@@ -364,13 +334,17 @@ class QuantileRewardModule(CalibratedModel):
         self._step_log = RewardStepLog()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse ways of running that do not work, and families that cannot be exported."""
+        """Refuse ways of running that do not work, sampling from a public model, and families without an export."""
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)
-            if (format := self.settings.format) is not None:
-                check_no_sampling([class_path(type(one)) for one in callbacks_of(trainer)], format)
-        check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
+            callbacks = " ".join(class_path(type(one)) for one in callbacks_of(trainer))
+            if self.public is not None and "selfcal_lightning.callbacks.generation." in callbacks:
+                raise InputError(
+                    f"Expected no `SSCGeneration` with the reward model of `format={self.public.name!r}`. Sample the "
+                    "policy by `selfcal generate`, and name its store as `data.store_dir`."
+                )
+        heads.check_exportable(load_config(self.base_model, revision=self.revision), self.base_model)
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
         """Check the model, and return what it takes in memory."""
@@ -438,9 +412,9 @@ class QuantileRewardModule(CalibratedModel):
         at = (self.current_epoch, batch_idx, self.global_rank)
         with dropout_stream(self.adapter.seed, *at, device=self.device):
             raw = self.raw_outputs(batch)
-        losses = reward_losses(raw, batch, self.levels)
-        self._step_log.add(batch, losses, raw[:, 0].sigmoid())
-        loss = losses.cross_entropy + self.settings.pinball * losses.pinball
+        entropy, pinball = reward_losses(raw, batch, self.levels)
+        self._step_log.add(batch, (entropy, pinball), raw[:, 0].sigmoid())
+        loss = entropy + self.settings.pinball * pinball
         return loss * self.trainer.world_size * self.trainer.accumulate_grad_batches
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -469,7 +443,7 @@ class QuantileRewardModule(CalibratedModel):
             position_ids=batch.position_ids,
         )  # fmt: skip
         with torch.autocast(hidden.device.type, enabled=False):
-            return folded_outputs(cast("nn.Module", self.head)(hidden.float()))
+            return heads.folded_outputs(cast("nn.Module", self.head)(hidden.float()))
 
     def predict_step(self, batch: RewardBatch, batch_idx: int) -> ScoredRows:
         """Return the score of every response at its end; nan where it has no step."""
@@ -501,8 +475,8 @@ class QuantileRewardModule(CalibratedModel):
         """Return the manifest of an export."""
         return {
             "base_model": dict(self.identity),
-            "outputs": list(output_names(cast("nn.Module", self.head))),
-            "about": about(cast("nn.Module", self.head), self.public),
+            "outputs": list(heads.output_names(cast("nn.Module", self.head))),
+            "about": heads.about(cast("nn.Module", self.head), self.public),
             "hyper_parameters": dict(self.hparams),
         }
 
@@ -519,11 +493,11 @@ class QuantileRewardModule(CalibratedModel):
     def save_export(self, folder: Path, *, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the whole model, its tokenizer, and separately what was trained."""
         trained = {name: value.detach().cpu().contiguous() for name, value in trained_parameters(self).items()}
-        trunk = self.model if self.settings.full else merged_trunk(
+        trunk = self.model if self.settings.full else heads.merged_trunk(
             self.base_model, self.model, revision=self.revision, lora=self.lora, dtype=self.model.dtype,
             is_public=self.public is not None,
         )  # fmt: skip
-        save_with_head(trunk, cast("nn.Module", self.head), folder)
+        heads.save_with_head(trunk, cast("nn.Module", self.head), folder)
         self.tokenizer.save_pretrained(folder)
         (folder / TRAINED_FILE).parent.mkdir(exist_ok=True)
         save_file(trained, folder / TRAINED_FILE, metadata={"format": "pt"})

@@ -120,15 +120,20 @@ Duplicates = Literal["merge", "refill", "keep"]
 _CHOICES: dict[str, Any] = {"by": By, "adaptive": Adaptive, "duplicates": Duplicates}
 
 
-def _check_settings(search: BeamSearch | DiverseTreeSearch | ParticleFiltering | AdaptiveBestOfN) -> None:
-    """Raise InputError for a setting out of its range or choices."""
-    for name, value in vars(search).items():
-        if name in _CHOICES and value not in get_args(_CHOICES[name]):
-            raise unknown_name(name, value, get_args(_CHOICES[name]))
-        if name == "target" and not 0.0 < value < 1.0:
-            raise InputError(f"Expected `target` to lie in (0, 1), but got {value}.")
-        if isinstance(value, int):
-            check_at_least(0 if name in ("lookahead", "seed") else 1, **{name: value})
+class _Checked:
+    """Base of the searches, which are strategies without a confidence: checks the range or choices of each setting."""
+
+    confidence: ClassVar[None] = None
+    reads_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name in _CHOICES and value not in get_args(_CHOICES[name]):
+                raise unknown_name(name, value, get_args(_CHOICES[name]))
+            if name == "target" and not 0.0 < value < 1.0:
+                raise InputError(f"Expected `target` to lie in (0, 1), but got {value}.")
+            if isinstance(value, int):
+                check_at_least(0 if name in ("lookahead", "seed") else 1, **{name: value})
 
 
 def tokens_of(sample: Sample) -> tuple[int, ...]:
@@ -158,10 +163,8 @@ class SearchedPaths:
         """Draw ``number`` steps of each open path, and return the resulting paths; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
-            if path.is_done:
-                batches.append([])
-            else:
-                batches.append((yield Ask(number, prefix=tokens(path), to_step_end=to_step_end)))
+            ask = Ask(number, prefix=tokens(path), to_step_end=to_step_end)
+            batches.append([] if path.is_done else (yield ask))
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:
@@ -194,7 +197,7 @@ class SearchedPaths:
         for path, samples in zip(paths, batches, strict=True):
             self._seen += samples
             steps = [self._continuation(path, sample) for sample in samples]
-            grown += grow([path], [steps]) if steps or path.is_done else [path]
+            grown += grow([path], [steps]) if steps else [path]
         return grown
 
     def _continuation(self, path: Path, sample: Sample) -> Continuation:
@@ -213,7 +216,7 @@ def tokens(path: Path) -> Tokens:
 
 
 @dataclass(frozen=True)
-class BeamSearch:
+class BeamSearch(_Checked):
     """Draw steps of several responses, keep the best beginnings, continue each several times, and so on.
 
     A finished response stays among the best until better ones replace it. After ``max_steps`` open ones are drawn to
@@ -221,8 +224,6 @@ class BeamSearch:
     """
 
     name: ClassVar[str] = "beam_search"
-    confidence: ClassVar[None] = None
-    reads_steps: ClassVar[bool] = True
 
     scorer: RewardReader
     width: int = 8
@@ -236,15 +237,12 @@ class BeamSearch:
     by: By = "mean"
 
     def __post_init__(self) -> None:
-        _check_settings(self)
-        if self.keep > self.width:
-            raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
+        super().__post_init__()
         if self.width % self.keep:
             raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question: steps, looked-ahead steps, and whole responses."""
         choices = -(-self.max_steps // self.frequency)
         return self.width * (self.max_steps + choices * self.lookahead + 1)
 
@@ -284,7 +282,7 @@ class BeamSearch:
 
 
 @dataclass(frozen=True)
-class DiverseTreeSearch:
+class DiverseTreeSearch(_Checked):
     """Split the first steps into trees; each continues from its own best beginning until its response ends.
 
     A tree draws ``width // trees`` steps at a time and keeps one. After ``max_steps`` open responses are drawn to their
@@ -292,9 +290,6 @@ class DiverseTreeSearch:
     """
 
     name: ClassVar[str] = "diverse_tree_search"
-    confidence: ClassVar[None] = None
-    reads_steps: ClassVar[bool] = True
-
     scorer: RewardReader
     width: int = 8
     trees: int = 4
@@ -302,13 +297,12 @@ class DiverseTreeSearch:
     lookahead: int = 0
 
     def __post_init__(self) -> None:
-        _check_settings(self)
+        super().__post_init__()
         if self.width % self.trees:
             raise InputError(f"Expected `width` to be a multiple of `trees`, {self.trees}, but got {self.width}.")
 
     @property
     def max_samples(self) -> int:
-        """Most samples of a question: steps, looked-ahead steps, and whole responses."""
         return self.width * self.max_steps * (1 + self.lookahead) + self.trees
 
     def solve(self, question: Question) -> Solving:
@@ -331,20 +325,14 @@ class DiverseTreeSearch:
 
 
 @dataclass(frozen=True)
-class ParticleFiltering:
+class ParticleFiltering(_Checked):
     """Extend several responses step by step; after each step, resample as many of them with replacement."""
 
     name: ClassVar[str] = "particle_filtering"
-    confidence: ClassVar[None] = None
-    reads_steps: ClassVar[bool] = True
-
     scorer: RewardReader
     particles: int = 8
     max_steps: int = 16
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_settings(self)
 
     @property
     def max_samples(self) -> int:
@@ -366,7 +354,7 @@ class ParticleFiltering:
 
 
 @dataclass(frozen=True)
-class AdaptiveBestOfN:
+class AdaptiveBestOfN(_Checked):
     """Draw as many samples as contain a right answer with chance ``target``, and take the one with the best score.
 
     ``N = min(ln(1 - target) / ln(1 - p), max_samples)`` with p the score of the question alone. The confidence is the
@@ -374,16 +362,12 @@ class AdaptiveBestOfN:
     """
 
     name: ClassVar[str] = "adaptive_best_of_n"
-    confidence: ClassVar[None] = None
     reads_steps: ClassVar[bool] = False
 
     scorer: RewardReader
     max_samples: int = 16
     target: float = 0.99
     by: By = "mean"
-
-    def __post_init__(self) -> None:
-        _check_settings(self)
 
     def solve(self, question: Question) -> Solving:
         (prior,) = self.scorer.score_paths(question, [()])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RewardScore:
-    """Base class; subclasses say which models they read and how they combine the scores of steps."""
+    """Base class; the kinds differ in which models they read and how they combine the scores of steps."""
 
     name: ClassVar[str]
     is_probability: ClassVar[bool] = True
@@ -37,43 +37,18 @@ class RewardScore:
         return [[None if row is None else aggregate(row, self.how) for row in rows] for rows in read(pool)]
 
 
-class StepReward(RewardScore):
-    """The score of a response's last step, that is, of the whole response."""
-
-    name = "prm"
-
-
-class LowerStepReward(RewardScore):
-    name = "prm_lower"
-    needs_quantiles = True
-
-
-class LowestStepReward(RewardScore):
-    name = "prm_min"
-    how = "min"
-
-
-class StepRewardProduct(RewardScore):
-    name = "prm_prod"
-    how = "prod"
-
-
-class OutcomeReward(RewardScore):
-    name = "orm"
-    judges = "response"
-
-
-class RawReward(RewardScore):
-    """The score of a model of whole responses without probabilities; scale it to get one."""
-
-    name = "reward"
-    is_probability = False
-    judges = "response"
-
-
-REWARD_SCORES: tuple[type[RewardScore], ...] = (
-    StepReward, LowerStepReward, LowestStepReward, StepRewardProduct, OutcomeReward, RawReward,
-)  # fmt: skip
+LOWER = "prm_lower"
+_ROWS: dict[str, dict[str, Any]] = {
+    "prm": {},  # of the last step, that is, of the whole response
+    LOWER: {"needs_quantiles": True},
+    "prm_min": {"how": "min"},
+    "prm_prod": {"how": "prod"},
+    "orm": {"judges": "response"},
+    "reward": {"judges": "response", "is_probability": False},  # scale it to get a probability
+}
+REWARD_SCORES: tuple[type[RewardScore], ...] = tuple(
+    type(f"RewardScore_{name}", (RewardScore,), {"name": name, **row}) for name, row in _ROWS.items()
+)
 KINDS = {kind.name: kind for kind in REWARD_SCORES}
 
 
@@ -88,10 +63,9 @@ def check_judge(name: str, format: RewardFormat) -> None:
     if name in KINDS and name not in able:
         what = "steps" if format.judges == "steps" else "whole responses"
         scale = "by a probability" if format.is_probability else "without a probability"
-        scale += " and without quantiles" if name == LowerStepReward.name else ""
-        raise InputError(
-            f"{name!r} cannot read {format.name!r}, which judges {what} {scale}. Use {' or '.join(able) or 'your own'}."
-        )
+        scale += " and without quantiles" if name == LOWER else ""
+        use = " or ".join(able) or "your own"
+        raise InputError(f"{name!r} cannot read {format.name!r}, which judges {what} {scale}. Use {use}.")
 
 
 def _check(settings: RewardSettings, names: Sequence[str]) -> None:

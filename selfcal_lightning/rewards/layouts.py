@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from selfcal_lightning.models.packing import PrefixTree
 
-Turn = dict[str, str]
-
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
@@ -57,7 +55,7 @@ class RewardEncoder:
         if write is not None:
             return write(question, steps)
         asked = self._format.question.format(question=question)
-        ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", "".join(steps))])
+        ids = self._chat([("user", asked), ("assistant", "".join(steps))])
         return RewardInput(ids, (len(ids) - 1,))
 
     def asked(self, question: Question, begun: Sequence[int] = ()) -> RewardInput:
@@ -93,7 +91,7 @@ class RewardEncoder:
         asked = form.question.format(question=question)
         answer = form.joiner.join(form.step.format(step=step, separator=form.separator) for step in steps)
         if form.uses_chat:
-            ids = self._chat([*self._system, _turn("user", asked), _turn("assistant", answer)])
+            ids = self._chat([("user", asked), ("assistant", answer)])
         else:
             ids = tuple(self._tokenizer.encode(asked + answer))
         positions = tuple(place for place, token in enumerate(ids) if token == self._separator)
@@ -112,31 +110,31 @@ class RewardEncoder:
         return RewardInput(tuple(ids), tuple(positions))
 
     def _turns(self, question: str, steps: Sequence[str]) -> RewardInput | None:
-        turns, prefixes = list(self._system), []
+        turns: list[tuple[str, str]] = []
+        prefixes = []
         asked = self._format.question.format(question=question)
         for number, step in enumerate(steps):
-            turns.append(_turn("user", step if number else asked + step))
+            turns.append(("user", step if number else asked + step))
             prefixes.append(self._chat(turns, asks=True))
-            turns.append(_turn("assistant", self._format.reply))
+            turns.append(("assistant", self._format.reply))
         ids = prefixes[-1]  # nothing is read behind the last turn
         if any(ids[: len(prefix)] != prefix for prefix in prefixes):  # a template that rewrites earlier turns
             return None
         return RewardInput(ids, tuple(len(prefix) - 1 for prefix in prefixes))
 
-    @property
-    def _system(self) -> list[Turn]:
-        return [] if self._format.system is None else [_turn("system", self._format.system)]
-
-    def _chat(self, turns: Sequence[Turn], *, asks: bool = False) -> tuple[int, ...]:
+    def _chat(self, turns: Sequence[tuple[str, str]], *, asks: bool = False) -> tuple[int, ...]:
         from jinja2.exceptions import TemplateError
+
+        system = () if self._format.system is None else (("system", self._format.system),)
+        chat = [{"role": role, "content": content} for role, content in (*system, *turns)]
 
         # Some templates write today's date, which would make scores depend on the day.
         is_dated = "strftime_now" in str(self._tokenizer.chat_template)
         date: dict[str, Any] = {"date_string": FIXED_DATE} if is_dated else {}
         try:
-            text = self._tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=asks, **date)
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **date)
         except TemplateError as error:
-            roles = [turn["role"] for turn in turns]
+            roles = [turn["role"] for turn in chat]
             raise InputError(f"The chat template refused the roles {roles}: {error}") from error
         return tuple(self._plain(str(text)))
 
@@ -158,10 +156,6 @@ def bare_question(question: Question) -> str:
     return next((turn.content for turn in reversed(question.messages) if turn.role == "user"), "")
 
 
-def _turn(role: str, content: str) -> Turn:
-    return {"role": role, "content": content}
-
-
 Group = list[RewardInput]
 
 
@@ -175,10 +169,18 @@ class PackedRow(NamedTuple):
 
 def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
     """Pack groups of inputs into a row of trees; inputs without a common beginning become separate trees."""
+    from selfcal_lightning.models.packing import PrefixTree
+
     row = PackedRow([], [], [])
     for group in groups:
         for tree in [group] if common_start(group) else [[one] for one in group]:
-            _add(row, tree)
+            start, prompt = len(row.ids), common_start(tree)
+            row.ids.extend(tree[0].ids[:prompt])
+            for one in tree:
+                behind = len(row.ids) - prompt
+                row.positions.append([place + (start if place < prompt else behind) for place in one.positions])
+                row.ids.extend(one.ids[prompt:])
+            row.trees.append(PrefixTree(start, prompt, tuple(len(one.ids) - prompt for one in tree)))
     return row
 
 
@@ -218,18 +220,6 @@ def _parts(group: Sequence[RewardInput], limit: int) -> Iterator[Group]:
 
 def _num_tokens(group: Sequence[RewardInput]) -> int:
     return sum(len(one.ids) for one in group) - (len(group) - 1) * common_start(group)
-
-
-def _add(row: PackedRow, group: Sequence[RewardInput]) -> None:
-    from selfcal_lightning.models.packing import PrefixTree
-
-    start, prompt = len(row.ids), common_start(group)
-    row.ids.extend(group[0].ids[:prompt])
-    for one in group:
-        behind = len(row.ids) - prompt
-        row.positions.append([place + (start if place < prompt else behind) for place in one.positions])
-        row.ids.extend(one.ids[prompt:])
-    row.trees.append(PrefixTree(start, prompt, tuple(len(one.ids) - prompt for one in group)))
 
 
 _OTHER_STEP = "\u241e"  # shares no beginning with a step

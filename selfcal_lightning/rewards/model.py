@@ -69,7 +69,7 @@ class RewardModel:
         return states[rows, columns]
 
     def close(self) -> None:
-        """Do nothing; the weights are freed with the object."""
+        """The weights are freed with the object."""
 
 
 def load_reward_model(folder: Path, format: RewardFormat, output_ids: Sequence[int], *, dtype: str) -> RewardModel:

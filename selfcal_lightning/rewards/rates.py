@@ -24,7 +24,7 @@ PREFIXES_FILE = "prefixes.jsonl"
 
 def read_rates(rollouts_dir: str, *, policy: StoreFingerprint | None = None) -> dict[str, Rate]:
     """Return the success rate of every labelled prefix of a store, by ``prefix_id``; unreadable rollouts are wrong."""
-    _, rates = read_rollouts(rollouts_dir, policy=policy)
+    rates = read_rollouts(rollouts_dir, policy=policy)[1]
     if not rates:
         raise InputError(f"Rollouts in {rollouts_dir} have no labels. Sample questions with references.")
     return rates
@@ -87,9 +87,8 @@ def _index_of(rollouts_dir: str, policy: StoreFingerprint | None) -> SampleIndex
     if policy is not None:
         drawn = replace(store.round_manifest().fingerprint, seed=0, plan=None)
         if differences := drawn.differences(replace(policy, seed=0, plan=None)):
-            raise InputError(
-                f"Rollouts in {store.path} are of another policy than the responses: {'; '.join(differences)}."
-            )
+            found = "; ".join(differences)
+            raise InputError(f"Rollouts in {store.path} are of another policy than the responses: {found}.")
     return store.index()
 
 

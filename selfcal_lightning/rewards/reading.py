@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import read_json_object
@@ -53,8 +53,6 @@ def read_reward_file(folder: Path) -> RewardFile | None:
         raise InputError(f"{path} must hold {', '.join(sorted(wanted))}, but got {content}. Export the model again.")
     check_steps(f"steps of {path}", str(content["steps"]))
     low, high = (float(level) for level in content["levels"])
-    if not 0.0 < low < high < 1.0:
-        raise InputError(f"Expected `levels` in {path} to rise within (0, 1), but got {low} and {high}.")
     return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))
 
 
@@ -89,17 +87,15 @@ class RewardReader:
 
         None for a response without steps, with the separator or a special token in it, or too long for the context.
         """
-        return self._column(pool, "mean")
+        rows = self.read_scores(pool)
+        return [[None if one is None else [score.mean for score in one] for one in row] for row in rows]
 
     def read_lower(self, pool: Sequence[QuestionSamples]) -> list[list[list[float] | None]]:
         """Return the lower quantiles instead of the scores."""
         if not self.format.has_quantiles:
             raise InputError(f"Reward format {self.format.name!r} has no quantiles. Train a `QuantileRewardModule`.")
-        return self._column(pool, "low")
-
-    def _column(self, pool: Sequence[QuestionSamples], name: Literal["mean", "low"]) -> list[list[list[float] | None]]:
         rows = self.read_scores(pool)
-        return [[None if one is None else [getattr(score, name) for score in one] for one in row] for row in rows]
+        return [[None if one is None else [score.low for score in one] for one in row] for row in rows]
 
     def read_scores(self, pool: Sequence[QuestionSamples]) -> list[list[list[Score] | None]]:
         """Return the scores with their quantiles, [question][sample][step]; None as in ``read``."""
@@ -138,25 +134,19 @@ class RewardReader:
     def _input(self, entry: QuestionSamples, sample: Sample) -> RewardInput | None:
         if self.format.layout == "continued":
             return self._fitting(self._encoder.continued(entry, sample, self._steps))
-        steps = self._steps_of(sample.text)
+        steps = [step for step, _ in step_prefixes(sample.text, self._steps)]
+        if self.format.judges == "response":
+            steps = [sample.text.strip()] if sample.text.strip() else []
         return self._fitting(self._encoder.encode(bare_question(entry.question), steps)) if steps else None
 
     def _fitting(self, found: RewardInput | None) -> RewardInput | None:
         room = self._model.max_context
         return None if found is None or (room is not None and len(found.ids) > room) else found
 
-    def _steps_of(self, text: str) -> list[str]:
-        if self.format.judges == "response":
-            return [text.strip()] if text.strip() else []
-        return [step for step, _ in step_prefixes(text, self._steps)]
-
     def _scores(self, batch: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
         scores = self._model.scores(batch)
         if not all(math.isfinite(value) for row in scores for score in row for value in score):
-            raise RunError(
-                "Expected finite scores of the reward model, but got nan or infinity: use `--engine.dtype float32`, or "
-                "mend its weights."
-            )
+            raise RunError("Expected finite scores of the reward model, but got others. Use `--engine.dtype float32`.")
         return scores if self._scale is None else [self._scale(row) for row in scores]
 
     def _batches(self, groups: Sequence[Sequence[RewardInput]]) -> Iterator[Sequence[Sequence[RewardInput]]]:

@@ -12,17 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from selfcal_lightning.confidence import scaling
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
-from selfcal_lightning.confidence.scaling import (
-    SCALER_KINDS,
-    IsotonicMap,
-    PlattMap,
-    ScalerKind,
-    ScalerMap,
-    TemperatureMap,
-    read_map,
-)
+from selfcal_lightning.confidence.scaling import SCALER_KINDS, ScalerKind, ScalerMap
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings, Steps
@@ -75,7 +68,7 @@ class StepScaler:
         """Read what :meth:`save` wrote."""
         kind, content = load_fitted(path, STEP_SCALER_KINDS)
         try:
-            found = read_map(kind.removeprefix(PREFIX), content["parameters"])
+            found = scaling.read_map(kind.removeprefix(PREFIX), content["parameters"])
             plain = {name: content[name] for name in ("target", "reward_model", "scores")}
             return cls(map=found, fitted_on=FittedOn.from_json(content["fitted_on"]), **plain)
         except (KeyError, TypeError, ValueError) as error:
@@ -113,8 +106,8 @@ def step_rows(
                     wanted = None if rate is None else float(rate.share > 0) if target == "hard" else rate.share
                 if wanted is not None:
                     found.append((value, wanted, step_position(number, len(values))))
-    score, wanted_of, position = np.array(found, dtype=np.float64).reshape(-1, 3).T.copy()
-    return StepRows(score, wanted_of, position.astype(np.int64), left_out)
+    score, targets, position = np.array(found, dtype=np.float64).reshape(-1, 3).T.copy()
+    return StepRows(score, targets, position.astype(np.int64), left_out)
 
 
 def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
@@ -125,10 +118,10 @@ def fit_step_map(kind: ScalerKind, rows: StepRows) -> ScalerMap:
         left_out = f"{rows.num_left_out} responses lack steps, scores or labels"
         raise InputError(f"Expected steps with a score and a target, but got none: {left_out}.")
     if kind == "isotonic":
-        return IsotonicMap.fit(rows.score, rows.target)
+        return scaling.IsotonicMap.fit(rows.score, rows.target)
     if kind == "temperature":
-        return TemperatureMap.fit(rows.score, rows.target)
-    found = PlattMap.fit(rows.score, rows.target, takes_logit=True)
+        return scaling.TemperatureMap.fit(rows.score, rows.target)
+    found = scaling.PlattMap.fit(rows.score, rows.target, takes_logit=True)
     if not 0.0 <= found.slope < math.inf:
         raise InputError(f"Expected scores that rise with the targets, but got a slope of {found.slope:.3g}.")
     return found

@@ -53,6 +53,8 @@ def read_reward_file(folder: Path) -> RewardFile | None:
         raise InputError(f"{path} must hold {', '.join(sorted(wanted))}, but got {content}. Export the model again.")
     check_steps(f"steps of {path}", str(content["steps"]))
     low, high = (float(level) for level in content["levels"])
+    if not 0.0 < low < high < 1.0:
+        raise InputError(f"Expected `levels` in {path} to rise within (0, 1), but got {low} and {high}.")
     return RewardFile(str(content["format"]), str(content["steps"]), (low, high), str(content["target"]))
 
 

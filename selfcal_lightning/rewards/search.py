@@ -163,8 +163,7 @@ class SearchedPaths:
         """Draw ``number`` steps of each open path, and return the resulting paths; finished ones stay."""
         batches: list[list[Sample]] = []
         for path in paths:
-            ask = Ask(number, prefix=tokens(path), to_step_end=to_step_end)
-            batches.append([] if path.is_done else (yield ask))
+            batches.append([] if path.is_done else (yield Ask(number, prefix=tokens(path), to_step_end=to_step_end)))
         return self._grown(paths, batches)
 
     def look_ahead(self, paths: Sequence[Path], steps: int) -> Drawing:

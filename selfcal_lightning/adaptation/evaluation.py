@@ -15,14 +15,9 @@ from selfcal_lightning.data.store.overview import counted_samples
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.metrics import bootstrap
 from selfcal_lightning.metrics.arrays import AUROC, BRIER, ECE, Floats
-from selfcal_lightning.metrics.bootstrap import (
-    Estimate,
-    ScoredResponses,
-    bootstrap_interval,
-    paired_bootstrap,
-    resample_counts,
-)
+from selfcal_lightning.metrics.bootstrap import Estimate, ScoredResponses
 from selfcal_lightning.metrics.group_rewards import majority, majority_answer, reward_accuracy
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
@@ -32,8 +27,8 @@ class SampledSet:
     entries: tuple[QuestionSamples, ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(entry.question.id for entry in self.entries)
+    def names(self) -> list[str]:
+        return [entry.question.id for entry in self.entries]
 
     @property
     def num_samples(self) -> int:
@@ -44,38 +39,34 @@ class SampledSet:
 
     def accuracy(self) -> Floats:
         """Return pass@1 of each question [Q], the share of right responses."""
-        return self._each(lambda samples: fmean(bool(one.correct) for one in samples))
+        return self.each(lambda samples: fmean(bool(one.correct) for one in samples))
 
     def solved(self, k: int) -> Floats:
         """Return pass@k of each question [Q]: whether one of the first k responses is right."""
-        return self._each(lambda samples: any(one.correct for one in samples[:k]))
+        return self.each(lambda samples: any(one.correct for one in samples[:k]))
 
     def majority(self, k: int) -> Floats:
         """Return whether the majority of the first k responses is right [Q]; without a readable one it is wrong."""
-        return self._each(lambda samples: _majority_is_right(samples[:k]))
+
+        def is_right(samples: Sequence[Sample]) -> bool:
+            label = majority_answer([sample.answer for sample in samples])
+            return label is not None and any(sample.correct for sample in samples if sample.answer == label)
+
+        return self.each(lambda samples: is_right(samples[:k]))
 
     def distinct(self) -> Floats:
         """Return the number of different answers to each question [Q]."""
-        return self._each(lambda samples: len({one.answer for one in samples if one.answer}))
-
-    def unreadable(self) -> Floats:
-        """Return the share of unreadable responses [Q]."""
-        return self._each(lambda samples: fmean(not one.answer for one in samples))
-
-    def tokens(self) -> Floats:
-        """Return the mean length of a response in tokens [Q]."""
-        return self._each(lambda samples: fmean(one.num_tokens or 0 for one in samples))
+        return self.each(lambda samples: len({one.answer for one in samples if one.answer}))
 
     def scored(self) -> ScoredResponses | None:
         """Return P(True) of all responses with their labels; None where some have no P(True)."""
-        rows = [(entry.question.id, sample) for entry in self.entries for sample in entry.samples]
-        confidences = [sample.p_true for _, sample in rows]
+        rows = [(one.p_true, bool(one.correct), entry.question.id) for entry in self.entries for one in entry.samples]
+        confidences, labels, names = zip(*rows, strict=True)
         if None in confidences:
             return None
-        labels = np.array([bool(sample.correct) for _, sample in rows])
-        return ScoredResponses(np.array(confidences, dtype=np.float64), labels, np.array([name for name, _ in rows]))
+        return ScoredResponses(np.array(confidences, dtype=np.float64), np.array(labels), np.array(names))
 
-    def _each(self, value: Callable[[Sequence[Sample]], float]) -> Floats:
+    def each(self, value: Callable[[Sequence[Sample]], float]) -> Floats:
         return np.array([value(entry.samples) for entry in self.entries], dtype=np.float64)
 
 
@@ -84,19 +75,10 @@ def read_set(store_dir: str | Path) -> SampledSet:
     entries = tuple(sorted(counted_samples(store, store.index()), key=lambda entry: entry.question.id))
     if not entries:
         raise InputError(f"Expected {store_dir} to hold responses, but got none.")
-    unlabelled = [
-        entry.question.id
-        for entry in entries
-        if all(sample.correct is None for sample in entry.samples) and any(sample.answer for sample in entry.samples)
-    ]
-    if unlabelled:
+    read = {one.question.id: [s.correct for s in one.samples] for one in entries if any(s.answer for s in one.samples)}
+    if unlabelled := [name for name, verdicts in read.items() if set(verdicts) == {None}]:
         raise InputError(f"{len(unlabelled):,} questions in {store_dir} lack a gold answer, such as {unlabelled[0]!r}.")
     return SampledSet(entries)
-
-
-def _majority_is_right(samples: Sequence[Sample]) -> bool:
-    label = majority_answer([sample.answer for sample in samples])
-    return label is not None and any(sample.correct for sample in samples if sample.answer == label)
 
 
 CALIBRATION = {"ece": ECE, "brier": BRIER, "auroc": AUROC}
@@ -126,12 +108,8 @@ class SetComparison:
     verdict: str
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "num_questions": self.num_questions,
-            "rows": {name: dict(row) for name, row in self.rows.items()},
-            "changes": {name: change.as_json() for name, change in self.changes.items()},
-            "verdict": self.verdict,
-        }
+        changes = {name: change.as_json() for name, change in self.changes.items()}
+        return {"num_questions": self.num_questions, "rows": self.rows, "changes": changes, "verdict": self.verdict}
 
 
 def compare_set(
@@ -167,7 +145,12 @@ def compare_set(
         BEYOND: (base_greedy.accuracy(), adapted.accuracy()),
     }
     changes = {key: _change_of_means(*pair, seed=seed) for key, pair in pairs.items()}
-    changes |= _calibration_changes(base, adapted, seed=seed)
+    if (before := base.scored()) is not None and (after := adapted.scored()) is not None:
+        metrics = list(CALIBRATION.values())
+        found = bootstrap.paired_bootstrap(before, after, metrics=metrics, num_resamples=RESAMPLES, seed=seed)
+        for key, metric in CALIBRATION.items():
+            one = found[metric]
+            changes[key] = Change(one.before.value, one.after.value, one.change)
     return SetComparison(name, len(base.entries), rows, changes, verdict(changes))
 
 
@@ -181,11 +164,11 @@ def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: in
         "pass@k": float(samples.solved(k).mean()),
         "samples": float(k),
         "distinct": float(samples.distinct().mean()),
-        "unreadable": float(samples.unreadable().mean()),
-        "tokens": float(samples.tokens().mean()),
+        "unreadable": float(samples.each(lambda drawn: fmean(not one.answer for one in drawn)).mean()),
+        "tokens": float(samples.each(lambda drawn: fmean(one.num_tokens or 0 for one in drawn)).mean()),
     }
     if scored is not None:
-        estimates = bootstrap_interval(
+        estimates = bootstrap.bootstrap_interval(
             scored.confidence, scored.correct, scored.question_index, metrics=list(CALIBRATION.values()),
             num_resamples=1, seed=seed,
         )  # fmt: skip
@@ -207,19 +190,10 @@ def verdict(changes: Mapping[str, Change]) -> str:
 
 def _change_of_means(before: Floats, after: Floats, *, seed: int) -> Change:
     difference = after - before
-    blocks = resample_counts(len(difference), num_resamples=RESAMPLES, seed=seed)
+    blocks = bootstrap.resample_counts(len(difference), num_resamples=RESAMPLES, seed=seed)
     resampled = np.concatenate([block @ difference for block in blocks]) / len(difference)
     change = Estimate.from_resamples(float(difference.mean()), resampled)
     return Change(float(before.mean()), float(after.mean()), change)
-
-
-def _calibration_changes(base: SampledSet, adapted: SampledSet, *, seed: int) -> dict[str, Change]:
-    first, second = base.scored(), adapted.scored()
-    if first is None or second is None:
-        return {}
-    found = paired_bootstrap(first, second, metrics=list(CALIBRATION.values()), num_resamples=RESAMPLES, seed=seed)
-    pairs = {name: found[key] for name, key in CALIBRATION.items()}
-    return {name: Change(pair.before.value, pair.after.value, pair.change) for name, pair in pairs.items()}
 
 
 def round_labels(store_dir: str | Path, questions: Sequence[Question]) -> dict[str, dict[str, Any]]:
@@ -275,7 +249,6 @@ def judged_entries(
 COLUMNS = (
     "pass@1", "greedy", "majority", "pass@k", "samples", "distinct", "unreadable", "tokens", "ece", "brier", "auroc",
 )  # fmt: skip
-WHOLE = {"samples"}
 
 
 def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
@@ -283,7 +256,8 @@ def adaptation_markdown(sets: Sequence[SetComparison]) -> str:
     lines = [f"| questions | model | {' | '.join(COLUMNS)} |", "|---|---|" + "---|" * len(COLUMNS)]
     for one in sets:
         for name, row in one.rows.items():
-            cells = [_level(column, row.get(column)) for column in COLUMNS]
+            values = [(row.get(column), 0 if column == "samples" else 3) for column in COLUMNS]
+            cells = ["-" if value is None else f"{value:.{digits}f}" for value, digits in values]
             lines.append(f"| {one.name} ({one.num_questions}) | {name} | {' | '.join(cells)} |")
     names = list(sets[0].changes) if sets else []
     lines += ["", f"| adapted less base | {' | '.join(names)} | |", "|---|" + "---|" * len(names) + "---|"]
@@ -302,9 +276,3 @@ def change_cell(change: Change) -> str:
         return f"{found.value:+.3f}"
     text = f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
     return f"**{text}**" if found.low > 0.0 or found.high < 0.0 else text
-
-
-def _level(column: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if column in WHOLE else f"{value:.3f}"

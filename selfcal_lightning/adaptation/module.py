@@ -12,13 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from selfcal_lightning.adaptation.losses import (
-    entropy_bonus,
-    kl_estimate,
-    policy_gradient_loss,
-    sequence_ratio,
-    token_ratio,
-)
+from selfcal_lightning.adaptation import losses as policy_losses
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.metrics.group_rewards import GroupReward, PoolTarget
@@ -48,13 +42,9 @@ if TYPE_CHECKING:
 
 
 class PolicyBatch(SSCBatch):
-    """An ``SSCBatch`` whose rows carry an advantage. Immutable.
+    """An ``SSCBatch`` whose rows carry an advantage. Immutable."""
 
-    Attributes:
-        advantage: Reward of each row over those of its group, float32, [B]; 0 where it has none.
-    """
-
-    advantage: Tensor
+    advantage: Tensor  # reward of each row over those of its group; 0 where it has none, float32 [B]
 
     def __init__(self, *, advantage: Tensor, **fields: Tensor | tuple | None) -> None:
         super().__init__(**fields)  # type: ignore[arg-type]
@@ -110,29 +100,27 @@ def policy_parts(
     """
     row, rows, clip = batch.label_row, batch.batch_size, (policy.clip_low, policy.clip_high)
     ratios = None if behaviour is None else _ratios(logprob.detach(), behaviour, row, rows, policy.ratio)
-    gradient = policy_gradient_loss(logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses")
+    gradient = policy_losses.policy_gradient_loss(
+        logprob, batch.advantage, row, ratio=ratios, clip=clip, normalise="responses"
+    )
     divergence = entropy = clipped = torch.zeros_like(gradient)
     if reference is not None:
-        divergence = row_means(kl_estimate(logprob, reference), row, num_rows=rows)
+        divergence = row_means(policy_losses.kl_estimate(logprob, reference), row, num_rows=rows)
     if logits is not None:
-        entropy = entropy_bonus(logits, row, num_rows=rows)
-    if ratios is not None:
-        clipped = row_means(_is_clipped(ratios, batch.advantage[row], clip), row, num_rows=rows)
+        entropy = policy_losses.entropy_bonus(logits, row, num_rows=rows)
+    if ratios is not None:  # 1 where clipping removes the gradient of a token
+        above, below = ratios > 1.0 + policy.clip_high, ratios < 1.0 - policy.clip_low
+        is_clipped = torch.where(batch.advantage[row] > 0, above, below & (batch.advantage[row] < 0))
+        clipped = row_means(is_clipped.to(ratios.dtype), row, num_rows=rows)
     weight, total = batch.generation_weight, batch.generation_total
     return PolicyParts(*(share_of_step(part, weight, total) for part in (gradient, divergence, entropy, clipped)))
 
 
 def _ratios(logprob: Tensor, behaviour: Tensor, row: Tensor, rows: int, ratio: Ratio) -> Tensor:
     if ratio == "token":
-        return token_ratio(logprob, behaviour)
+        return policy_losses.token_ratio(logprob, behaviour)
     ours, theirs = (values.new_zeros(rows).index_add(0, row, values) for values in (logprob, behaviour))
-    return sequence_ratio(ours, theirs, torch.bincount(row, minlength=rows))[row]
-
-
-def _is_clipped(ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
-    """Return 1 where clipping removes the gradient of a token [N]."""
-    above, below = (ratio > 1.0 + clip[1]) & (advantage > 0), (ratio < 1.0 - clip[0]) & (advantage < 0)
-    return (above | below).to(ratio.dtype)
+    return policy_losses.sequence_ratio(ours, theirs, torch.bincount(row, minlength=rows))[row]
 
 
 class PolicyStepLog:
@@ -259,10 +247,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         )  # fmt: skip
         if adapter.lora is None or adapter.activated:
             got = "None" if adapter.lora is None else "an activated one"
-            raise InputError(
-                f"Expected `lora` to change the generator, but got {got}. Set `lora.activated: false`: every round is "
-                "stored with its adapter."
-            )
+            raise InputError(f"`lora` must change the generator, but got {got}. Set `lora.activated: false`.")
         losses = LossSettings(beta=beta, p_true=p_true)
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses)
         self.policy = PolicySettings(reward, target, calibration, kl, entropy, ratio, clip_low, clip_high)
@@ -274,7 +259,6 @@ class TestTimeTrainingModule(ConfidenceModel):
         self._step_log = PolicyStepLog()
 
     def check_support(self, trainer: Trainer | None = None) -> None:
-        """Refuse ways of running that do not work."""
         super().check_support(trainer)
         if (trainer := trainer or trainer_of(self)) is not None:
             check_features(trainer, [FEATURE], rows=SUPPORT, reasons=REASONS)

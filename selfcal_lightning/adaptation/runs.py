@@ -59,10 +59,8 @@ def load_sets(slices: Mapping[str, QuestionSlice]) -> dict[str, list[Question]]:
     contents = {name: {question_digest(question): question.id for question in own} for name, own in found.items()}
     for one, other in combinations(contents, 2):
         if shared := sorted(contents[one].keys() & contents[other].keys()):
-            example = contents[one][shared[0]]
-            raise InputError(
-                f"`{one}` and `{other}` share {len(shared)} questions, such as {example!r}. Take other splits."
-            )
+            shown = f"{len(shared)} questions, such as {contents[one][shared[0]]!r}"
+            raise InputError(f"`{one}` and `{other}` share {shown}. Take other splits.")
     return found
 
 
@@ -99,16 +97,13 @@ class Adaptation:
         check_reward(self.reward)
         check_at_least(1, rounds=self.rounds)
         if (self.selection is None) != (self.store_dir is None):
-            raise InputError(
-                f"Expected `store_dir` with a `selection`, and there alone, but got {self.store_dir!r} with "
-                f"{self.selection!r}."
-            )
+            got = f"{self.store_dir!r} with {self.selection!r}"
+            raise InputError(f"Expected `store_dir` with a `selection`, and there alone, but got {got}.")
         if self.selection is None and self.reward == "none":
             raise InputError("Expected a `selection` with `reward: none`, which samples nothing, but got None.")
         if self.is_one_round and self.reward != "none" and self.rounds > 1:
-            raise InputError(
-                f"Expected `rounds: 1` with `reward: {self.reward}`, known in round 0 alone, but got {self.rounds}."
-            )
+            what = f"`reward: {self.reward}`, known in round 0 alone"
+            raise InputError(f"Expected `rounds: 1` with {what}, but got {self.rounds}.")
 
     @property
     def is_one_round(self) -> bool:
@@ -120,26 +115,19 @@ def fit_settings(
     one: Adaptation, folder: Path, *, engine: EngineSettings, guard: Mapping[str, float], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings of `selfcal fit`."""
-    store = one.store_dir or str(folder / SAMPLES)
-    place = asdict(one.questions)
-    learnt = {"reward": one.reward, "target": one.target}
-    model = {"base_model": one.base_model, "revision": one.revision, "lr": one.lr, "seed": one.seed, **learnt}
+    model = {name: getattr(one, name) for name in OWN_OF_MODEL}
     data = {
-        "store_dir": store, "num_samples": one.num_samples, "batch_size": one.batch_size, "seed": one.seed,
-        "selection": one.selection, "train": [] if one.is_one_round else [place],
+        **{name: getattr(one, name) for name in OWN_OF_DATA}, "store_dir": one.store_dir or str(folder / SAMPLES),
+        "train": [] if one.is_one_round else [asdict(one.questions)],
         "regenerate_every_n_epochs": None if one.is_one_round else 1,
     }  # fmt: skip
     sampling = {**ON_POLICY, "max_new_tokens": one.max_new_tokens}
-    generation = {"engine": asdict(engine), "sampling": sampling, "seed": one.seed}
-    callbacks = [
-        {"class_path": GENERATION, "init_args": generation},
-        {"class_path": GUARD, "init_args": {"report": str(folder / GUARD_FILE), **guard}},
-        {
-            "class_path": CHECKPOINTS,
-            "init_args": {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": 1, "save_last": True},
-        },
-        {"class_path": EXPORT, "init_args": {"output_dir": str(folder / ADAPTER)}},
-    ]
+    callbacks = {
+        GENERATION: {"engine": asdict(engine), "sampling": sampling, "seed": one.seed},
+        GUARD: {"report": str(folder / GUARD_FILE), **guard},
+        CHECKPOINTS: {"dirpath": str(folder / "checkpoints"), "every_n_train_steps": 1, "save_last": True},
+        EXPORT: {"output_dir": str(folder / ADAPTER)},
+    }
     settings: dict[str, Any] = {
         "seed_everything": one.seed,
         "trainer": {
@@ -147,16 +135,15 @@ def fit_settings(
             "num_sanity_val_steps": 0, "use_distributed_sampler": False, "log_every_n_steps": 1,
             "gradient_clip_val": 1.0, "enable_model_summary": False, "default_root_dir": str(folder),
             "logger": {"class_path": LOGGER, "init_args": {"save_dir": str(folder), "name": "logs"}},
-            "callbacks": callbacks,
+            "callbacks": [{"class_path": name, "init_args": given} for name, given in callbacks.items()],
         },
         "model": {"class_path": MODULE, "init_args": model},
         "data": {"class_path": DATA, "init_args": data},
     }  # fmt: skip
     stated: list[tuple[str, str, object]] = [("model", name, model[name]) for name in OWN_OF_MODEL]
     stated += [("data", name, data[name]) for name in OWN_OF_DATA]
-    stated += [("trainer", "max_epochs", one.rounds)]
     override(settings, options)
-    for section, name, value in stated:
+    for section, name, value in (*stated, ("trainer", "max_epochs", one.rounds)):
         if (found := settings[section].get("init_args", settings[section])[name]) != value:
             raise InputError(f"Expected `fit_options` without `{section}.{name}`, but got {found!r}; it is {value!r}.")
     return settings
@@ -222,10 +209,9 @@ class Evaluation:
 
     def compare(self, cost_in_samples: int) -> list[SetComparison]:
         """Sample what is missing and compare the models; ``cost_in_samples`` is the adaptation's cost in responses."""
-        return [self._compare(name, cost_in_samples) for name in self.slices]
+        return [self._compare(name, cost_in_samples if name == TRANSDUCTIVE else 0) for name in self.slices]
 
-    def _compare(self, name: str, cost_in_samples: int) -> SetComparison:
-        further = cost_in_samples if name == TRANSDUCTIVE else 0
+    def _compare(self, name: str, further: int) -> SetComparison:
         say(f"Evaluation: {name}")
         whole = self._sample(name, "base", self.sampling, num_samples=self.num_samples + further)
         others = {}

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from selfcal_lightning.adaptation.equations import canonical_step, find_equations, is_number, step_key, step_numbers
 from selfcal_lightning.adaptation.selection_files import STEPS_FILE, Example, Selection, digest_of
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
 # Reasons why a response has no key steps.
-EMPTY, NO_JSON, NO_SCHEMA, NOTHING_LEFT, REFUSED, NO_ROOM = (
-    "empty", "no_json", "schema", "nothing_left", "refused", "no_room",
-)  # fmt: skip
+EMPTY, NO_JSON, NO_SCHEMA = "empty", "no_json", "schema"
+NOTHING_LEFT, REFUSED, NO_ROOM = "nothing_left", "refused", "no_room"
 MOST_STEPS, MOST_FORMS, LONGEST_FORM = 32, 8, 200
 
 
@@ -120,11 +119,11 @@ def _is_article(form: str, answer: str) -> bool:
 
 
 def _without(tokens: tuple[str, ...], run: tuple[str, ...]) -> tuple[str, ...]:
-    left, size, at = [], len(run), 0
+    left, at = [], 0
     while at < len(tokens):
-        is_run = bool(run) and tokens[at : at + size] == run
+        is_run = run and tokens[at : at + len(run)] == run
         left += [] if is_run else [tokens[at]]
-        at += size if is_run else 1
+        at += len(run) if is_run else 1
     return tuple(left)
 
 
@@ -132,8 +131,7 @@ _FENCE = re.compile(r"```[A-Za-z]*\n(.*?)```", re.DOTALL)
 _LONGEST_REPLY = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     steps: tuple[tuple[str, ...], ...] | None
     reason: str | None
 
@@ -164,12 +162,10 @@ def _steps(content: Any) -> tuple[tuple[str, ...], ...] | None:
     found = content.get("key_steps") if isinstance(content, dict) and set(content) == {"key_steps"} else None
     if not isinstance(found, list) or len(found) > MOST_STEPS:
         return None
-    for forms in found:
-        if not isinstance(forms, list) or not 0 < len(forms) <= MOST_FORMS:
-            return None
-        if not all(isinstance(form, str) and 0 < len(form) <= LONGEST_FORM for form in forms):
-            return None
-    return tuple(map(tuple, found))
+    if not all(isinstance(forms, list) and 0 < len(forms) <= MOST_FORMS for forms in found):
+        return None
+    is_short = all(isinstance(form, str) and 0 < len(form) <= LONGEST_FORM for forms in found for form in forms)
+    return tuple(map(tuple, found)) if is_short else None
 
 
 class RuleExtractor:
@@ -222,10 +218,9 @@ class EngineExtractor:
         """Return what the outcome depends on: the model and its prompt."""
         words = "\n".join((SYSTEM, INSTRUCTIONS, REPAIR))
         known = self._engine.describe()
-        model = {name: known.get(name) for name in ("model", "revision", "weights_sha256", "adapter_sha256")}
         return {
             "backend": "engine",
-            "model": model,
+            "model": {name: known.get(name) for name in ("model", "revision", "weights_sha256", "adapter_sha256")},
             "words_sha256": hashlib.sha256(words.encode()).hexdigest(),
             "template_sha256": self._chat.describe().get("template_sha256"),
             "max_new_tokens": self._sampling.max_new_tokens,
@@ -260,8 +255,10 @@ class EngineExtractor:
                     reply = read_reply(response.text)
                     if reply.steps is None and job.bad is None and self._can_repair(job, response.text, room):
                         pending |= set(self._engine.submit([self._request(response.request_id, job)]))
+                    elif reply.steps is None:
+                        yield _none(job.example, str(reply.reason), repaired=job.bad is not None)
                     else:
-                        yield _outcome(job, reply)
+                        yield checked_steps(job.example, reply.steps, repaired=job.bad is not None)
         finally:
             self._engine.cancel(pending)
         if failures:
@@ -289,13 +286,6 @@ def question_about(text: str) -> str:
     """Return the request about a response, between marks that it cannot contain: they include its hash."""
     mark = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:10]
     return f"{INSTRUCTIONS}\n\n<solution {mark}>\n{text}\n</solution {mark}>"
-
-
-def _outcome(job: _Job, reply: Reply) -> Extracted:
-    repaired = job.bad is not None
-    if reply.steps is None:
-        return _none(job.example, str(reply.reason), repaired=repaired)
-    return checked_steps(job.example, reply.steps, repaired=repaired)
 
 
 def _none(example: Example, reason: str, *, repaired: bool = False) -> Extracted:
@@ -343,9 +333,7 @@ def read_key_steps(selection: Selection) -> KeySteps | None:
         return None
     content = read_record(file, dict)
     if content["selection_sha256"] != selection.sha256:
-        raise InputError(
-            f"{file} holds the steps of an earlier selection. Run `selfcal extract-steps --overwrite true`."
-        )
+        raise InputError(f"{file} is of an earlier selection. Run `selfcal extract-steps --overwrite true`.")
     return KeySteps(content["extractor"], content["selection_sha256"], tuple(map(_from_json, content["found"])))
 
 

@@ -22,12 +22,9 @@ from selfcal_lightning.records import QuestionSamples, Sample
 
 def select_best(scores: Sequence[float | None], answers: Sequence[str | None] | None = None) -> int | None:
     """Return the position of the response with the highest score, the first one on ties; None where there is none."""
-    known = [
-        at
-        for at, score in enumerate(scores)
-        if score is not None and not math.isnan(score) and (answers is None or answers[at])
-    ]
-    return max(known, key=lambda at: (scores[at], -at), default=None)
+    readable = scores if answers is None else [s if a else None for s, a in zip(scores, answers, strict=True)]
+    known = {at: score for at, score in enumerate(readable) if score is not None and not math.isnan(score)}
+    return max(known, key=known.__getitem__, default=None)
 
 
 Order = Literal["easiest", "hardest", "informative"]
@@ -129,9 +126,10 @@ class SelectedRow:
 
 def label_of(entry: QuestionSamples, kind: LabelKind, *, picked: str | None) -> Label:
     answers = [sample.answer for sample in entry.samples]
+    masses = {answer: mass for answer, mass in _masses(entry.samples).items() if mass > 0.0}
     text = {
         "majority": majority_answer(answers),
-        "ssc": _most_confident(entry.samples),
+        "ssc": max(masses, key=masses.__getitem__, default=None),
         "picked": picked,
         "reference": entry.question.reference,
         "none": None,
@@ -152,11 +150,6 @@ def confidence_share(samples: Sequence[Sample], answer: str) -> float | None:
     masses = _masses(samples)
     total = math.fsum(masses.values())
     return masses.get(answer, 0.0) / total if total > 0.0 else None
-
-
-def _most_confident(samples: Sequence[Sample]) -> str | None:
-    masses = _masses(samples)
-    return max(masses, key=masses.__getitem__) if masses and max(masses.values()) > 0.0 else None
 
 
 def _masses(samples: Sequence[Sample]) -> dict[str, float]:
@@ -237,14 +230,15 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
     elif settings.keep != PICK:
         keep = score_of(entry, sample, settings.keep, fusion)
         reason = UNKNOWN if keep is None else None
+    answer = None if sample is None else sample.answer
     return SelectedRow(
         question_id=entry.question.id,
         round=samples[0].round,
         task=entry.question.task,
         split=entry.split,
         index=None if sample is None else sample.index,
-        answer=None if sample is None else sample.answer,
-        label=label_of(entry, settings.label, picked=None if sample is None else sample.answer),
+        answer=answer,
+        label=label_of(entry, settings.label, picked=answer),
         pick_score=pick,
         keep_score=keep,
         num_samples=len(samples),
@@ -281,16 +275,13 @@ def _keep(rows: Sequence[SelectedRow], settings: SelectionSettings) -> tuple[lis
         first = [at for at in first if urgency[at] >= least]
     if not first:
         scores = [row.keep_score for row in rows if row.reason is None and row.keep_score is not None]
-        found = f"the first has no score: {rows[0].reason}"
-        if scores:
-            found = f"scores lie between {min(scores):.3g} and {max(scores):.3g}"
+        nothing = f"the first has no score: {rows[0].reason}"
+        found = f"scores lie between {min(scores):.3g} and {max(scores):.3g}" if scores else nothing
         raise InputError(f"Expected to keep at least one of {len(rows):,} questions, but got none: {found}.")
     why = NOT_FIRST if settings.threshold is None else BEYOND
-    is_kept = set(first)
-    marked = [
-        replace(row, kept=at in is_kept, reason=None if at in is_kept else row.reason or why)
-        for at, row in enumerate(rows)
-    ]
+    marked = [replace(row, kept=False, reason=row.reason or why) for row in rows]
+    for at in first:
+        marked[at] = replace(rows[at], kept=True, reason=None)
     return marked, float(rows[first[-1]].keep_score or 0.0)
 
 

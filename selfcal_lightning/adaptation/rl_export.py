@@ -72,7 +72,12 @@ def training_rows(
             raise InputError(f"Expected a chat for question {one.question.id!r}, but got a rendered prompt.")
         found = known.get((one.row.question_id, one.row.round, one.sample.index))
         forms = [list(step.forms) for step in (found.steps if found else None) or ()]
-        rows.append(TrainingRow(number, one, _label(one.row, label), forms))
+        own = one.row.label
+        if label == "none":
+            own = Label("none")
+        elif label == "picked":
+            own = replace(own, kind="picked") if own.text == one.row.answer else Label("picked", one.row.answer)
+        rows.append(TrainingRow(number, one, own, forms))
     return rows
 
 
@@ -82,14 +87,6 @@ def check_label(selection: Selection, label: str | None) -> None:
     if label not in (None, "picked", "none", own):
         also = " --references true" if label == "reference" else ""
         raise InputError(f"Selection has `label` {own!r}. For {label!r} run `selfcal select --label {label}{also}`.")
-
-
-def _label(row: SelectedRow, label: ExportLabel | None) -> Label:
-    if label is None:
-        return row.label
-    if label == "none":
-        return Label("none")
-    return replace(row.label, kind="picked") if row.label.text == row.answer else Label("picked", row.answer)
 
 
 Format = Literal["verl", "trl", "openrlhf", "reference"]
@@ -113,39 +110,26 @@ def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Tabl
     return pa.Table.from_pylist([_verl_row(row, names, selection_sha256) for row in rows], schema=schema)
 
 
-def verl_sft_table(rows: Sequence[TrainingRow]) -> pa.Table:
-    """Return the table of verl's supervised trainer."""
-    return pa.Table.from_pylist([{"messages": [*row.chat, row.turn]} for row in rows], pa.schema({"messages": _CHAT}))
-
-
 def trl_table(rows: Sequence[TrainingRow]) -> pa.Table:
     """Return the table of TRL; ``GRPOTrainer`` passes all columns to the reward, ``SFTTrainer`` reads two."""
     columns = {"prompt": _CHAT, "completion": _CHAT, "data_source": _TEXT, "answer": _TEXT, **_LABEL}
     schema = pa.schema({**columns, "key_steps": _STEPS, "question_id": _TEXT})
-    content = [
-        {"prompt": row.chat, "completion": [row.turn], **row.reward_fields, "question_id": row.row.question_id}
-        for row in rows
-    ]
+    own = [{"prompt": row.chat, "completion": [row.turn], "question_id": row.row.question_id} for row in rows]
+    content = [one | row.reward_fields for one, row in zip(own, rows, strict=True)]
     return pa.Table.from_pylist(content, schema=schema)
 
 
-def openrlhf_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
-    """Return the lines of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
-    return [
-        {"input": row.chat, "label": json.dumps(fields, ensure_ascii=False), "datasource": fields["data_source"]}
-        for row in rows
-        for fields in (row.reward_fields,)
-    ]
+def openrlhf_row(row: TrainingRow) -> dict[str, Any]:
+    """Return a line of ``--data.prompt_dataset``; the label is JSON that our reward file reads."""
+    fields = row.reward_fields
+    return {"input": row.chat, "label": json.dumps(fields, ensure_ascii=False), "datasource": fields["data_source"]}
 
 
-def reference_rows(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
-    """Return the rows of the reference system; key steps, as JSON, replace the response."""
-    found = []
-    for row in rows:
-        steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
-        text = steps or row.example.sample.text
-        found.append({"question": row.example.question.text, "answer": row.label.text, "gpt_response": text})
-    return found
+def reference_row(row: TrainingRow) -> dict[str, Any]:
+    """Return a row of the reference system; key steps, as JSON, replace the response."""
+    steps = json.dumps({"key_steps": row.key_steps}, ensure_ascii=False) if row.key_steps else None
+    text = steps or row.example.sample.text
+    return {"question": row.example.question.text, "answer": row.label.text, "gpt_response": text}
 
 
 def _verl_row(row: TrainingRow, names: Sequence[str], selection_sha256: str) -> dict[str, Any]:
@@ -241,13 +225,16 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
 
 def _rows_files(rows: Sequence[TrainingRow], format: Format, selection: Selection) -> dict[str, bytes]:
     if format == "verl":
+        chats = [{"messages": [*row.chat, row.turn]} for row in rows]  # for verl's supervised trainer
+        supervised = pa.Table.from_pylist(chats, pa.schema({"messages": _CHAT}))
         table = verl_table(rows, selection_sha256=selection.sha256)
-        return {"train.parquet": _parquet(table), "sft.parquet": _parquet(verl_sft_table(rows))}
+        return {"train.parquet": _parquet(table), "sft.parquet": _parquet(supervised)}
     if format == "trl":
         return {"train.parquet": _parquet(trl_table(rows))}
     if format == "openrlhf":
-        return {"train.jsonl": "".join(map(as_json_line, openrlhf_rows(rows))).encode()}
-    return {"selected.json": (json.dumps(reference_rows(rows), indent=1, ensure_ascii=False) + "\n").encode()}
+        return {"train.jsonl": "".join(as_json_line(openrlhf_row(row)) for row in rows).encode()}
+    content = json.dumps(list(map(reference_row, rows)), indent=1, ensure_ascii=False)
+    return {"selected.json": f"{content}\n".encode()}
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -18,16 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from selfcal_lightning import __version__
-from selfcal_lightning.adaptation.picking import (
-    FUSED,
-    FUSED_FEATURES,
-    PICK,
-    Label,
-    Selected,
-    SelectedRow,
-    SelectionSettings,
-    without_references,
-)
+from selfcal_lightning.adaptation import picking
+from selfcal_lightning.adaptation.picking import Label, Selected, SelectedRow, SelectionSettings
 from selfcal_lightning.confidence.base import split_hash
 from selfcal_lightning.confidence.estimators import WEIGHTS
 from selfcal_lightning.confidence.features import required_confidences
@@ -83,12 +75,14 @@ def read_source(
 
 def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
     """Return the stored annotations to read: those that are named or may enter the fusion."""
-    features = () if settings.pick != FUSED else FUSED_FEATURES if settings.features is None else settings.features
+    features: Sequence[str] = ()
+    if settings.pick == picking.FUSED:
+        features = picking.FUSED_FEATURES if settings.features is None else settings.features
     required = required_confidences(features)
     there = annotation_names(store_dir)
     wanted = [name for name in dict.fromkeys([*settings.names, *required]) if name in there]
     estimators = annotation_estimators(store_dir, wanted)
-    across = settings.pick if settings.keep == PICK else settings.keep
+    across = settings.pick if settings.keep == picking.PICK else settings.keep
     if estimators.get(across) in {weight.name for weight in WEIGHTS}:
         raise InputError(f"`keep` compares questions, {across!r} compares responses to one. Name it as `pick`.")
     known = recorded_confidences(estimators)
@@ -98,9 +92,7 @@ def _annotations(store_dir: str, settings: SelectionSettings) -> list[str]:
 
 
 def _origin(store_dir: str, name: str) -> dict[str, Any]:
-    record = Annotation(store_dir, name).record
-    if record is None:
-        raise InputError(f"Expected {name!r} to be an annotation of {store_dir}, but got none of that name.")
+    record: Any = Annotation(store_dir, name).record  # there: `_annotations` has listed it
     return {"origin": dict(record.origin), "sha256": digest_of([part.sha256 for part in record.parts])}
 
 
@@ -165,6 +157,7 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
     folder.mkdir(parents=True, exist_ok=True)
     data = _parquet(selected.rows, source.shards)
     chosen, rows = asdict(settings), selected.rows
+    chosen_on = {"split": source.store["split"], "questions_sha256": split_hash(row.question_id for row in rows)}
     manifest = {
         "kind": KIND,
         "version": __version__,
@@ -175,13 +168,7 @@ def write_selection(output: str | Path, selected: Selected, source: Source, sett
         "settings": chosen,
         "settings_sha256": digest_of(chosen),
         "fusion": None if selected.fusion is None else selected.fusion.as_json(),
-        "threshold": {
-            "value": selected.threshold,
-            "chosen_on": {
-                "split": source.store["split"],
-                "questions_sha256": split_hash(row.question_id for row in rows),
-            },
-        },
+        "threshold": {"value": selected.threshold, "chosen_on": chosen_on},
         "counts": {
             "questions": len(rows),
             "kept": sum(row.kept for row in rows),
@@ -266,7 +253,7 @@ def examples(selection: Selection, *, store_dir: str | Path | None = None) -> It
         stored = store.read_rows(index.locate(np.array(at, dtype=np.int64)))
         for row, one in zip(chosen, stored, strict=True):
             entry = QuestionSamples(one.question, (one.sample,), row.split, one.prompt_ids)
-            seen = entry if selection.reads_reference else without_references(entry)
+            seen = entry if selection.reads_reference else picking.without_references(entry)
             yield Example(row, seen.question, seen.samples[0], one.prompt_ids)
 
 

@@ -237,6 +237,8 @@ class BeamSearch(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep > self.width:
+            raise InputError(f"Expected `keep` to be at most `width`, {self.width}, but got {self.keep}.")
         if self.width % self.keep:
             raise InputError(f"Expected `width` to be a multiple of `keep`, {self.keep}, but got {self.width}.")
 

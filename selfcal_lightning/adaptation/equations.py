@@ -131,7 +131,6 @@ def _first_expression(text: str, tokens: list[_Token], *, is_last: bool) -> _Sid
 
 
 def _depth(tokens: list[_Token]) -> int:
-    """Return opening minus closing brackets."""
     return sum((token.text == "(") - (token.text == ")") for token in tokens)
 
 
@@ -159,7 +158,6 @@ def _value(tokens: Sequence[str]) -> Fraction | None:
 
 
 def _sum(tokens: list[str]) -> tuple[Fraction, list[str]]:
-    """Parse a sum; return its value and the remaining tokens."""
     value, rest = _product(tokens)
     while rest and rest[0] in "+-":
         term, after = _product(rest[1:])
@@ -206,7 +204,6 @@ _DIGITS = frozenset("0123456789")
 
 
 def canonical_step(text: str) -> tuple[str, ...]:
-    """Return the tokens of a step in one spelling."""
     found: list[str] = []
     for token in _STEP_TOKEN.findall(_FRACTION.sub(r" \1 / \2 ", text)):
         if token in _LEFT_OUT:
@@ -222,7 +219,6 @@ def is_number(token: str) -> bool:
 
 
 def step_numbers(text: str) -> frozenset[str]:
-    """Return the numbers of a text in one spelling."""
     return frozenset(_number(token) for token in re.findall(_NUMBER, text))
 
 
@@ -233,7 +229,6 @@ def step_key(text: str) -> tuple[str, ...]:
 
 
 def _sorted_operands(side: Sequence[str]) -> list[str]:
-    """Sort the operands of a plain sum or a plain product."""
     signs = _OPERATORS.intersection(side)
     if len(signs) != 1 or not signs <= {"+", "*"}:
         return list(side)

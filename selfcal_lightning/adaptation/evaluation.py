@@ -55,7 +55,6 @@ class SampledSet:
         return self.each(lambda samples: is_right(samples[:k]))
 
     def distinct(self) -> Floats:
-        """Return the number of different answers to each question [Q]."""
         return self.each(lambda samples: len({one.answer for one in samples if one.answer}))
 
     def scored(self) -> ScoredResponses | None:

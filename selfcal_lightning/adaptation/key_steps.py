@@ -169,8 +169,6 @@ def _steps(content: Any) -> tuple[tuple[str, ...], ...] | None:
 
 
 class RuleExtractor:
-    """Takes the equations of a response as its key steps, as written."""
-
     def describe(self) -> dict[str, Any]:
         return {"backend": "rules", "version": 2}
 

@@ -275,7 +275,6 @@ class TestTimeTrainingModule(ConfidenceModel):
     # ---- training
 
     def on_train_start(self) -> None:
-        """End a resumed training whose round teaches nothing."""
         super().on_train_start()
         if self.current_epoch > 0:
             self._end_without_rewards(self.current_epoch)
@@ -358,7 +357,6 @@ class TestTimeTrainingModule(ConfidenceModel):
 
     @contextmanager
     def _adapter_of(self, state: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap the adapter weights for the block."""
         own = adapter_state(self.model)
         set_adapter_state(self.model, state)
         try:
@@ -367,7 +365,6 @@ class TestTimeTrainingModule(ConfidenceModel):
             set_adapter_state(self.model, own)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the losses of the step."""
         weights = {
             "PolicyGradient": 1.0, "KL": self.policy.kl, "Entropy": -self.policy.entropy, "Likelihood": 1.0,
             "Calibration": self.policy.calibration,

@@ -217,7 +217,6 @@ def fit_votes(entries: Sequence[QuestionSamples], features: Sequence[str] | None
 
 
 def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | None) -> SelectedRow:
-    """Choose the response; which questions are kept is decided later."""
     samples = entry.samples
     answers = [sample.answer for sample in samples]
     scores = [score_of(entry, sample, settings.pick, fusion) for sample in samples]
@@ -250,7 +249,6 @@ def _row(entry: QuestionSamples, settings: SelectionSettings, fusion: Fusion | N
 
 
 def score_of(entry: QuestionSamples, sample: Sample, name: str, fusion: Fusion | None) -> float | None:
-    """Return a score of a readable response; None where it has none."""
     if not sample.answer:
         return None
     if name == SHARE:

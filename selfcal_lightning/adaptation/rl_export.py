@@ -97,7 +97,6 @@ _LABEL = {"label_kind": _TEXT, "label_share": _REAL}
 
 
 def verl_table(rows: Sequence[TrainingRow], *, selection_sha256: str) -> pa.Table:
-    """Return the table of ``data.train_files``."""
     names = sorted({name for row in rows for name in row.row.scores})
     info = {
         "index": _INT, "split": _TEXT, "question_id": _TEXT, **_LABEL, "label_confidence": _REAL, "label_margin": _REAL,
@@ -218,7 +217,6 @@ def export_rl(
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of an earlier export; empty without one."""
     file = folder / MANIFEST_FILE
     return (json_object_or_none(file) or {}) if file.is_file() else {}
 

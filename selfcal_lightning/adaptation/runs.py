@@ -114,7 +114,6 @@ class Adaptation:
 def fit_settings(
     one: Adaptation, folder: Path, *, engine: EngineSettings, guard: Mapping[str, float], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings of `selfcal fit`."""
     model = {name: getattr(one, name) for name in OWN_OF_MODEL}
     data = {
         **{name: getattr(one, name) for name in OWN_OF_DATA}, "store_dir": one.store_dir or str(folder / SAMPLES),

@@ -97,7 +97,6 @@ def _origin(store_dir: str, name: str) -> dict[str, Any]:
 
 
 def digest_of(content: Sequence[str] | dict[str, Any]) -> str:
-    """Return a sha256 of plain JSON types."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -117,15 +116,12 @@ _LABEL = {"kind": "label_kind", "text": "label", "share": "label_share", "confid
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection that was read from disk."""
-
     path: Path
     rows: tuple[SelectedRow, ...]
     manifest: Mapping[str, Any]
 
     @property
     def kept(self) -> tuple[SelectedRow, ...]:
-        """The rows that are training data."""
         return tuple(row for row in self.rows if row.kept)
 
     @property
@@ -224,8 +220,6 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A kept question with its chosen response: a row of training data."""
-
     row: SelectedRow
     question: Question
     sample: Sample
@@ -284,6 +278,5 @@ def write_reference_files(folder: Path, chosen: Sequence[Example]) -> None:
 
 
 def remove_reference_files(folder: Path) -> None:
-    """Remove those of an earlier selection in this folder."""
     for name in (SELECTED_FILE, RESULTS_FILE):
         (folder / name).unlink(missing_ok=True)

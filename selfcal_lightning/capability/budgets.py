@@ -25,8 +25,6 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class PassAtKCurve:
-    """Predicted pass@k of an estimate."""
-
     name: str
     way: str  # how pass@k follows from the estimate
     k: tuple[int, ...]

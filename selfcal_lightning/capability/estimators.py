@@ -36,8 +36,6 @@ _CHUNK = 512
 
 @dataclass(frozen=True)
 class ResponseEstimator:
-    """An estimate from responses to the question."""
-
     estimate: Callable[[QuestionTable], Floats]  # one value a question [Q]; nan where unknown
     needs_labels: bool = False
     least_samples: int = 1  # 0 if it reads no response

@@ -320,8 +320,6 @@ LEFT_OUT = (0.1, 0.2, 0.5)
 
 @dataclass(frozen=True)
 class AskingRow:
-    """The result of abstaining by one estimate."""
-
     name: str
     left_out: tuple[float, ...]  # shares of the questions abstained from, those of least value
     lost: tuple[Estimate, ...]  # share of all right responses lost with them

@@ -64,7 +64,6 @@ class FeatureFolder:
         return dict(record["origin"])
 
     def open(self, origin: Mapping[str, Any]) -> None:
-        """Prepare the folder for vectors of ``origin``."""
         found = self.origin
         if found is None:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -87,7 +86,6 @@ class FeatureFolder:
         return {key for _, keys in self._files() for key in keys}
 
     def read(self, keys: Sequence[Key]) -> PromptStates:
-        """Return the vectors of questions, in their order."""
         places = {key: row for row, key in enumerate(keys)}
         kept: dict[str, NDArray[np.float32]] = {}
         found = np.zeros(len(keys), dtype=bool)
@@ -110,7 +108,6 @@ class FeatureFolder:
 
 
 def prompt_digest(prompt_ids: Iterable[int]) -> str:
-    """Return a digest of the token ids of a prompt."""
     return hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:16]
 
 

@@ -168,8 +168,6 @@ def quantile_mapping(scores: Array, distribution: Array, *, ties: Literal["mean"
 
 @dataclass(frozen=True)
 class CalibrationQuestions:
-    """Q labelled questions with predicted capabilities."""
-
     predicted: Floats
     table: QuestionTable
     questions: tuple[Question, ...]
@@ -217,7 +215,6 @@ class CapabilityMaps:
     per_k: PassAtKMaps
 
     def apply(self, name: MapName, p: Floats) -> Floats:
-        """Return mapped capabilities [Q]."""
         if name == "isotonic":
             return np.interp(p, self.knots, self.heights)
         if name == "quantile":
@@ -236,7 +233,6 @@ class CapabilityMaps:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CapabilityMaps:
-        """Read what ``asdict`` gave."""
         per_k = content["per_k"]
         plain = {name: tuple(content[name]) for name in ("knots", "heights", "distribution")}
         maps = PassAtKMaps(tuple(per_k["k"]), *(tuple(map(tuple, per_k[side])) for side in ("x", "y")))
@@ -255,7 +251,6 @@ class KeptMaps:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"maps of {self.estimator}"
 
     def check(self, scored_by: Iterable[str | None], question_ids: Iterable[str]) -> None:
@@ -268,7 +263,6 @@ class KeptMaps:
         check_not_fitted_on(question_ids, self)
 
     def save(self, path: str | Path) -> None:
-        """Write the maps to a JSON file."""
         check_maps_target(path)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -279,7 +273,6 @@ class KeptMaps:
 
 
 def load_maps(path: str | Path) -> KeptMaps:
-    """Read what :meth:`KeptMaps.save` wrote."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"`maps`: there is no file {path}. `selfcal fit-capability-maps` writes one.")
     record = json_object_or_none(Path(path)) or {}
@@ -295,7 +288,6 @@ def load_maps(path: str | Path) -> KeptMaps:
 
 
 def check_maps_target(path: str | Path) -> None:
-    """Raise InputError unless ``path`` is new or holds earlier maps."""
     check_replaceable(
         path, lambda file: (json_object_or_none(file) or {}).get("format") == FORMAT, option="output",
         kind="earlier maps of capabilities",
@@ -309,7 +301,6 @@ def fit_capability_maps(
     *,
     ks: Sequence[int] | None = None,
 ) -> CapabilityMaps:
-    """Fit all maps to labelled questions."""
     p, samples = np.asarray(predicted, dtype=np.float64), np.asarray(num_samples)
     most = int(samples.min(initial=np.iinfo(np.int64).max)) if len(samples) else 0
     wanted = range(1, most + 1) if ks is None else [k for k in ks if k <= most]

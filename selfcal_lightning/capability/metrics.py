@@ -31,7 +31,6 @@ class QuestionRows(ExactMetric):
         self.add_rows("questions", width=3, dtype=torch.float64)
 
     def update(self, predicted: Tensor, num_correct: Tensor, num_samples: Tensor) -> None:
-        """Keep the questions."""
         check_vectors(predicted=predicted, num_correct=num_correct, num_samples=num_samples)
         check_probabilities(predicted, "predicted")
         columns = (predicted.detach().double(), num_correct.double(), num_samples.double())
@@ -83,7 +82,6 @@ class CapabilityMetrics(QuestionRows):
         self.debiased = debiased
 
     def compute(self) -> dict[str, float]:
-        """Return the numbers over all questions of all processes, by key."""
         predicted, correct, samples = self.columns()
         share = correct / samples
         error = squared_error(predicted, correct, samples, debiased=self.debiased)
@@ -124,7 +122,6 @@ class CapabilityErrorParts(QuestionRows):
     higher_is_better = False
 
     def compute(self) -> dict[str, float]:
-        """Return the parts over all questions of all processes, by key."""
         parts = error_parts(*self.columns())
         values = (np.nan,) * 3 if parts is None else (parts.response, parts.capability, parts.spread)
         return dict(zip(ERROR_KEYS, map(float, values), strict=True))

@@ -39,7 +39,6 @@ class ProbeHead:
 
     @property
     def num_features(self) -> int:
-        """Features that it reads, D."""
         return int(self.weights[0].shape[1])
 
     def describe(self) -> str:
@@ -87,7 +86,6 @@ class CapabilityProbe(ProbeBasis):
 
     @property
     def basis(self) -> ProbeBasis:
-        """Everything but the head."""
         return ProbeBasis(**{each.name: getattr(self, each.name) for each in fields(ProbeBasis)})
 
     @property
@@ -143,7 +141,6 @@ class CapabilityProbe(ProbeBasis):
 
 
 def load_probe(folder: str | Path) -> CapabilityProbe:
-    """Read a probe that :meth:`CapabilityProbe.save` wrote."""
     path = Path(folder)
     if not (path / RECORD).is_file() or not (path / WEIGHTS).is_file():
         raise FileNotFoundError(f"No probe in {path}, {RECORD} and {WEIGHTS}: `selfcal fit-probe` writes one.")
@@ -171,7 +168,6 @@ def load_probe(folder: str | Path) -> CapabilityProbe:
 
 
 def check_probe_target(folder: str | Path) -> None:
-    """Raise InputError unless ``folder`` is new, empty, or an earlier probe."""
     path = Path(folder)
     if not path.exists():
         return
@@ -254,7 +250,6 @@ def probe_basis(
 
 
 def checked_targets(table: QuestionTable, target: Target, *, draws: int | None = None, seed: int = 0) -> Floats:
-    """Return the targets of a fit [Q]."""
     if len(table) < LEAST_QUESTIONS:
         raise InputError(f"Expected at least {LEAST_QUESTIONS} questions to fit a probe on, but got {len(table)}.")
     wanted = table.targets(target, draws=draws, seed=seed)

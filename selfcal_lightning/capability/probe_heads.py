@@ -28,7 +28,6 @@ def class_confidence(logits: Tensor) -> Tensor:
 
 
 def head_outputs(features: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Compute the outputs of linear layers with ReLU between them."""
     values = features
     for place, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         values = F.linear(F.relu(values) if place else values, weight, bias)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class ProbeBatch(NamedTuple):
-    """B questions with their features and counted responses."""
-
     features: Tensor  # standardised, float32 [B, D]
     target: Tensor  # in [0, 1], float32 [B]
     num_correct: Tensor  # float32 [B]; nan where a response is not verified
@@ -108,7 +106,6 @@ class ProbeSettings:
 
     @property
     def link(self) -> Link:
-        """How outputs become shares."""
         return "classes" if self.head == "classifier" else "sigmoid"
 
 

@@ -26,15 +26,12 @@ LABEL = "label"
 
 @dataclass(frozen=True)
 class CapabilityPool:
-    """Questions with recorded responses."""
-
     path: Path
     pool: RecordedPool
     fingerprint: StoreFingerprint | None
 
     @property
     def questions(self) -> list[Question]:
-        """The questions, in the order of the pool."""
         return [entry.question for entry in self.pool.entries]
 
     @property

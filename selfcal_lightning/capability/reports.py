@@ -71,7 +71,6 @@ def mixing_figure(rows: Sequence[MixingRow]) -> Figure:
 
 
 def _gains_figure(gains: Mapping[str, Sequence[Estimate]], places: Sequence[float]) -> tuple[Figure, Axes]:
-    """Draw the gain of each allocation over the uniform one."""
     figure = Figure(figsize=(5.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for position, (way, estimates) in enumerate(gains.items()):
@@ -183,7 +182,6 @@ def comparison_markdown(
     asking: Sequence[AskingRow],
     mixing: Sequence[MixingRow],
 ) -> str:
-    """Return all tables in Markdown, with notes for the reader."""
     parts_of_page: list[ReportTable | str] = [
         comparison_table(comparison), what_to_know(comparison), decomposition_table(parts), gap_note(gap),
         curve_table(curves), budget_table(budgets), BUDGET_NOTE, mixing_table(mixing), asking_table(asking),

@@ -48,13 +48,11 @@ class QuestionScore:
 
 
 def write_scores(path: str | Path, scores: Sequence[QuestionScore]) -> None:
-    """Write capabilities, one line a question."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_lines(Path(path), [dict(zip(FIELDS, astuple(one), strict=True)) for one in scores])
 
 
 def read_scores(path: str | Path) -> list[QuestionScore]:
-    """Read what :func:`write_scores` wrote."""
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"`scores`: there is no file {path}. `selfcal score-questions --output` writes one.")
@@ -74,7 +72,6 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
 
 
 def check_scores_target(path: str | Path, *, inputs: Iterable[str | Path] = ()) -> None:
-    """Raise InputError unless ``path`` is new or holds earlier scores."""
     is_own = partial(has_first_keys, FIELDS, exactly=False)
     check_replaceable(path, is_own, option="output", kind="earlier scores of questions", inputs=inputs)
 
@@ -109,8 +106,6 @@ def check_origins(read: CapabilityPool, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class QuestionScoring:
-    """What estimates capability, and with which model."""
-
     estimator: str
     probe: str | None
     model: str | None
@@ -195,6 +190,5 @@ def keep_in_store(
     store: Path, name: str, questions: Sequence[Question], values: Sequence[float | None], origin: dict[str, Any],
     *, overwrite: bool,
 ) -> None:  # fmt: skip
-    """Write the values of questions into their store."""
     keys = [(question.id, question_digest(question)) for question in questions]
     QuestionAnnotation(store, name).write(dict(zip(keys, values, strict=True)), origin=origin, overwrite=overwrite)

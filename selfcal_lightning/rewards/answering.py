@@ -101,7 +101,6 @@ def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], rewa
 def open_live_rewards(
     names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str
 ) -> list[LiveReward]:
-    """Load a reward model for the named confidences, if there are any."""
     if not names:
         return []
     reader = open_scaled_rewards(reward, dtype=dtype)

@@ -176,12 +176,10 @@ REWARD_FORMATS: Registry[RewardFormat] = Registry("reward.format", _OWN)
 
 
 def register_reward_format(format: RewardFormat) -> RewardFormat:
-    """Add a format under its name, and return it."""
     return REWARD_FORMATS.register(format)
 
 
 def reward_format(name: str) -> RewardFormat:
-    """Return the format ``name``."""
     if name.startswith(QUANTILES_OF) and name.removeprefix(QUANTILES_OF) in REWARD_FORMATS:
         return quantiles_of(REWARD_FORMATS[name.removeprefix(QUANTILES_OF)])
     return REWARD_FORMATS[name]

@@ -136,7 +136,6 @@ def check_head(files: WeightFiles, folder: Path, format: RewardFormat) -> None:
 
 
 def quantile_outputs(num_outputs: int) -> tuple[str, ...]:
-    """Return the names of the outputs of a head with quantiles."""
     rows = num_outputs - NUM_GAPS
     means = OUTPUTS[:1] if rows == 1 else tuple(f"{OUTPUTS[0]}_{row}" for row in range(1, rows + 1))
     return (*means, *OUTPUTS[1:])
@@ -197,7 +196,6 @@ def merged_trunk(
 
 
 def output_names(head: nn.Module) -> tuple[str, ...]:
-    """Return the names of a head's outputs."""
     last = head[-1] if isinstance(head, nn.Sequential) else head
     return quantile_outputs(cast("nn.Linear", last).out_features)
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What one forward pass reads."""
-
     ids: tuple[int, ...]
     positions: tuple[int, ...]  # where the scores are read [K], rising
 
@@ -160,8 +158,6 @@ Group = list[RewardInput]
 
 
 class PackedRow(NamedTuple):
-    """Trees of inputs, one after the other."""
-
     ids: list[int]
     trees: list[PrefixTree]  # common beginnings, and what follows each of them
     positions: list[list[int]]  # where the scores of every input are read in the row [B][K]
@@ -185,7 +181,6 @@ def pack(groups: Iterable[Sequence[RewardInput]]) -> PackedRow:
 
 
 def common_start(group: Sequence[RewardInput]) -> int:
-    """Return the number of tokens that all inputs of a group begin with."""
     first, last = (choose(one.ids for one in group) for choose in (min, max))
     pairs = zip(first, last, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))

@@ -42,7 +42,6 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, groups: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
-        """Return the scores of every input of groups with common beginnings [B][K], by one forward pass."""
         hidden = self._packed_states(groups) if self.packs else self._padded_states(list(chain.from_iterable(groups)))
         outputs = self._head(hidden.float())
         counts = [len(one.positions) for group in groups for one in group]
@@ -146,7 +145,6 @@ class VLLMRewardModel:
         self.max_context: int | None = self._outputs.max_context
 
     def scores(self, groups: Sequence[Sequence[RewardInput]]) -> list[list[Score]]:
-        """Return the scores of every input of groups [B][K]."""
         read = self._outputs.read([(one.ids, one.positions) for group in groups for one in group])
         return [[Score(*score) for score in linked(torch.tensor(row), self._format).tolist()] for row in read]
 

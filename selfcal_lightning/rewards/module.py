@@ -167,7 +167,6 @@ class PlaceMetrics(torch.nn.Module):
         self.quantiles.reset()
 
     def update(self, batch: RewardBatch, scores: StepScores) -> None:
-        """Add the places of a batch, [M]."""
         known = ~batch.place_rate.isnan()
         rate, kind = batch.place_rate[known], batch.place_kind[known]
         self.means.update(scores.mean[known], rate, batch.place_rollouts[known], kind)
@@ -191,7 +190,6 @@ def first_head(width: int, *, device: torch.device) -> nn.Linear:
 def head_of_public(
     base_model: str, format: RewardFormat, encoder: RewardEncoder, trunk: PreTrainedModel, *, revision: str | None
 ) -> nn.Module:
-    """Return the head of a public reward model with added quantiles."""
     folder = model_folder(base_model, revision=revision)
     files = WeightFiles.of_model(base_model, revision=revision)
     heads.check_head(files, folder, format)
@@ -360,7 +358,6 @@ class QuantileRewardModule(CalibratedModel):
         return Plan(model=(f"{self.base_model}, a reward model with {trunk}",), memory=(memory,))
 
     def configure_model(self) -> None:
-        """Load the model with adapter and outputs, and the weights of an export; once."""
         if self.model is not None:
             return
         super().configure_model()
@@ -428,7 +425,6 @@ class QuantileRewardModule(CalibratedModel):
         return with_cosine(optimizer, self.trainer, warmup_steps=self.optimization.warmup_steps)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the losses of the step."""
         lr = optimizer.param_groups[-1]["lr"]
         if logged := self._step_log.finish(self.trainer.strategy, pinball=self.settings.pinball, lr=lr):
             self.log_dict(logged)
@@ -472,7 +468,6 @@ class QuantileRewardModule(CalibratedModel):
     # ---- exports
 
     def describe(self) -> dict[str, Any]:
-        """Return the manifest of an export."""
         return {
             "base_model": dict(self.identity),
             "outputs": list(heads.output_names(cast("nn.Module", self.head))),
@@ -506,7 +501,6 @@ class QuantileRewardModule(CalibratedModel):
 
     @classmethod
     def from_checkpoint(cls, path: str, *, base_model: str | None, dtype: str) -> Self:
-        """Return the module of a checkpoint, on the CPU."""
         place: dict[str, Any] = {} if base_model is None else {"base_model": base_model, "revision": None}
         return cls.load_from_checkpoint(path, map_location="cpu", torch_dtype=dtype, **place)
 

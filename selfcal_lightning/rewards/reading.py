@@ -31,8 +31,6 @@ _CLASSIFIER = "ForTokenClassification"
 
 @dataclass(frozen=True)
 class RewardFile:
-    """``reward.json`` in the folder of a reward model."""
-
     format: str
     steps: Steps
     levels: tuple[float, float]
@@ -43,7 +41,6 @@ class RewardFile:
 
 
 def read_reward_file(folder: Path) -> RewardFile | None:
-    """Return the ``reward.json`` of a folder; None without one."""
     path = folder / REWARD_FILE
     if not path.is_file():
         return None

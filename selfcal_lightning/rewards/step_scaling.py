@@ -33,8 +33,6 @@ STEP_SCALER_KINDS = tuple(PREFIX + kind for kind in SCALER_KINDS)
 
 
 class StepRows(NamedTuple):
-    """Steps with a score and a target."""
-
     score: Floats  # [M]
     target: Floats  # in [0, 1] [M]
     position: np.ndarray  # index in ``data.steps.POSITIONS`` [M]
@@ -65,7 +63,6 @@ class StepScaler:
 
     @classmethod
     def load(cls, path: str | Path) -> StepScaler:
-        """Read what :meth:`save` wrote."""
         kind, content = load_fitted(path, STEP_SCALER_KINDS)
         try:
             found = scaling.read_map(kind.removeprefix(PREFIX), content["parameters"])
@@ -136,7 +133,6 @@ def reward_digest(settings: RewardSettings) -> str:
 
 
 def open_scaled_rewards(settings: RewardSettings, *, dtype: str = "auto") -> RewardReader:
-    """Load the reward model of ``settings`` with their scaler."""
     from selfcal_lightning.rewards.reading import open_rewards
 
     return open_rewards(settings, dtype=dtype, scale=load_step_scaler(settings))

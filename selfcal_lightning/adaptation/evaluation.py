@@ -57,6 +57,10 @@ class SampledSet:
     def distinct(self) -> Floats:
         return self.each(lambda samples: len({one.answer for one in samples if one.answer}))
 
+    def unreadable(self) -> Floats:
+        """Return the share of unreadable responses [Q]."""
+        return self.each(lambda samples: fmean(not one.answer for one in samples))
+
     def scored(self) -> ScoredResponses | None:
         """Return P(True) of all responses with their labels; None where some have no P(True)."""
         rows = [(one.p_true, bool(one.correct), entry.question.id) for entry in self.entries for one in entry.samples]
@@ -163,7 +167,7 @@ def describe(samples: SampledSet, greedy: SampledSet | None, *, k: int, seed: in
         "pass@k": float(samples.solved(k).mean()),
         "samples": float(k),
         "distinct": float(samples.distinct().mean()),
-        "unreadable": float(samples.each(lambda drawn: fmean(not one.answer for one in drawn)).mean()),
+        "unreadable": float(samples.unreadable().mean()),
         "tokens": float(samples.each(lambda drawn: fmean(one.num_tokens or 0 for one in drawn)).mean()),
     }
     if scored is not None:

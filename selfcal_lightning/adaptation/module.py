@@ -247,7 +247,7 @@ class TestTimeTrainingModule(ConfidenceModel):
         )  # fmt: skip
         if adapter.lora is None or adapter.activated:
             got = "None" if adapter.lora is None else "an activated one"
-            raise InputError(f"`lora` must change the generator, but got {got}. Set `lora.activated: false`.")
+            raise InputError(f"Expected `lora` to change the generator, but got {got}. Set `lora.activated: false`.")
         losses = LossSettings(beta=beta, p_true=p_true)
         super().__init__(adapter, OptimizerSettings(lr, weight_decay, warmup_steps), losses)
         self.policy = PolicySettings(reward, target, calibration, kl, entropy, ratio, clip_low, clip_high)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.metrics.capability import agreeing_pairs
 from selfcal_lightning.metrics.group_rewards import majority_answer
 
 Answers = Sequence[str | None]
@@ -49,11 +50,7 @@ def own_agreement(answers: Answers) -> float | None:
         >>> own_agreement(["7", "7", "8"])
         0.3333333333333333
     """
-    size = len(answers)
-    if size < 2:
-        return None
-    votes = Counter(answer for answer in answers if answer)
-    return sum(count * (count - 1) for count in votes.values()) / (size * (size - 1))
+    return agreeing_pairs([answer or None for answer in answers])
 
 
 def round_monitors(

@@ -98,10 +98,7 @@ class ScoringModel:
         """Hashes of the weights and the adapter."""
         adapter = self.settings.engine.adapter
         model_folder(self.source, revision=self.revision)  # a model of the hub is hashed where it lies
-        found = {
-            "weights_sha256": weights_sha256(self.source, revision=self.revision),
-            **adapter_identity(adapter),
-        }
+        found = {"weights_sha256": weights_sha256(self.source, revision=self.revision), **adapter_identity(adapter)}
         named = self.settings.model is not None or found["adapter_sha256"] is not None
         if not named and not self._sampled_the_store(found):
             raise InputError(

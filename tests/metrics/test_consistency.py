@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selfcal_lightning.metrics.consistency import consistency_bucket, leave_one_out, soft_self_consistency, vote_share
-from selfcal_lightning.metrics.group_rewards import (
-    group_advantages,
-    majority,
-    majority_answer,
-    share,
-    soft_share,
-)
+from selfcal_lightning.metrics.group_rewards import group_advantages, majority, majority_answer, share, soft_share
 from selfcal_lightning.records import normalised_p_true
 
 Vectors = Callable[[str], dict[str, Any]]

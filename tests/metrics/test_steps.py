@@ -24,9 +24,7 @@ from selfcal_lightning.adaptation.equations import (
     step_key,
     step_numbers,
 )
-from selfcal_lightning.adaptation.picking import (
-    select_best,
-)
+from selfcal_lightning.adaptation.picking import select_best
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.steps import (
     POSITIONS,
@@ -40,14 +38,7 @@ from selfcal_lightning.data.steps import (
 )
 from selfcal_lightning.data.tasks.extraction import last_boxed
 from selfcal_lightning.data.tasks.word_problems import stream_problems, write_solution
-from selfcal_lightning.rewards.search import (
-    Continuation,
-    Path,
-    distinct,
-    grow,
-    particle_weights,
-    select_topk,
-)
+from selfcal_lightning.rewards.search import Continuation, Path, distinct, grow, particle_weights, select_topk
 
 Vectors = Callable[[str], dict[str, Any]]
 

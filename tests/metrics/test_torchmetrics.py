@@ -40,10 +40,7 @@ METRICS: dict[str, tuple[Callable[[], Metric], tuple[str, ...]]] = {
     "ece": (BinnedCalibrationError, ("confidence", "correct")),
     "auroc": (ConfidenceAUROC, ("confidence", "correct")),
     "within": (WithinQuestionAUROC, ("confidence", "correct", "question_index")),
-    "collection": (
-        CalibrationMetrics,
-        ("confidence", "correct", "target", "question_index", "task", "yes_no_mass"),
-    ),
+    "collection": (CalibrationMetrics, ("confidence", "correct", "target", "question_index", "task", "yes_no_mass")),
     "capability": (CapabilityMetrics, ("confidence", "num_correct", "num_samples")),
     "parts": (CapabilityErrorParts, ("confidence", "num_correct", "num_samples")),
     "steps": (StepMetrics, ("confidence", "rate", "num_rollouts", "position")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -155,7 +156,8 @@ def question_bootstrap(
     resamples of the sorted questions.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
-    return columns.metrics_of(_resampled(columns, num_resamples=num_resamples, seed=seed))
+    resampled = columns.resampled(num_resamples=num_resamples, seed=seed)
+    return {name: (np.abs(rows).sum(axis=1) if name == ECE else rows)[1:] for name, rows in resampled.items()}
 
 
 def bootstrap_interval(
@@ -190,12 +192,11 @@ def bootstrap_interval(
         Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
     """
     columns = _PerQuestion(confidence, correct, question_index, metrics=metrics, num_bins=num_bins)
-    resampled = _resampled(columns, num_resamples=num_resamples, seed=seed)
     return {
-        metric: Estimate.from_bounds(columns.error_bounds(resampled[ECE]), least=0.0, most=1.0, level=level)
+        metric: Estimate.from_bounds(columns.error_bounds(rows), least=0.0, most=1.0, level=level)
         if metric == ECE
-        else Estimate.from_resamples(value, resampled[metric], level=level)
-        for metric, value in columns.values().items()
+        else estimate_of(rows, level=level)
+        for metric, rows in columns.resampled(num_resamples=num_resamples, seed=seed).items()
     }
 
 
@@ -210,7 +211,7 @@ def calibration_error_bounds(
 ) -> ErrorBounds:
     """Compute the calibration error and its bounds over resampled questions, as :func:`bootstrap_interval` does."""
     columns = _PerQuestion(confidence, correct, question_index, metrics=[ECE], num_bins=num_bins)
-    return columns.error_bounds(_resampled(columns, num_resamples=num_resamples, seed=seed)[ECE])
+    return columns.error_bounds(columns.resampled(num_resamples=num_resamples, seed=seed)[ECE])
 
 
 def paired_bootstrap(
@@ -235,16 +236,15 @@ def paired_bootstrap(
         lone = np.setxor1d(first.questions, second.questions)
         found = f"{len(lone)} that only one of them has, such as {lone[:3].tolist()}"
         raise InputError(f"Expected `before` and `after` to hold the same questions, but got {found}.")
-    values = first.values(), second.values()
-    draws = [_resampled(part, num_resamples=num_resamples, seed=seed) for part in (first, second)]
+    draws = [part.resampled(num_resamples=num_resamples, seed=seed) for part in (first, second)]
     changes = {}
-    for metric in first.metrics:
+    for metric in metrics:
+        old, new = (drawn[metric] for drawn in draws)
         if metric == ECE:
-            bounds = (part.error_bounds(drawn[ECE]) for part, drawn in zip((first, second), draws, strict=True))
-            changes[metric] = error_change(*bounds, level=level)
+            changes[metric] = error_change(first.error_bounds(old), second.error_bounds(new), level=level)
         else:
-            pair = (np.append(v[metric], d[metric]) for v, d in zip(values, draws, strict=True))
-            changes[metric] = _change(metric, *pair, level=level)
+            ratio = np.divide(new, old, out=np.full_like(new, np.nan), where=old != 0.0)
+            changes[metric] = MetricChange(metric, *(estimate_of(c, level=level) for c in (old, new, new - old, ratio)))
     return changes
 
 
@@ -257,13 +257,6 @@ def error_change(before: ErrorBounds, after: ErrorBounds, *, level: float = 0.95
         change=Estimate.from_bounds(after.minus(before), least=-1.0, most=1.0, level=level),
         ratio=Estimate.from_bounds(after.over(before), least=0.0, level=level),
     )
-
-
-def _change(metric: str, before: Floats, after: Floats, *, level: float) -> MetricChange:
-    """Build the record from columns [1 + R] whose first entry is the value on all questions."""
-    ratio = np.divide(after, before, out=np.full_like(after, np.nan), where=before != 0.0)
-    columns = (before, after, after - before, ratio)
-    return MetricChange(metric, *(Estimate.from_resamples(float(c[0]), c[1:], level=level) for c in columns))
 
 
 class _PerQuestion:
@@ -302,37 +295,32 @@ class _PerQuestion:
         self.num_below = np.searchsorted(wrong, right, side="left")
         self.num_not_above = np.searchsorted(wrong, right, side="right")
 
-    def values(self) -> dict[str, float]:
-        weighted = self.metrics_of(self.weighted(np.ones((1, len(self.questions)))))
-        return {metric: float(row[0]) for metric, row in weighted.items()}
-
-    def metrics_of(self, weighted: dict[str, Floats]) -> dict[str, Floats]:
-        """Return the metrics [r] of what ``weighted`` returned."""
-        return {name: np.abs(rows).sum(axis=1) if name == ECE else rows for name, rows in weighted.items()}
-
-    def weighted(self, counts: Floats) -> dict[str, Floats]:
-        """Return the metrics [r], of the ECE its gaps [r, B], where each question occurs ``counts`` [r, Q] times."""
-        functions: dict[str, Callable[[], Floats]] = {
-            ECE: lambda: self.gaps(counts),
-            BRIER: lambda: (counts @ self.squared_error) / (counts @ self.size),
-            AUROC: lambda: self._auroc(counts),
-            WITHIN_QUESTION_AUROC: lambda: self._within_question(counts),
-            PASS_AT_1: lambda: (counts @ self.accuracy) / counts.sum(axis=1),
-        }
-        return {metric: functions[metric]() for metric in self.metrics}
-
     def _sums(self, codes: Integers, weights: Floats | None) -> Floats:
         return np.bincount(codes, weights=weights, minlength=len(self.questions)).astype(np.float64)
 
-    def gaps(self, counts: Floats) -> Floats:
-        """Return the mean over all responses of (correct - confidence) in each bin [r, B]; see ``weighted``."""
-        return (counts @ self.bin_gap) / (counts @ self.size)[:, None]
+    def resampled(self, *, num_resamples: int, seed: int) -> dict[str, Floats]:
+        """Return each metric on all questions and on R resamples [1 + R]; of the ECE, its gaps by bin [1 + R, B].
 
-    def error_bounds(self, resampled: Floats) -> ErrorBounds:
-        """Return the calibration error and its bounds over resamples, given their gaps [R, B]."""
+        A gap is the mean over all responses of (correct - confidence) in the bin.
+        """
+        functions: dict[str, Callable[[Floats], Floats]] = {
+            ECE: lambda counts: (counts @ self.bin_gap) / (counts @ self.size)[:, None],
+            BRIER: lambda counts: (counts @ self.squared_error) / (counts @ self.size),
+            AUROC: self._auroc,
+            WITHIN_QUESTION_AUROC: self._within_question,
+            PASS_AT_1: lambda counts: (counts @ self.accuracy) / counts.sum(axis=1),
+        }
         num_questions = len(self.questions)
-        gaps = self.gaps(np.ones((1, num_questions)))[0]
-        return ErrorBounds.from_gaps(gaps, resampled, num_questions=num_questions)
+        draws = resample_counts(num_questions, num_resamples=num_resamples, seed=seed)
+        blocks = [
+            [functions[metric](counts) for metric in self.metrics]
+            for counts in chain([np.ones((1, num_questions))], draws)
+        ]
+        return dict(zip(self.metrics, map(np.concatenate, zip(*blocks, strict=True)), strict=True))
+
+    def error_bounds(self, gaps: Floats) -> ErrorBounds:
+        """Return the calibration error and its bounds, given the gaps of ``resampled``."""
+        return ErrorBounds.from_gaps(gaps, num_questions=len(self.questions))
 
     def _within_question(self, counts: Floats) -> Floats:
         mixed = counts @ self.is_mixed
@@ -353,15 +341,6 @@ class _PerQuestion:
         return np.divide(concordant, pairs, out=np.full_like(pairs, np.nan), where=pairs > 0)
 
 
-def _resampled(columns: _PerQuestion, *, num_resamples: int, seed: int) -> dict[str, Floats]:
-    """Return the metrics [R], of the ECE its gaps [R, B], of ``num_resamples`` resamples."""
-    blocks = [
-        columns.weighted(counts)
-        for counts in resample_counts(len(columns.questions), num_resamples=num_resamples, seed=seed)
-    ]
-    return {metric: np.concatenate([block[metric] for block in blocks]) for metric in columns.metrics}
-
-
 def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int = 0) -> Floats:
     """Return the weight of each question in the plain mean and in the means of resamples [Q, 1 + R].
 
@@ -378,9 +357,9 @@ def resample_weights(num_questions: int, *, num_resamples: int = 1000, seed: int
     return weights
 
 
-def estimate_of(column: Floats) -> Estimate:
+def estimate_of(column: Floats, *, level: float = 0.95) -> Estimate:
     """Return the estimate of a column [1 + R] whose first entry is the value; no interval without resamples."""
-    return Estimate.from_resamples(float(column[0]), column[1:])
+    return Estimate.from_resamples(float(column[0]), column[1:], level=level)
 
 
 def estimate_or_never(column: Floats, *, never: float) -> Estimate:
@@ -389,16 +368,14 @@ def estimate_or_never(column: Floats, *, never: float) -> Estimate:
     Resamples that never reach it count as the worst, so an end of the interval that falls among them is None.
     """
     value, resamples = column[0], column[1:]
-    if np.isnan(value):
-        return Estimate(None, None, None, int(np.isnan(resamples).sum()))
-    if not len(resamples):
-        return Estimate(float(value), None, None)
+    undefined = int(np.isnan(resamples).sum())
+    if np.isnan(value) or not len(resamples):
+        return Estimate(None if np.isnan(value) else float(value), None, None, undefined)
     filled = np.where(np.isnan(resamples), never, resamples)
     # Each end is one of the resamples: interpolating between a number and infinity is impossible.
-    low = float(np.quantile(filled, 0.025, method="lower"))
-    high = float(np.quantile(filled, 0.975, method="higher"))
-    ends = [end if np.isfinite(end) else None for end in (low, high)]
-    return Estimate(float(value), ends[0], ends[1], int(np.isnan(resamples).sum()))
+    ends = np.quantile(filled, 0.025, method="lower"), np.quantile(filled, 0.975, method="higher")
+    low, high = (float(end) if np.isfinite(end) else None for end in ends)
+    return Estimate(float(value), low, high, undefined)
 
 
 def seed_weights(num_seeds: int, *, num_resamples: int = 1000) -> Floats:

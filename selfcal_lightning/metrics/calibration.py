@@ -177,9 +177,9 @@ class ErrorBounds:
     most: Floats  # upper bound [R]
 
     @classmethod
-    def from_gaps(cls, gaps: Floats, resampled: Floats, *, num_questions: int) -> ErrorBounds:
-        """Build the bounds from the gaps of B bins, measured [B] and resampled [R, B]."""
-        deviation = resampled - gaps
+    def from_gaps(cls, rows: Floats, *, num_questions: int) -> ErrorBounds:
+        """Build the bounds from the gaps of B bins [1 + R, B]: the measured ones, then those of R resamples."""
+        gaps, deviation = rows[0], rows[1:] - rows[0]
         drawn = deviation[~np.isnan(deviation).any(axis=1)]
         spread = drawn.std(axis=0) if len(drawn) else np.zeros_like(gaps)
         is_clear = np.abs(gaps) > np.sqrt(2.0 * np.log(num_questions)) * spread
@@ -192,7 +192,7 @@ class ErrorBounds:
         """Build the bounds from the contribution of each question to the gaps."""
         totals = weights.T @ sizes
         means = (weights.T @ gaps) / np.where(totals > 0.0, totals, np.nan)[:, None]
-        return cls.from_gaps(means[0], means[1:], num_questions=len(gaps))
+        return cls.from_gaps(means, num_questions=len(gaps))
 
     def minus(self, other: ErrorBounds) -> ErrorBounds:
         """Return this error minus another on the same resamples."""

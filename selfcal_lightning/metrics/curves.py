@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import Array, Floats, Integers, as_labels, as_scores, check_same_length
@@ -35,10 +36,6 @@ def cost_to_reach(cost: Floats, value: Floats, target: float) -> float | None:
 
     The cost is interpolated between neighbours on the upper envelope: picking one of the two settings at random for
     each question reaches any point on the line between them.
-
-    Example:
-        >>> cost_to_reach(np.array([1.0, 3.0, 5.0]), np.array([0.5, 0.25, 0.75]), 0.625)
-        3.0
     """
     found = costs_to_reach(cost[None], value[None], np.array([[target]]))[0, 0]
     return None if np.isnan(found) else float(found)
@@ -74,10 +71,6 @@ def setting_within(cost: Floats, budget: float) -> int | None:
     """Return the index of the most expensive setting that costs no more than ``budget`` on average, the first on ties.
 
     It looks at cost alone, so choosing on the reported questions does not inflate accuracy.
-
-    Example:
-        >>> setting_within(np.array([1.0, 5.0, 3.0]), 4.0), setting_within(np.array([2.0]), 1.0)
-        (2, None)
     """
     allowed = np.where(cost <= budget + 1e-9, cost, -np.inf)
     return int(allowed.argmax()) if np.isfinite(allowed).any() else None
@@ -87,39 +80,26 @@ def best_setting_within(cost: Floats, value: Floats, budget: float) -> int | Non
     """Return the index of the best setting that costs no more than ``budget`` on average, the cheapest on ties.
 
     Choose on questions other than the reported ones: the best of many settings looks better than it is.
-
-    Example:
-        >>> best_setting_within(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), 3.0)
-        1
     """
-    within = np.flatnonzero(cost <= budget + 1e-9)
-    if not len(within):
-        return None
-    return int(within[np.lexsort((within, cost[within], -value[within]))[0]])
+    return _first(cost <= budget + 1e-9, -value, cost)
 
 
 def cheapest_setting_reaching(cost: Floats, value: Floats, target: float) -> int | None:
     """Return the index of the cheapest setting whose value is at least ``target``, the better on ties.
 
     Choose on questions other than the reported ones: some settings reach the target by luck.
-
-    Example:
-        >>> cheapest_setting_reaching(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.75]), 0.7)
-        1
     """
-    enough = np.flatnonzero(value >= target - 1e-12)
-    if not len(enough):
-        return None
-    return int(enough[np.lexsort((enough, -value[enough], cost[enough]))[0]])
+    return _first(value >= target - 1e-12, cost, -value)
+
+
+def _first(allowed: NDArray[np.bool_], order: Floats, tie: Floats) -> int | None:
+    """Return the index of the first allowed setting by ``order``, then by ``tie``; None if none is allowed."""
+    found = np.flatnonzero(allowed)
+    return int(found[np.lexsort((tie[found], order[found]))[0]]) if len(found) else None
 
 
 def risk_coverage(confidence: Array, correct: Array) -> RiskCoverage:
     """Compute the risk among the answers whose confidence is at least t, for each distinct t.
-
-    Example:
-        >>> curve = risk_coverage([0.9, 0.5, 0.5, 0.1], [True, True, False, False])
-        >>> curve.coverage.tolist(), curve.risk.tolist()
-        ([0.25, 0.75, 1.0], [0.0, 0.3333333333333333, 0.5])
 
     Reference:
         El-Yaniv and Wiener, On the Foundations of Noise-free Selective Classification, 2010, section 2.
@@ -154,12 +134,7 @@ def wilson_interval(successes: int, total: int, *, level: float = 0.95) -> Propo
 
 
 def break_even(cost: float, saved: float | None) -> int | None:
-    """Return after how many questions a one-off ``cost`` pays off; None if never, or if ``saved`` is unknown.
-
-    Example:
-        >>> break_even(1000.0, 3.0), break_even(1000.0, -1.0), break_even(0.0, 1.0)
-        (334, None, 0)
-    """
+    """Return after how many questions a one-off ``cost`` pays off; None if never, or if ``saved`` is unknown."""
     if cost < 0.0:
         raise InputError(f"Expected `cost` to be at least 0, but got {cost}.")
     if saved is None or math.isnan(saved) or saved <= 0.0:

@@ -36,10 +36,6 @@ def binomial_p_value(num_wrong: Array, num_answered: Array, *, risk: float) -> F
     """Compute ``P(Bin(num_answered, risk) <= num_wrong)``, the exact p-value of "the error rate exceeds ``risk``".
 
     Without answered questions it is 1.
-
-    Example:
-        >>> binomial_p_value([0, 1], [2, 2], risk=0.5).tolist()  # .25; .25 + .5
-        [0.25, 0.75]
     """
     from scipy.special import bdtr
 
@@ -53,10 +49,6 @@ def hoeffding_bentkus_p_value(mean_loss: Array, num_answered: Array, *, risk: fl
 
     ``min(exp(-n h(min(m, risk), risk)), e P(Bin(n, risk) <= ceil(n m)))`` with m the mean loss, n the number of losses
     (0 gives 1) and ``h(a, b) = a log(a / b) + (1 - a) log((1 - a) / (1 - b))``.
-
-    Example:
-        >>> round(float(hoeffding_bentkus_p_value(0.0, 4, risk=0.5)), 4)  # .5 ** 4, which e times it exceeds
-        0.0625
 
     Reference:
         Angelopoulos et al., arXiv 2110.01052, proposition 1; Bates et al., arXiv 2101.02703, section 3.1.
@@ -78,14 +70,7 @@ def reject(p_values: Array, *, delta: float, procedure: Procedure, num_starts: i
 
     "bonferroni" tests each at ``delta / G``. "fixed_sequence" tests them in order, each at the full ``delta``,
     and stops at the first that is not rejected; with several evenly spread starts, each runs its own sequence at
-    ``delta / num_starts``. The order of the p-values must not depend on the data tested.
-
-    Example:
-        >>> reject([0.01, 0.04, 0.2, 0.01], delta=0.05, procedure="fixed_sequence").tolist()
-        [True, True, False, False]
-
-    Reference:
-        Angelopoulos et al., arXiv 2110.01052, section 2.3 and algorithm 1.
+    ``delta / num_starts``. The order of the p-values must not depend on the data tested (section 2.3, algorithm 1).
     """
     check_rate(delta, "delta")
     check_positive(num_starts, "num_starts")
@@ -131,20 +116,7 @@ def guided_grid(confidence: Array, loss: Array, *, num_questions: int, risk: flo
     The candidates are a hundred quantiles of those confidences. The first is the one that ``num_questions`` calibration
     questions would most clearly certify if they were like these; the lower ones follow in falling order.
 
-    Args:
-        confidence: Confidence of the verdicts on the other questions [M]; -inf where there is nothing to answer.
-        loss: Their losses in [0, 1] [M].
-        num_questions: Number of calibration questions in the later test.
-        risk: Bound on the selective risk.
-
-    Example:
-        >>> confidence = np.repeat([0.25, 0.5, 0.75, 1.0], 10)
-        >>> loss = np.repeat([0.9, 0.5, 0.05, 0.05], 10)
-        >>> guided_grid(confidence, loss, num_questions=40, risk=0.2).tolist()
-        [0.75, 0.5, 0.25]
-
-    Reference:
-        Angelopoulos et al., arXiv 2110.01052, section 2.3 (split fixed sequence testing).
+    The reference calls it split fixed sequence testing (section 2.3).
     """
     check_positive(num_questions, "num_questions")
     scores, losses = np.asarray(confidence, dtype=np.float64), as_probabilities(loss, "loss")
@@ -162,18 +134,17 @@ def guided_grid(confidence: Array, loss: Array, *, num_questions: int, risk: flo
 def questions_needed(confidence: Array, loss: Array, grid: Array, *, risk: float, delta: float) -> int | None:
     """Estimate how many calibration questions would certify some threshold if new ones are like those seen.
 
-    The error rate of each threshold is taken as ``(wrong + 1/2) / (answered + 1)``, so three right answers do not look
-    like certainty. Arguments are those of :func:`certify_threshold`, with ``delta`` the level of a single test. None if
-    no threshold looks likely to have a risk below ``risk``.
+    ``delta`` is the level of a single test. None if no threshold looks likely to have a risk below ``risk``.
     """
     from scipy.special import rel_entr
 
     scores, losses = np.asarray(confidence, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     answered, total = selective_counts(scores, losses, np.asarray(grid, dtype=np.float64))
-    promising = (answered > 0) & (_guarded_rate(total, answered) < risk)
+    rates = _guarded_rate(total, answered)
+    promising = (answered > 0) & (rates < risk)
     if not promising.any():
         return None
-    rates, answered = _guarded_rate(total, answered)[promising], answered[promising]
+    rates, answered = rates[promising], answered[promising]
     # Chernoff's bound picks the threshold that is cheapest to certify; the exact test then counts the questions.
     divergence = rel_entr(rates, risk) + rel_entr(1.0 - rates, 1.0 - risk)
     best = int(np.argmax(divergence * answered))
@@ -195,6 +166,7 @@ def _answers_needed(rate: float, risk: float, delta: float) -> int | None:
 
 
 def _guarded_rate(total: Floats, answered: NDArray[np.int64]) -> Floats:
+    """Return error rates by which three right answers do not look like certainty."""
     return (total + 0.5) / (answered + 1.0)
 
 
@@ -243,8 +215,7 @@ def certify_threshold(
         risk: Bound on the selective risk, in (0, 1).
         delta: Chance that the bound fails, in (0, 1).
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
-        procedure: See :func:`reject`.
-        num_starts: See :func:`reject`.
+        procedure: See :func:`reject`, also for ``num_starts``.
 
     Example:
         >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)
@@ -257,7 +228,14 @@ def certify_threshold(
     if not thresholds.size or np.isnan(scores).any() or not np.isfinite(thresholds).all():
         raise InputError("Expected a `grid` of finite thresholds and a `confidence` without nan (-inf abstains).")
     answered, total = selective_counts(scores, losses, thresholds)
-    p_values = _p_values(test, losses, answered, total, risk)
+    if test == "hoeffding_bentkus":
+        p_values = hoeffding_bentkus_p_value(total / np.maximum(answered, 1), answered, risk=risk)
+    elif test != "binomial":
+        raise InputError(f'Expected `test` to be "binomial" or "hoeffding_bentkus", but got {test!r}.')
+    elif not np.isin(losses, (0.0, 1.0)).all():
+        raise InputError('Expected `loss` to hold 0 and 1 only; use `test="hoeffding_bentkus"` for losses between.')
+    else:
+        p_values = binomial_p_value(total, answered, risk=risk)
     rejected = reject(p_values, delta=delta, procedure=procedure, num_starts=num_starts)
     common: dict[str, Any] = {"risk": risk, "delta": delta, "num_questions": len(scores)}
     if not rejected.any():
@@ -285,16 +263,6 @@ def certify_threshold(
         f"among the answered at or below {risk:g}, with confidence {1.0 - delta:g}.",
         **common,
     )
-
-
-def _p_values(test: Test, losses: Floats, answered: NDArray[np.int64], total: Floats, risk: float) -> Floats:
-    if test == "hoeffding_bentkus":
-        return hoeffding_bentkus_p_value(total / np.maximum(answered, 1), answered, risk=risk)
-    if test != "binomial":
-        raise InputError(f'Expected `test` to be "binomial" or "hoeffding_bentkus", but got {test!r}.')
-    if not np.isin(losses, (0.0, 1.0)).all():
-        raise InputError('Expected `loss` to hold 0 and 1 only; use `test="hoeffding_bentkus"` for losses between.')
-    return binomial_p_value(total, answered, risk=risk)
 
 
 def _no_threshold(

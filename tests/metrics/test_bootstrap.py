@@ -26,6 +26,7 @@ from selfcal_lightning.metrics.calibration import brier_score, expected_calibrat
 from selfcal_lightning.metrics.curves import (
     best_setting_within,
     break_even,
+    cheapest_setting_reaching,
     cost_to_reach,
     risk_coverage,
     setting_within,
@@ -173,6 +174,8 @@ def test_settings_within_a_budget() -> None:
     assert setting_within(cost, 3.5) == 3  # the dearest, whatever it reaches
     assert best_setting_within(cost, value, 3.5) == 1  # the best, the cheaper of two equals
     assert best_setting_within(cost, value, 0.5) is setting_within(cost, 0.5) is None
+    assert cheapest_setting_reaching(cost, np.array([0.5, 0.5, 0.5, 0.75]), 0.7) == 3
+    assert cheapest_setting_reaching(cost, value, 0.75) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -187,7 +190,8 @@ def test_risk_coverage_without_ties_has_the_area_of_aurc(seed: int) -> None:
 
 def test_break_even_by_hand() -> None:
     assert break_even(10.0, 4.0) == 3  # after two questions 8 are earned, after three 12
-    assert break_even(10.0, 0.0) is break_even(10.0, None) is break_even(10.0, math.nan) is None
+    assert break_even(0.0, 1.0) == 0
+    assert {break_even(10.0, saved) for saved in (-1.0, 0.0, None, math.nan)} == {None}
 
 
 def test_resample_weights_are_the_draws_of_the_other_bootstraps() -> None:

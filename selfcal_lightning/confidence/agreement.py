@@ -77,16 +77,10 @@ Clusters = Sequence[Any]  # of the responses to a question; None for one that is
 
 @dataclass(frozen=True)
 class Agreement:
-    """A row of the table of confidences by agreement; call it to create the estimator.
-
-    Attributes:
-        name: Name of the confidence.
-        score: Returns the confidence of each response to a question, given their clusters.
-        is_probability: Whether it is a probability in [0, 1].
-    """
+    """A row of the table of confidences by agreement; call it to create the estimator."""
 
     name: str
-    score: Callable[[QuestionSamples, Clusters], list[float | None]]
+    score: Callable[[QuestionSamples, Clusters], list[float | None]]  # of the responses to a question
     is_probability: bool = True
     needs_pool: ClassVar[bool] = True
     reads: ClassVar[str] = "pool"

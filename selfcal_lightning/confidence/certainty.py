@@ -115,19 +115,12 @@ _LEAST = 1e-9
 
 @dataclass(frozen=True)
 class ChainOfEmbedding:
-    """The trajectory of a response through L layers. Scores are not probabilities; higher means more certain.
+    """The trajectory of a response through L layers. Scores are not probabilities; higher means more certain."""
 
-    Attributes:
-        magnitudes: Lengths of the steps between layers [L].
-        angles: Angles of these steps [L].
-        coe_r: CoE-R, the mean length minus the mean angle.
-        coe_c: CoE-C, the length of the mean step in polar coordinates (length, angle).
-    """
-
-    magnitudes: Floats
-    angles: Floats
-    coe_r: float
-    coe_c: float
+    magnitudes: Floats  # lengths of the steps between layers [L]
+    angles: Floats  # of these steps [L]
+    coe_r: float  # the mean length minus the mean angle
+    coe_c: float  # the length of the mean step in polar coordinates (length, angle)
 
 
 def chain_of_embedding(layer_means: Array, *, normalise: bool = True) -> ChainOfEmbedding | None:

@@ -17,17 +17,16 @@ import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
-from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
 from selfcal_lightning.data.steps import Span, aggregate
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.metrics.arrays import check_positive
+from selfcal_lightning.metrics.consistency import masked_standardised_weights
 from selfcal_lightning.records import QuestionSamples, Sample, normalised_p_true, sample_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from selfcal_lightning.confidence.certainty import ChainOfEmbedding
     from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
 
@@ -176,17 +175,11 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class TokenStatistic:
-    """A row of the table of token statistics; call it with a reader to create the estimator.
-
-    Attributes:
-        name: Name of the confidence.
-        read: Returns the statistic of a response; nan for an empty response.
-        watches: Whether it reads the mean hidden states of the response.
-    """
+    """A row of the table of token statistics; call it with a reader to create the estimator."""
 
     name: str
-    read: Read
-    watches: bool = False
+    read: Read  # nan for an empty response
+    watches: bool = False  # whether it reads the mean hidden states of the response
     is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
@@ -198,20 +191,11 @@ class TokenStatistic:
         return TokenScores(self.name, tokens, self.read)
 
 
-def _chains(response: ResponseStatistics, steps: Steps | None, *, normalise: bool) -> list[ChainOfEmbedding] | None:
-    """Return the trajectory of a response's mean state (``steps`` None), or of each of its steps; None if undefined."""
-    from selfcal_lightning.confidence.certainty import chain_of_embedding
-
-    found = [chain_of_embedding(means, normalise=normalise) for means in response.trajectories[steps]]
-    chains = [chain for chain in found if chain is not None]
-    return chains if len(chains) == len(found) else None
-
-
 def _coe(name: str, number: str, *, normalise: bool) -> TokenStatistic:
     """Return the row of a Chain-of-Embedding score of the whole response."""
 
     def read(response: ResponseStatistics) -> float:
-        chains = _chains(response, None, normalise=normalise) if response.num_tokens else None
+        chains = response.chains(None, normalise=normalise) if response.num_tokens else None
         return math.nan if chains is None else float(getattr(chains[0], number))
 
     return TokenStatistic(name, read, watches=True)
@@ -243,11 +227,6 @@ TRAJECTORIES = (
 )
 
 
-def _check_share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise InputError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
-
-
 class LowestGroupConfidence:
     """Confidence of the least certain window of a response, in nats; higher is better.
 
@@ -261,8 +240,6 @@ class LowestGroupConfidence:
     reads: ClassVar[str] = "tokens"
 
     def __init__(self, tokens: TokenReader, *, window: int = 2048, lowest: float = 0.0) -> None:
-        check_positive(window, "window")
-        _check_share("lowest", lowest)
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
@@ -286,18 +263,12 @@ class StepStatistic:
 
     A step scores ``metric^(1 - weight) * exp(mean log p)^weight``. Headings and white space between steps belong to no
     step. Call it with a reader and the settings to create the estimator.
-
-    Attributes:
-        name: Name of the confidence.
-        metric: Returns the metric of each step [S]; None if undefined.
-        watches: Whether it reads the mean hidden states of each step.
-        is_weighted: Whether the metric is combined with the probability; one that may be negative cannot be.
     """
 
     name: str
-    metric: Metric
-    watches: bool = False
-    is_weighted: bool = True
+    metric: Metric  # of each step [S]; None if undefined
+    watches: bool = False  # whether it reads the mean hidden states of each step
+    is_weighted: bool = True  # whether it is combined with the probability; a metric that may be negative cannot be
     is_probability: ClassVar[bool] = False
     needs_pool: ClassVar[bool] = False
     reads: ClassVar[str] = "tokens"
@@ -306,54 +277,42 @@ class StepStatistic:
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
     ) -> TokenScores:
         """Return the estimator."""
-        _check_share("weight", weight)
         if self.watches:
             tokens.watch(steps)
 
         def read(response: ResponseStatistics) -> float:
-            from selfcal_lightning.confidence.certainty import span_means, step_scores
+            from selfcal_lightning.confidence.certainty import step_scores
 
             spans = tokens.steps(response.token_ids, steps)
             scores = self.metric(response, spans, steps) if spans else None
             if scores is None:
                 return math.nan
             if self.is_weighted:
-                scores = step_scores(scores, span_means(response.tokens.logprob, spans), weight=weight)
+                scores = step_scores(scores, response.step_means("logprob", spans), weight=weight)
             found = aggregate(scores.tolist(), over_steps)
             return math.nan if found is None else found
 
         return TokenScores(self.name, tokens, read)
 
 
-def _step_certainty(response: ResponseStatistics, spans: Sequence[Span], _: Steps) -> Tensor:
-    """Return the mean of ``-1/V sum_v log p(v)`` over each step's tokens: self-certainty plus log V."""
-    from selfcal_lightning.confidence.certainty import span_means
-
-    return span_means(response.tokens.certainty, spans) + math.log(response.vocabulary_size)
-
-
-def _step_sureness(response: ResponseStatistics, spans: Sequence[Span], _: Steps) -> Tensor:
-    """Return one minus the mean entropy of each step's tokens in units of log V, in [0, 1]."""
-    from selfcal_lightning.confidence.certainty import span_means
-
-    return (1.0 - span_means(response.tokens.entropy, spans) / math.log(response.vocabulary_size)).clamp(0.0, 1.0)
-
-
 def _step_coe(name: str, number: str, *, normalise: bool) -> StepStatistic:
     """Return the row of a Chain-of-Embedding score of the steps' mean states; CoE-R may be negative."""
 
     def metric(response: ResponseStatistics, spans: Sequence[Span], steps: Steps) -> Tensor | None:
-        chains = _chains(response, steps, normalise=normalise)
-        if chains is None:
-            return None
-        return response.tokens.logprob.new_tensor([getattr(chain, number) for chain in chains])
+        chains = response.chains(steps, normalise=normalise)
+        return None if chains is None else response.tokens.logprob.new_tensor([getattr(c, number) for c in chains])
 
     return StepStatistic(name, metric, watches=True, is_weighted=number == "coe_c")
 
 
+# Certainty is the mean of ``-1/V sum_v log p(v)`` over a step's tokens: self-certainty plus log V. Entropy is one minus
+# their mean entropy in units of log V, in [0, 1].
 STEP_STATISTICS = (
-    StepStatistic("step_certainty", _step_certainty),
-    StepStatistic("step_entropy", _step_sureness),
+    StepStatistic("step_certainty", lambda r, spans, _: r.step_means("certainty", spans) + math.log(r.vocabulary_size)),
+    StepStatistic(
+        "step_entropy",
+        lambda r, spans, _: (1.0 - r.step_means("entropy", spans) / math.log(r.vocabulary_size)).clamp(0.0, 1.0),
+    ),
     _step_coe("step_coe_c", "coe_c", normalise=False),
     _step_coe("step_coe_c_normalised", "coe_c", normalise=True),
     _step_coe("step_coe_r", "coe_r", normalise=False),
@@ -371,15 +330,13 @@ class SteadyTokens:
 
     def __init__(self, tokens: TokenReader) -> None:
         self._tokens = tokens
+        # Functions that compute a response's scores, each higher when more certain; nan if undefined.
+        self._statistics: tuple[Read, ...] = (TokenSteadiness.read,)
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
         """Return the weight of every sample; None without a score, or if it is too long."""
-        found = [self._tokens.scores(pool, read) for read in self.statistics()]
+        found = [self._tokens.scores(pool, read) for read in self._statistics]
         return [_weights(columns) for columns in zip(*found, strict=True)]
-
-    def statistics(self) -> Sequence[Read]:
-        """Return functions that compute a response's scores, each higher when more certain; nan if undefined."""
-        return (TokenSteadiness.read,)
 
 
 class LikelyTokens(SteadyTokens):
@@ -387,9 +344,9 @@ class LikelyTokens(SteadyTokens):
 
     name: ClassVar[str] = "sasc_certainty"
 
-    def statistics(self) -> Sequence[Read]:
-        """Return the mean log-probability."""
-        return (lambda statistics: statistics.tokens.logprob.mean().item(),)
+    def __init__(self, tokens: TokenReader) -> None:
+        super().__init__(tokens)
+        self._statistics = (lambda response: response.tokens.logprob.mean().item(),)
 
 
 class SteadySteps(SteadyTokens):
@@ -399,23 +356,16 @@ class SteadySteps(SteadyTokens):
 
     def __init__(self, tokens: TokenReader, *, steps: Steps = "auto") -> None:
         super().__init__(tokens)
-        self._steps = steps
 
-    def statistics(self) -> Sequence[Read]:
-        """Return both negative standard deviations."""
-        return TokenSteadiness.read, self._step_steadiness
+        def step_steadiness(response: ResponseStatistics) -> float:
+            spans = tokens.steps(response.token_ids, steps)
+            return -response.step_means("entropy", spans).std(correction=0).item() if spans else math.nan
 
-    def _step_steadiness(self, statistics: ResponseStatistics) -> float:
-        from selfcal_lightning.confidence.certainty import span_means
-
-        spans = self._tokens.steps(statistics.token_ids, self._steps)
-        return -span_means(statistics.tokens.entropy, spans).std(correction=0).item() if spans else math.nan
+        self._statistics = (TokenSteadiness.read, step_steadiness)
 
 
 def _weights(columns: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Return the weight of each response to a question; None if one of its scores is unknown."""
-    from selfcal_lightning.metrics.consistency import masked_standardised_weights
-
     scores = np.array(columns, dtype=np.float64).T  # None is NaN
     is_known = np.asarray(~np.isnan(scores).any(axis=1))
     weights = masked_standardised_weights(np.where(is_known[:, None], scores, np.nan)).prod(axis=1)

@@ -6,13 +6,20 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from selfcal_lightning.confidence.certainty import TokenStatistics, token_statistics, top_k_confidence
+from selfcal_lightning.confidence.certainty import (
+    ChainOfEmbedding,
+    TokenStatistics,
+    chain_of_embedding,
+    span_means,
+    token_statistics,
+    top_k_confidence,
+)
 from selfcal_lightning.confidence.token_ids import entry_ids, steps_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Steps
@@ -110,6 +117,16 @@ class ResponseStatistics:
         """Mean entropy of the tokens' distributions; nan if n is 0."""
         return self.tokens.entropy.mean().item()
 
+    def step_means(self, column: str, spans: Sequence[Span]) -> Tensor:
+        """Return the mean of one of the ``tokens``' statistics over each step [S]."""
+        return span_means(getattr(self.tokens, column), spans)
+
+    def chains(self, steps: Steps | None, *, normalise: bool) -> list[ChainOfEmbedding] | None:
+        """Return the trajectory of the mean state (``steps`` None), or of each step's; None if one is undefined."""
+        found = [chain_of_embedding(means, normalise=normalise) for means in self.trajectories[steps]]
+        known = [one for one in found if one is not None]
+        return known if len(known) == len(found) else None
+
 
 class TokenReader:
     """Computes full-vocabulary statistics of recorded responses at temperature 1."""
@@ -146,9 +163,12 @@ class TokenReader:
         """Return the statistics of every sample; None without a response, or if it is too long."""
         ids = [entry_ids(entry, self.chat) for entry in pool]
         keys = [[None if row is None else (row.prompt, row.response) for row in rows] for rows in ids]
-        wanted = {key for row in keys for key in row if key is not None and self._fits(key)}
+        room = math.inf if self.max_context is None else self.max_context
+        wanted = {key for row in keys for key in row if key is not None and len(key[0]) + len(key[1]) <= room}
         known = {key: self._known[key] for key in wanted & self._known.keys()}
-        known |= {key: _of_nothing() for key in wanted if not key[1]}
+        nothing = torch.zeros(0, dtype=torch.float64)
+        empty = ResponseStatistics((), 0, TokenStatistics(nothing, nothing, nothing), nothing)
+        known |= {key: empty for key in wanted if not key[1]}
         left = wanted - known.keys()
         packs = self._packs(left)
         with self._segments() if packs else nullcontext():
@@ -169,9 +189,6 @@ class TokenReader:
             return value if math.isfinite(value) else None
 
         return [[known(statistics) for statistics in row] for row in self.read(pool)]
-
-    def _fits(self, key: Key) -> bool:
-        return self.max_context is None or len(key[0]) + len(key[1]) <= self.max_context
 
     def _packs(self, keys: Collection[Key]) -> bool:
         """Return whether a prompt has several responses and the model supports packed rows."""
@@ -216,7 +233,11 @@ class TokenReader:
         ids, mask, positions = (tensor.to(device) for tensor in laid_out[:3])
         head = self.network.get_output_embeddings()
         lengths = [len(response) for _, response in batch]
-        pools = _SpanMeans([self._watched_spans(response) for _, response in batch], lengths, positions)
+        watched = [
+            [[Span(0, len(response))] if rule is None else self.steps(response, rule) for rule in self._watched]
+            for _, response in batch
+        ]
+        pools = _SpanMeans(watched, lengths, positions)
         with without_cudnn(), ExitStack() as hooks:
             if self._watched:
                 watch_levels(hooks, self.network, pools.take)
@@ -236,11 +257,6 @@ class TokenReader:
             for (_, response), piece, found in zip(batch, pieces, pools.means(), strict=True)
         ]
 
-    def _watched_spans(self, response: tuple[int, ...]) -> list[Sequence[Span]]:
-        """Return the tokens of the steps under each watched rule."""
-        whole = [Span(0, len(response))]
-        return [whole if rule is None else self.steps(response, rule) for rule in self._watched]
-
 
 class _SpanMeans:
     """Collects the mean hidden states over spans of tokens, layer by layer."""
@@ -248,7 +264,14 @@ class _SpanMeans:
     def __init__(self, spans: Sequence[Sequence[Sequence[Span]]], lengths: Sequence[int], positions: Tensor) -> None:
         self._spans, self._positions = spans, positions
         self._levels: dict[int, Tensor] = {}
-        self._weights = self._averages(lengths)
+        # Averages positions over spans [spans, n].
+        self._weights = torch.zeros(sum(len(rule) for rules in spans for rule in rules), sum(lengths))
+        row = start = 0
+        for rules, length in zip(spans, lengths, strict=True):
+            for span in chain.from_iterable(rules):
+                self._weights[row, start + span.start : start + span.end] = 1.0 / (span.end - span.start)
+                row += 1
+            start += length
 
     def take(self, level: int, states: Tensor) -> None:
         """Pool states [rows, tokens, D]."""
@@ -262,20 +285,3 @@ class _SpanMeans:
         table = torch.stack([self._levels[level] for level in sorted(self._levels)], dim=1)
         rows = iter(table.split([len(spans) for rules in self._spans for spans in rules]))
         return [[next(rows) for _ in rules] for rules in self._spans]
-
-    def _averages(self, lengths: Sequence[int]) -> Tensor:
-        """Return the matrix that averages positions over spans [spans, n]."""
-        weights = torch.zeros(sum(len(spans) for rules in self._spans for spans in rules), sum(lengths))
-        row = start = 0
-        for rules, length in zip(self._spans, lengths, strict=True):
-            for span in (span for spans in rules for span in spans):
-                weights[row, start + span.start : start + span.end] = 1.0 / (span.end - span.start)
-                row += 1
-            start += length
-        return weights
-
-
-def _of_nothing() -> ResponseStatistics:
-    """Return the statistics of a response without tokens."""
-    none = torch.zeros(0, dtype=torch.float64)
-    return ResponseStatistics((), 0, TokenStatistics(none, none, none), none)

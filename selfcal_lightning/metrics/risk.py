@@ -215,7 +215,8 @@ def certify_threshold(
         risk: Bound on the selective risk, in (0, 1).
         delta: Chance that the bound fails, in (0, 1).
         test: Which p-value; the binomial one is exact and takes losses of 0 and 1 only.
-        procedure: See :func:`reject`, also for ``num_starts``.
+        procedure: See :func:`reject`.
+        num_starts: See :func:`reject`.
 
     Example:
         >>> certificate = certify_threshold([0.9] * 30 + [0.1] * 30, [0] * 30 + [1] * 30, [0.5, 0.0], risk=0.1)

@@ -180,21 +180,6 @@ def test_the_least_sure_stretch_is_that_of_the_function(tokens: TokenReader, poo
         assert found == pytest.approx(lowest_group_confidence(sure, **options), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "said"),
-    [
-        ("lowest_group_confidence", {"window": 0}, "`window`.* 0"),
-        ("lowest_group_confidence", {"lowest": 1.5}, "`lowest`.* 1.5"),
-        ("step_certainty", {"weight": -0.1}, "`weight`.* -0.1"),
-    ],
-)
-def test_settings_outside_of_their_bounds_are_refused(
-    tokens: TokenReader, name: str, settings: dict[str, float], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        ESTIMATORS[name](tokens, **settings)
-
-
 def test_a_network_in_training_mode_is_refused(tokens: TokenReader) -> None:
     tokens.network.train()
     try:

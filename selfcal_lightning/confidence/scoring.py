@@ -46,12 +46,7 @@ COMMIT_SECONDS = 300.0
 CHUNK_RESPONSES = 256  # written at a time: minutes of work on a CPU
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A question of a target: its samples and the position of the first one."""
-
-    start: int
-    samples: QuestionSamples
+Entry = tuple[int, QuestionSamples]  # position of a question's first sample in its target, and its samples
 
 
 def brings(sample: Sample, name: str) -> bool:
@@ -92,13 +87,16 @@ class PoolTarget:
         start = 0
         for line in self._lines:
             if line.responses:
-                yield Entry(start, judge_line(line, get_task(line.question.task)))
+                yield start, judge_line(line, get_task(line.question.task))
             start += len(line.responses)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples without the confidence ``name``, or all if it is being replaced."""
-        missing = [self._overwrite or name not in sample.confidences for sample in entry.samples.samples]
-        return [i for i, sample in enumerate(entry.samples.samples) if missing[i] and not brings(sample, name)]
+        return [
+            i
+            for i, sample in enumerate(entry[1].samples)
+            if (self._overwrite or name not in sample.confidences) and not brings(sample, name)
+        ]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Keep scores in memory; unknown ones are left out of the copy."""
@@ -205,12 +203,13 @@ class StoreTarget:
                 continue
             rows = self.store.read_rows(self.index.locate(range(start, stop)))
             samples = tuple(row.sample for row in rows)
-            yield Entry(start, QuestionSamples(rows[0].question, samples, rows[0].split, rows[0].prompt_ids))
+            yield start, QuestionSamples(rows[0].question, samples, rows[0].split, rows[0].prompt_ids)
 
     def lacking(self, name: str, entry: Entry) -> list[int]:
         """Return the samples with neither an annotation nor a column ``name``."""
-        known = self._known[name][entry.start :]
-        return [i for i, sample in enumerate(entry.samples.samples) if not known[i] and not brings(sample, name)]
+        start, samples = entry
+        known = self._known[name][start:]
+        return [i for i, sample in enumerate(samples.samples) if not known[i] and not brings(sample, name)]
 
     def put(self, name: str, positions: Sequence[int], values: Sequence[float | None]) -> None:
         """Buffer scores, and publish them every five minutes."""
@@ -296,7 +295,28 @@ def score_store(run: StoreScoring) -> list[ScoreReport]:
     store = SampleStore(run.store_dir)
     scoring = ScoringModel(run.model, store.round_manifest(run.round).fingerprint)
     index = select_rows(store, split=run.split, round=run.round, task=run.task, shard=run.shard)
-    target = _open_store(store, index, scoring, members, run)
+    origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
+    for member in members:
+        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
+            raise InputError(
+                f"{bringing:,} responses in {store.path} bring {member.name!r} of another model or query. Choose "
+                f"another name, such as `--name {member.name}_other`."
+            )
+    engine = run.model.engine
+    details = {
+        "split": run.split,
+        "task": run.task,
+        "revision": engine.revision,
+        "adapter": engine.adapter,
+        "engine": engine.name,
+        "dtype": engine.dtype,
+        "model": run.model.model,
+        "reward_model": run.model.reward.model,
+    }
+    target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
+    log = store.path / "runs" / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(log, to_json({**asdict(run), "plugins": loaded_plugins()}))
     return _score_all(target, members, scoring, f"{run.store_dir}/annotations")
 
 
@@ -339,12 +359,12 @@ def _members(run: StoreScoring | PoolScoring) -> list[_Member]:
         raise InputError(f"Expected `consistency_samples` with the estimator response_consistency, but got {chosen}.")
     run.criteria.check_taken(kinds)
     _check_model(run.model, kinds)
-    members = [
-        _Member(kind, run.name or kind.name, estimator_settings(kind.name, **run.criteria.of(kind))) for kind in kinds
-    ]
-    for member in members:
-        if run.consistency_samples is not None and member.kind.name == "response_consistency":
-            member.settings["num_samples"] = run.consistency_samples
+    members = []
+    for kind in kinds:
+        changes = run.criteria.of(kind)
+        if run.consistency_samples is not None and kind.name == "response_consistency":
+            changes["num_samples"] = run.consistency_samples
+        members.append(_Member(kind, run.name or kind.name, estimator_settings(kind.name, **changes)))
     return members
 
 
@@ -354,8 +374,7 @@ def _check_model(settings: ModelSettings, kinds: Sequence[EstimatorClass]) -> No
         REWARDS.check(settings.reward, rewarded)
     elif settings.reward != RewardSettings():
         raise InputError(
-            f"Expected `reward` with an estimator that reads a reward model, such as prm or orm, but got "
-            f"{settings.reward}."
+            f"Expected `reward` with an estimator of a reward model, such as prm, but got {settings.reward}."
         )
     if all(kind.reads in ("pool", "rewards") for kind in kinds):
         return
@@ -363,35 +382,6 @@ def _check_model(settings: ModelSettings, kinds: Sequence[EstimatorClass]) -> No
         check_engine(settings.engine, settings.model)
     elif settings.engine.adapter is not None:
         check_adapter_name(settings.engine.adapter)
-
-
-def _open_store(
-    store: SampleStore, index: SampleIndex, scoring: ScoringModel, members: Sequence[_Member], run: StoreScoring
-) -> StoreTarget:
-    """Compare what will be written with what is stored, and save the resolved settings with the samples."""
-    origins = {member.name: scoring.origin(member.kind.name, member.settings) for member in members}
-    for member in members:
-        if (bringing := num_bringing(index, member.name)) and not scoring.made_the_stored(member.kind.name):
-            raise InputError(
-                f"{bringing:,} responses in {store.path} bring {member.name!r} of another model or query. Choose "
-                f"another name, such as `--name {member.name}_other`."
-            )
-    engine = run.model.engine
-    details = {
-        "split": run.split,
-        "task": run.task,
-        "revision": engine.revision,
-        "adapter": engine.adapter,
-        "engine": engine.name,
-        "dtype": engine.dtype,
-        "model": run.model.model,
-        "reward_model": run.model.reward.model,
-    }
-    target = StoreTarget(store, index, origins=origins, details=details, overwrite=run.overwrite)
-    log = store.path / "runs" / f"score-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.json"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(log, to_json({**asdict(run), "plugins": loaded_plugins()}))
-    return target
 
 
 def _score_all(target: ScoreTarget, members: Sequence[_Member], scoring: ScoringModel, place: str) -> list[ScoreReport]:
@@ -430,16 +420,13 @@ def _score_chunk(
 ) -> int:
     """Score the named samples of some questions and pass them to the target; return how many."""
     estimator = cast("Estimator", member.estimator)
-    chosen = [
-        replace(entry.samples, samples=tuple(entry.samples.samples[number] for number in found))
-        for entry, found in jobs
-    ]
+    chosen = [replace(entry, samples=tuple(entry.samples[number] for number in found)) for (_, entry), found in jobs]
     if member.kind.needs_pool:
-        scores = estimator.score([entry.samples for entry, _ in jobs])
+        scores = estimator.score([entry for (_, entry), _ in jobs])
         scores = [[row[number] for number in found] for row, (_, found) in zip(scores, jobs, strict=True)]
     else:
         scores = estimator.score(chosen)
-    positions = [entry.start + number for entry, found in jobs for number in found]
+    positions = [start + number for (start, _), found in jobs for number in found]
     values = [value for row in scores for value in row]
     target.put(member.name, positions, values)
     member.scored += len(values)
@@ -457,7 +444,7 @@ def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     chunk: list[Entry] = []
     for entry in entries:
         chunk.append(entry)
-        if sum(len(one.samples.samples) for one in chunk) >= CHUNK_RESPONSES:
+        if sum(len(one.samples) for _, one in chunk) >= CHUNK_RESPONSES:
             yield chunk
             chunk = []
     if chunk:

@@ -37,17 +37,10 @@ ACTIVATED = "activated_adapter_sha256"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The scoring model and how to run it.
+    """The scoring model and how to run it."""
 
-    Attributes:
-        model: Folder or hub name of the model; None uses the one that sampled the store, with its revision.
-        query: The confidence query; None uses the store's.
-        engine: The engine that answers, and its settings.
-        reward: The reward model, for estimators that need one.
-    """
-
-    model: str | None
-    query: str | None
+    model: str | None  # folder or hub name; None uses the one that sampled the store, with its revision
+    query: str | None  # the confidence query; None uses the store's
     engine: EngineOptions
     reward: RewardSettings = field(default_factory=RewardSettings)
 
@@ -64,7 +57,6 @@ class ScoringModel:
         self._sampled = ModelIdentity(None) if fingerprint is None else fingerprint.model
         self._prompt = PromptIdentity() if fingerprint is None else fingerprint.prompt
         self._engine: Engine | None = None
-        self._network: PreTrainedModel | None = None
         self._tokens: TokenReader | None = None
         self._rewards: Any = None
 
@@ -82,10 +74,8 @@ class ScoringModel:
         try:
             check_name(source, revision=sampled.revision)
         except InputError as error:
-            raise InputError(
-                f"There is no {sampled.model!r}, which sampled the store. Name as `model` the folder or hub name where "
-                "it is now; its weights are compared."
-            ) from error
+            way_out = "Name as `model` the folder or hub name where it is now; its weights are compared."
+            raise InputError(f"There is no {sampled.model!r}, which sampled the store. {way_out}") from error
         return source
 
     @property
@@ -160,7 +150,8 @@ class ScoringModel:
         if kind.reads == "engine":
             return kind(self._open_engine(), self.chat, **settings)
         if kind.reads == "rewards":
-            return kind(self._open_rewards(), **settings)
+            self._rewards = self._rewards or REWARDS.open(self.settings.reward, self.settings.engine.dtype)
+            return kind(self._rewards, **settings)
         return kind(self.tokens(), **settings)
 
     def close(self) -> None:
@@ -177,7 +168,7 @@ class ScoringModel:
         if options.name == "transformers":  # one model in memory for this and for statistics of tokens
             opened: Engine = serve_model(
                 options,
-                self._open_network(),
+                self._network,
                 chat=self.chat,
                 source=self.source,
                 adapter_sha256=self.identity.get(ACTIVATED) or self.identity["adapter_sha256"],
@@ -196,20 +187,14 @@ class ScoringModel:
             if self._engine is not None and self.settings.engine.name != "transformers":  # it has a copy of its own
                 self._engine.close()
                 self._engine = None
-            self._tokens = TokenReader(self._open_network(), self.chat)
+            self._tokens = TokenReader(self._network, self.chat)
         return self._tokens
 
-    def _open_rewards(self) -> Any:
-        if self._rewards is None:
-            self._rewards = REWARDS.open(self.settings.reward, self.settings.engine.dtype)
-        return self._rewards
+    @cached_property
+    def _network(self) -> PreTrainedModel:
+        from selfcal_lightning.engines.transformers.model import load_network
 
-    def _open_network(self) -> PreTrainedModel:
-        if self._network is None:
-            from selfcal_lightning.engines.transformers.model import load_network
-
-            options = self.settings.engine
-            self._network = load_network(
-                self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
-            )
-        return self._network
+        options = self.settings.engine
+        return load_network(
+            self.source, revision=self.revision, adapter=options.adapter, dtype=options.dtype, device="auto"
+        )

@@ -31,21 +31,13 @@ class Domain:
 
     The squared distance of a state h is ``sum_k (u_k . (h - mean))^2 / v_k + |rest|^2 / v_rest``: Mahalanobis along
     the first K principal components u_k, and one variance for all directions beyond them.
-
-    Attributes:
-        mean: Mean state [D].
-        components: Principal components u_k [K, D], orthonormal.
-        variances: Variances v_k [K].
-        rest: Variance v_rest of each further direction.
-        threshold: Distance within which 99 % of held-out training questions lie.
-        num_questions: Training questions of the fit.
     """
 
-    mean: Floats
-    components: Floats
-    variances: Floats
-    rest: float
-    threshold: float
+    mean: Floats  # [D]
+    components: Floats  # u_k [K, D], orthonormal
+    variances: Floats  # v_k [K]
+    rest: float  # v_rest
+    threshold: float  # distance within which 99 % of held-out training questions lie
     num_questions: int
 
     @classmethod
@@ -69,7 +61,10 @@ class Domain:
 
     def save(self, folder: Path) -> None:
         """Write it into the folder of an adapter."""
-        arrays = {name: _as_text(getattr(self, name)) for name in ("mean", "components", "variances")}
+        arrays = {
+            name: base64.b64encode(np.asarray(getattr(self, name), dtype="<f4").tobytes()).decode()
+            for name in ("mean", "components", "variances")
+        }
         numbers = {"rest": self.rest, "threshold": self.threshold, "num_questions": self.num_questions}
         save_fitted(folder / FILE, KIND, arrays | numbers)
 
@@ -79,7 +74,10 @@ class Domain:
         if folder is None or not Path(folder, FILE).is_file():
             return None
         content = load_fitted(Path(folder, FILE), (KIND,))[1]
-        mean, components, variances = (_as_array(content[name]) for name in ("mean", "components", "variances"))
+        mean, components, variances = (
+            np.frombuffer(base64.b64decode(content[name]), dtype="<f4").astype(np.float64)
+            for name in ("mean", "components", "variances")
+        )
         numbers = (content[name] for name in ("rest", "threshold", "num_questions"))
         return cls(mean, components.reshape(-1, len(mean)), variances, *numbers)
 
@@ -97,8 +95,7 @@ def _gaussian(states: Floats, threshold: float) -> Domain:
 def prompt_states(engine: Any, questions: Sequence[Question]) -> Floats:
     """Return the mean state of each question's prompt [n, D], of an engine that gives hidden states."""
     prompts = [engine.chat.prompt_ids(question.messages) for question in questions]
-    states: Floats = engine.prompt_states(prompts, LevelSettings()).token_mean[:, 0]
-    return states
+    return np.asarray(engine.prompt_states(prompts, LevelSettings()).token_mean[:, 0])
 
 
 def calibrated_in_domain(engine: Any, questions: Sequence[Question], folder: str | Path) -> dict[str, bool]:
@@ -114,11 +111,3 @@ def calibrated_in_domain(engine: Any, questions: Sequence[Question], folder: str
         sizes = f"{states.shape[1]} numbers a state, as the model has, but got {len(domain.mean)}"
         raise InputError(f"Expected {Path(folder, FILE)} to hold {sizes}.")
     return {question.id: near for question, near in zip(questions, domain.holds(states), strict=True)}
-
-
-def _as_text(values: Floats) -> str:
-    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
-
-
-def _as_array(text: str) -> Floats:
-    return np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float64)

@@ -29,19 +29,12 @@ SMALLEST_PROBABILITY = 1e-6
 
 @dataclass(frozen=True)
 class ResponseTable:
-    """Features and labels of the N responses to Q questions, question by question.
+    """Features and labels of the N responses to Q questions, question by question."""
 
-    Attributes:
-        question_ids: Q ids.
-        question: Index of each response's question [N], int64.
-        correct: 1 right, 0 wrong (or unreadable), nan unknown [N].
-        values: Features [N, F]; nan if missing.
-    """
-
-    question_ids: tuple[str, ...]
-    question: Integers
-    correct: Floats
-    values: Floats
+    question_ids: tuple[str, ...]  # Q ids
+    question: Integers  # index of each response's question [N]
+    correct: Floats  # 1 right, 0 wrong (or unreadable), nan unknown [N]
+    values: Floats  # [N, F]; nan if missing
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:
@@ -59,7 +52,7 @@ class ResponseTable:
         return cls(
             question_ids=tuple(entry.question.id for entry in pool),
             question=np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool]),
-            correct=np.array([_or_nan(sample.correct) for sample in samples]),
+            correct=np.array([sample.correct for sample in samples], dtype=np.float64),  # None is NaN
             values=np.column_stack(columns) if columns else np.empty((len(samples), 0)),
         )
 
@@ -93,10 +86,8 @@ def check_features(pool: Sequence[QuestionSamples], features: Sequence[str]) -> 
     """Refuse a pool with a question that lacks a feature."""
     for name in required_confidences(features):
         check_confidence(pool, name)
-    if NUM_TOKENS not in features:
-        return
-    for entry in pool:
-        if all(feature_value(sample, NUM_TOKENS) is None for sample in entry.samples):
+    for entry in pool if NUM_TOKENS in features else ():
+        if all(sample.num_tokens is None for sample in entry.samples):
             raise MissingConfidenceError(
                 f"The responses to {entry.question.id!r} have no known length. State `tokens` for them in the pool."
             )
@@ -114,8 +105,8 @@ def log_odds(probabilities: Floats, name: str = "confidence") -> Floats:
 def _column(samples: Sequence[Sample], name: str) -> Floats:
     """Return one feature of every response [N]; nan where there is none."""
     if name == NUM_TOKENS:
-        return np.array([_or_nan(sample.num_tokens) for sample in samples])
-    values = np.array([_or_nan(confidence_of(sample, confidence_behind(name))) for sample in samples])
+        return np.array([sample.num_tokens for sample in samples], dtype=np.float64)  # None is NaN
+    values = np.array([confidence_of(sample, confidence_behind(name)) for sample in samples], dtype=np.float64)
     values[np.isinf(values)] = np.nan
     return log_odds(values, name) if name.startswith(LOGIT) else values
 
@@ -125,10 +116,6 @@ def _check_probabilities(lowest: float, highest: float, name: str) -> None:
         raise InputError(
             f"Expected `{name}` to lie in [0, 1], but got {lowest:g} to {highest:g}. Leave out the logit of a score."
         )
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 @dataclass(frozen=True)
@@ -167,10 +154,6 @@ def scores_text(scores: Sequence[ConfidenceScores], *, title: str = "") -> str:
     """Return the scores as text, one confidence per line."""
     lines = [f"{title:<26}{'AUROC':>8}{'within question':>17}{'ECE':>7}{'responses':>11}"]
     for row in scores:
-        cells = (_number(row.auroc), _number(row.within_question_auroc), _number(row.ece))
+        cells = ["–" if v is None else f"{v:.3f}" for v in (row.auroc, row.within_question_auroc, row.ece)]
         lines.append(f"{row.name:<26}{cells[0]:>8}{cells[1]:>17}{cells[2]:>7}{row.num_responses:>11}")
     return "\n".join(lines)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"

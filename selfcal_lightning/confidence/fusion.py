@@ -72,35 +72,21 @@ DEFAULT_FEATURES = (f"{LOGIT}{P_TRUE}", LOGPROB, MEAN_LOGPROB)
 class Fusion:
     """Adds the fused confidence to a sample (a ``SampleScorer``).
 
-    ``sigmoid(intercept + sum_f weight_f * (x_f - mean_f) / std_f)`` over the features f.
-
-    Attributes:
-        name: Key under which the probability is added.
-        features: F names, see ``confidence.features``.
-        weights: Weight of each feature, per standard deviation [F].
-        intercept: The constant.
-        means: Mean of each feature in the fit [F].
-        stds: Standard deviation of each feature in the fit [F]; 1 where it was constant.
-        target: The target of the fit: "label", or without labels "ssc" or "vote_share".
-        l2: Strength of the regularisation.
-        needs_pool: Whether a feature depends on the other responses to the question: recorded pools only.
-        fitted_on: The questions of the fit.
-        scores: Each part alone and the fusion on the fitting questions, the fusion last.
-        held_out_scores: The same on other questions; empty if none were given.
+    ``sigmoid(intercept + sum_f weight_f * (x_f - mean_f) / std_f)`` over the F features f.
     """
 
     name: str
-    features: tuple[str, ...]
-    weights: tuple[float, ...]
+    features: tuple[str, ...]  # see ``confidence.features``
+    weights: tuple[float, ...]  # per standard deviation [F]
     intercept: float
-    means: tuple[float, ...]
-    stds: tuple[float, ...]
+    means: tuple[float, ...]  # in the fit [F]
+    stds: tuple[float, ...]  # in the fit [F]; 1 where a feature was constant
     target: FusionTarget
     l2: float
-    needs_pool: bool
+    needs_pool: bool  # whether a feature depends on the other responses to the question: recorded pools only
     fitted_on: FittedOn
-    scores: tuple[ConfidenceScores, ...] = ()
-    held_out_scores: tuple[ConfidenceScores, ...] = ()
+    scores: tuple[ConfidenceScores, ...] = ()  # of each part alone and, last, of the fusion, where it was fitted
+    held_out_scores: tuple[ConfidenceScores, ...] = ()  # the same on other questions; empty if none were given
 
     def __post_init__(self) -> None:
         sizes = {len(part) for part in (self.features, self.weights, self.means, self.stds)}
@@ -199,10 +185,9 @@ def fit_fusion(
         raise InputError(f"Expected `l2` to be positive, but got {l2}.")
     of_pool = pool_dependent(required_confidences(features), known)
     if of_pool and not allow_pool_features:
-        raise InputError(
-            f"Expected `features` of one response, but got {', '.join(of_pool)}, which depend on the other responses. "
-            "Set `allow_pool_features` for a fusion for recorded pools only."
-        )
+        found = f"{', '.join(of_pool)}, which depend on the other responses"
+        way_out = "Set `allow_pool_features` for a fusion for recorded pools only."
+        raise InputError(f"Expected `features` of one response, but got {found}. {way_out}")
     table = ResponseTable.from_pool(pool, features)
     targets = _targets(pool, table, target)
     used = table.is_complete & ~np.isnan(targets)
@@ -222,9 +207,7 @@ def fit_fusion(
         target=target,
         l2=float(l2),
         needs_pool=bool(of_pool),
-        fitted_on=FittedOn.from_questions(
-            (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
-        ),
+        fitted_on=FittedOn.from_pool(pool, used),
     )
     fusion = replace(fusion, scores=fusion.score_parts(pool))
     if held_out is None:
@@ -247,7 +230,7 @@ def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: Fusi
             targets += vote_share(answers)
         else:
             targets += soft_self_consistency(answers, [confidence_of(s, P_TRUE) for s in entry.samples])
-    return np.array([math.nan if value is None else value for value in targets])
+    return np.array(targets, dtype=np.float64)  # None is NaN
 
 
 FittedScorer = Scaler | Fusion
@@ -283,14 +266,10 @@ def scorer_digests(confidence: str | None, scorers: Sequence[FittedScorer]) -> d
     for scorer in reversed(scorers):
         if scorer.name in wanted:
             wanted.update(scorer.requires)
-            found[scorer.name] = _digest(scorer)
+            kind = KIND if isinstance(scorer, Fusion) else scorer.map.kind
+            content = json.dumps({"kind": kind, **scorer.as_json()}, sort_keys=True)
+            found[scorer.name] = hashlib.sha256(content.encode()).hexdigest()
     return dict(sorted(found.items()))
-
-
-def _digest(scorer: FittedScorer) -> str:
-    kind = KIND if isinstance(scorer, Fusion) else scorer.map.kind
-    content = json.dumps({"kind": kind, **scorer.as_json()}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def load_for_fitting(
@@ -338,8 +317,8 @@ def is_probability(pool: RecordedPool, name: str) -> bool:
 def default_confidences(pool: RecordedPool, *, can_fit: bool) -> list[str]:
     """Return the confidences that weigh by default: probabilities as they are, other scores scaled, and the fusion."""
     carried = carried_confidences(pool)
-    parts = [(name, is_probability(pool, name)) for name in carried]
-    names = [name if probable else f"{name}_platt" for name, probable in parts if probable or can_fit]
+    probable = {name for name in carried if is_probability(pool, name)}
+    names = [name if name in probable else f"{name}_platt" for name in carried if name in probable or can_fit]
     return [*names, FUSED] if can_fit and len(carried) > 1 else names
 
 

@@ -177,10 +177,9 @@ def may_be_probability(name: str, known: Iterable[KnownConfidence] = ()) -> bool
 def refuse_looking_ahead(names: Iterable[str], known: Iterable[KnownConfidence] = ()) -> None:
     """Refuse confidences that depend on other responses, which a strategy has not seen yet."""
     if ahead := pool_dependent(names, known):
-        raise InputError(
-            f"A strategy cannot read {', '.join(ahead)}, which depend on the other responses to the question. Leave "
-            "them out, with what was fitted to them."
-        )
+        way_out = "Leave them out, with what was fitted to them."
+        reason = f"{', '.join(ahead)}, which depend on the other responses to the question"
+        raise InputError(f"A strategy cannot read {reason}. {way_out}")
 
 
 def check_name_tells(confidence: KnownConfidence) -> None:

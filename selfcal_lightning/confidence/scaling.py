@@ -136,16 +136,11 @@ class PlattMap:
 
 @dataclass(frozen=True)
 class IsotonicMap:
-    """A non-decreasing piecewise-linear function through knots, constant outside them.
-
-    Attributes:
-        x: Knots in ascending order [K].
-        y: Probabilities at them [K].
-    """
+    """A non-decreasing piecewise-linear function through knots, constant outside them."""
 
     kind: ClassVar[str] = "isotonic"
-    x: tuple[float, ...]
-    y: tuple[float, ...]
+    x: tuple[float, ...]  # knots in ascending order [K]
+    y: tuple[float, ...]  # probabilities at them [K]
 
     @classmethod
     def fit(cls, values: Floats, targets: Floats) -> IsotonicMap:
@@ -171,14 +166,13 @@ def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
     """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file."""
     if kind == "temperature":
         found: ScalerMap = TemperatureMap(**parameters)
-        is_sound = parameters["temperature"] > 0.0
+        is_sound = found.temperature > 0.0
     elif kind == "platt":
         found = PlattMap(**parameters)
         is_sound = math.isfinite(found.slope) and math.isfinite(found.intercept)
     else:
-        x, y = tuple(parameters["x"]), tuple(parameters["y"])
-        found = IsotonicMap(x, y)
-        is_sound = len(x) == len(y) > 0 and all((np.diff(knots) >= 0.0).all() for knots in (x, y))
+        found = IsotonicMap(tuple(parameters["x"]), tuple(parameters["y"]))
+        is_sound = len(found.x) == len(found.y) > 0 and all((np.diff(k) >= 0.0).all() for k in (found.x, found.y))
     if not is_sound:
         raise InputError(f"Expected the parameters of {kind} scaling, but got {found}.")
     return found
@@ -230,16 +224,13 @@ class Scaler:
     @classmethod
     def from_json(cls, kind: str, content: Mapping[str, Any]) -> Scaler:
         """Read what :meth:`as_json` wrote; the file holds ``kind`` next to it."""
-        scores, held_out = content["scores"], content["held_out_scores"] or {}
-        found = {name: ConfidenceScores(**row) for name, row in scores.items()}
-        found |= {f"held_out_{name}": ConfidenceScores(**row) for name, row in held_out.items()}
+        held_out = content["held_out_scores"] or {}
+        scores = content["scores"] | {f"held_out_{name}": row for name, row in held_out.items()}
         return cls(
-            name=content["name"],
-            source=content["source"],
             map=read_map(kind, content["parameters"]),
-            needs_pool=content["needs_pool"],
             fitted_on=FittedOn.from_json(content["fitted_on"]),
-            **found,
+            **{name: content[name] for name in ("name", "source", "needs_pool")},
+            **{name: ConfidenceScores(**row) for name, row in scores.items()},
         )
 
     def save(self, path: str | Path) -> None:
@@ -278,10 +269,15 @@ def fit_scaler(
     values, targets = table.values[used, 0], table.correct[used]
     # Of an estimator that is not known here, only the range of the values tells.
     is_probability = may_be_probability(source, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
-    map_ = _fit_map(kind, values, targets, source=source, is_probability=is_probability)
-    fitted_on = FittedOn.from_questions(
-        (entry.question for entry in pool), num_responses=int(used.sum()), num_left_out=int((~used).sum())
-    )
+    if kind == "isotonic":
+        map_: ScalerMap = IsotonicMap.fit(values, targets)
+    elif kind == "platt":
+        map_ = PlattMap.fit(values, targets, takes_logit=is_probability)
+    elif is_probability:
+        map_ = TemperatureMap.fit(values, targets)
+    else:
+        raise InputError(f"Temperature scaling needs a probability, which {source!r} is not. Use Platt or isotonic.")
+    fitted_on = FittedOn.from_pool(pool, used)
     before, after = _scores(table, source, name, map_)
     scaler = Scaler(name, source, map_, bool(pool_dependent([source], known)), fitted_on, before, after)
     if held_out is None:
@@ -296,9 +292,9 @@ def check_labels(table: ResponseTable) -> None:
     unknown = np.isnan(table.correct)
     if unknown.any():
         question = table.question_ids[int(table.question[unknown][0])]
+        found = f"{int(unknown.sum())} of {len(unknown)} responses are neither right nor wrong"
         raise InputError(
-            f"{int(unknown.sum())} of {len(unknown)} responses are neither right nor wrong, such as one to "
-            f'{question!r}, which has no reference. Fit to label-free targets (target "ssc").'
+            f'{found}, such as one to {question!r}, which has no reference. Fit to label-free targets (target "ssc").'
         )
 
 
@@ -307,16 +303,6 @@ def check_new_name(name: str, sources: Sequence[str]) -> None:
     taken = (*STORED, *sources)
     if not name or name in taken:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
-
-
-def _fit_map(kind: ScalerKind, values: Floats, targets: Floats, *, source: str, is_probability: bool) -> ScalerMap:
-    if kind == "isotonic":
-        return IsotonicMap.fit(values, targets)
-    if kind == "platt":
-        return PlattMap.fit(values, targets, takes_logit=is_probability)
-    if not is_probability:
-        raise InputError(f"Temperature scaling needs a probability, which {source!r} is not. Use Platt or isotonic.")
-    return TemperatureMap.fit(values, targets)
 
 
 def _scores(table: ResponseTable, source: str, name: str, map_: ScalerMap) -> tuple[ConfidenceScores, ConfidenceScores]:

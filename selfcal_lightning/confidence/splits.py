@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from selfcal_lightning.confidence.base import split_hash
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.shards import question_digest
@@ -43,11 +46,11 @@ class FittedOn:
         )
 
     @classmethod
-    def from_pool(cls, pool: Sequence[QuestionSamples]) -> FittedOn:
-        """Build the record of a pool whose responses all enter the fit."""
-        return cls.from_questions(
-            (entry.question for entry in pool), num_responses=sum(len(entry.samples) for entry in pool)
-        )
+    def from_pool(cls, pool: Sequence[QuestionSamples], used: NDArray[np.bool_] | None = None) -> FittedOn:
+        """Build the record of a pool; ``used`` tells which of its responses enter the fit, all if None."""
+        total = sum(len(entry.samples) for entry in pool)
+        count = total if used is None else int(used.sum())
+        return cls.from_questions((e.question for e in pool), num_responses=count, num_left_out=total - count)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FittedOn:
@@ -105,10 +108,8 @@ def check_disjoint(
     if shared:
         name, other = min(shared)
         example = repr(name) if name == other else f"{other!r} and {name!r}, which are one question under two ids"
-        raise InputError(
-            f"Expected {names[0]} and {names[1]} to share no question, but got {len(shared)} in both, for example "
-            f"{example}. {way_out}"
-        )
+        found = f"{len(shared)} in both, for example {example}"
+        raise InputError(f"Expected {names[0]} and {names[1]} to share no question, but got {found}. {way_out}")
 
 
 def check_not_fitted_on(
@@ -120,10 +121,10 @@ def check_not_fitted_on(
         shared = one.fitted_on.shared_questions(asked)
         if shared:
             count = len({_id_of(question) for question in asked})
-            raise InputError(
-                f"Expected questions that {one.name!r} was not fitted on, but got {len(shared)} of {count} that it "
-                f"was, such as {shared[0]!r}. Use another split, or the other half."
+            found = (
+                f"{len(shared)} of {count} that it was, such as {shared[0]!r}. Use another split, or the other half."
             )
+            raise InputError(f"Expected questions that {one.name!r} was not fitted on, but got {found}")
 
 
 def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:

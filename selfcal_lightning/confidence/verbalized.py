@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids
@@ -51,21 +51,20 @@ class VerbalScale:
 
 
 def parse_confidence(text: str) -> float | None:
-    r"""Parse the probability stated in a reply, in [0, 1], or None."""
+    """Parse the probability stated in a reply, in [0, 1], or None."""
     return _last(text, _BARE_REPLY, _probability)
 
 
 def parse_percentage(text: str) -> float | None:
-    r"""Parse the percentage stated in a reply, as a probability in [0, 1], or None.
+    """Parse the percentage stated in a reply, as a probability in [0, 1], or None.
 
-    Like :func:`parse_confidence`, but a bare number is a percentage, unless it is a fraction such as 0.85, which can
-    only be a probability.
+    A bare number is a percentage, unless it is a fraction such as 0.85, which can only be a probability.
     """
-    return _last(text, _BARE_REPLY, _percentage)
+    return _last(text, _BARE_REPLY, partial(_probability, in_percent=True))
 
 
 def parse_words(text: str) -> float | None:
-    r"""Return the midpoint of the interval named by one of ``WORDS``, or a stated probability; None for neither."""
+    """Return the midpoint of the interval named by one of ``WORDS``, or a stated probability; None for neither."""
     found = _last(text, _BARE_WORDS, _word)
     return found if found is not None else parse_confidence(text)
 
@@ -97,22 +96,14 @@ def _last(text: str, bare: re.Pattern[str], read: Callable[[str], float | None])
     return values[-1] if values else None
 
 
-def _number(content: str) -> re.Match[str] | None:
-    plain = _SPACING.sub("", _WRAPPED.sub(r"\1", content)).replace("\\%", "%")
-    return _NUMBER.fullmatch(plain)
-
-
-def _probability(content: str) -> float | None:
-    match = _number(content)
-    value = math.inf if match is None else float(match[1]) / (100.0 if match[2] else 1.0)
-    return value if value <= 1.0 else None
-
-
-def _percentage(content: str) -> float | None:
-    match = _number(content)
-    value = math.inf if match is None else float(match[1])
-    is_fraction = match is not None and not match[2] and "." in match[1] and value <= 1.0
-    value = value if is_fraction else value / 100.0
+def _probability(content: str, *, in_percent: bool = False) -> float | None:
+    match = _NUMBER.fullmatch(_SPACING.sub("", _WRAPPED.sub(r"\1", content)).replace("\\%", "%"))
+    if match is None:
+        return None
+    value, is_percentage = float(match[1]), bool(match[2])
+    if in_percent and not ("." in match[1] and value <= 1.0):
+        is_percentage = True
+    value = value / 100.0 if is_percentage else value
     return value if value <= 1.0 else None
 
 

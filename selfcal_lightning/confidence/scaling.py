@@ -166,7 +166,7 @@ def read_map(kind: str, parameters: Mapping[str, Any]) -> ScalerMap:
     """Return the map of ``kind`` with ``parameters`` (its fields) from a JSON file."""
     if kind == "temperature":
         found: ScalerMap = TemperatureMap(**parameters)
-        is_sound = found.temperature > 0.0
+        is_sound = parameters["temperature"] > 0.0
     elif kind == "platt":
         found = PlattMap(**parameters)
         is_sound = math.isfinite(found.slope) and math.isfinite(found.intercept)
@@ -226,12 +226,10 @@ class Scaler:
         """Read what :meth:`as_json` wrote; the file holds ``kind`` next to it."""
         held_out = content["held_out_scores"] or {}
         scores = content["scores"] | {f"held_out_{name}": row for name, row in held_out.items()}
-        return cls(
-            map=read_map(kind, content["parameters"]),
-            fitted_on=FittedOn.from_json(content["fitted_on"]),
-            **{name: content[name] for name in ("name", "source", "needs_pool")},
-            **{name: ConfidenceScores(**row) for name, row in scores.items()},
-        )
+        read: dict[str, Any] = {name: content[name] for name in ("name", "source", "needs_pool")}
+        read |= {name: ConfidenceScores(**row) for name, row in scores.items()}
+        fitted_on = FittedOn.from_json(content["fitted_on"])
+        return cls(map=read_map(kind, content["parameters"]), fitted_on=fitted_on, **read)
 
     def save(self, path: str | Path) -> None:
         """Write the scaler to a JSON file."""

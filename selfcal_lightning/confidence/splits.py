@@ -121,10 +121,9 @@ def check_not_fitted_on(
         shared = one.fitted_on.shared_questions(asked)
         if shared:
             count = len({_id_of(question) for question in asked})
-            found = (
-                f"{len(shared)} of {count} that it was, such as {shared[0]!r}. Use another split, or the other half."
-            )
-            raise InputError(f"Expected questions that {one.name!r} was not fitted on, but got {found}")
+            found = f"{len(shared)} of {count} that it was, such as {shared[0]!r}"
+            way_out = "Use another split, or the other half."
+            raise InputError(f"Expected questions that {one.name!r} was not fitted on, but got {found}. {way_out}")
 
 
 def split_in_halves(question_ids: Iterable[str], *, seed: int = 0) -> tuple[tuple[str, ...], tuple[str, ...]]:

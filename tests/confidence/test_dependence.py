@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
-from support.strategy_pools import make_entry
+from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
@@ -58,7 +58,7 @@ def write_pool(path: Path) -> Path:
 
 
 def scored(pool: RecordedPool, scorers: Sequence[SampleScorer]) -> list[QuestionSamples]:
-    return [replace(e, samples=tuple(add_scores(s, scorers) for s in e.samples)) for e in pool.entries]
+    return with_samples(pool.entries, lambda sample: add_scores(sample, scorers))
 
 
 def chain() -> list[SampleScorer]:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
-from support.strategy_pools import make_entry
+from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value
-from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer, weigh_pool
+from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
-from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples
@@ -91,12 +90,9 @@ def test_label_free_fusion_equals_weighted_rows_of_both_classes(target: Any, wei
     draw = np.random.default_rng(3)
     pool = mixed_pool()
     # P(True) that differs within a question, so that SSC is not the vote share.
-    pool = [
-        replace(e, samples=tuple(replace(s, yes_mass=(y := float(draw.random())), no_mass=1.0 - y) for s in e.samples))
-        for e in pool
-    ]
+    pool = with_samples(pool, lambda s: replace(s, yes_mass=(y := float(draw.random())), no_mass=1.0 - y))
     # No label may play a part.
-    blind = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in pool]
+    blind = with_samples(pool, lambda s: replace(s, correct=None))
     targets = _soft_targets(pool, weighted=weighted)
     used = np.array([value is not None for value in targets])
     soft = np.array([value for value in targets if value is not None])
@@ -139,8 +135,7 @@ def test_an_absent_feature_names_the_estimator_to_run() -> None:
     pool = mixed_pool(5)
     with pytest.raises(MissingConfidenceError, match="selfcal score --estimator self_certainty"):
         fit_fusion(pool, [*DEFAULT_FEATURES, "self_certainty"])
-    untold = {"token_ids": None, "num_tokens": None}
-    no_tokens = [replace(e, samples=tuple(replace(s, **untold) for s in e.samples)) for e in pool]
+    no_tokens = with_samples(pool, lambda s: replace(s, token_ids=None, num_tokens=None))
     with pytest.raises(MissingConfidenceError, match="State `tokens`"):
         fit_fusion(no_tokens, ["sequence_logprob", "num_tokens"])
 
@@ -165,48 +160,27 @@ def test_log_odds_are_clamped_and_refuse_what_is_no_probability() -> None:
 
 
 def test_a_constant_feature_gets_no_weight() -> None:
-    pool = [
-        replace(e, samples=tuple(replace(s, confidences={"same": 0.1 + 0.2}) for s in e.samples))
-        for e in mixed_pool(20)
-    ]
+    pool = with_samples(mixed_pool(20), lambda s: replace(s, confidences={"same": 0.1 + 0.2}))
     fusion = fit_fusion(pool, ["sequence_logprob", "same"])
     assert fusion.weights[1] == pytest.approx(0.0, abs=1e-8)
     assert fusion.stds[1] == 1.0
 
 
 def test_what_depends_on_the_pool_is_refused_unless_flagged() -> None:
-    pool = [
-        replace(e, samples=tuple(replace(s, confidences={"response_consistency": s.index / 6}) for s in e.samples))
-        for e in mixed_pool(20)
-    ]
-    with pytest.raises(ValueError, match="which depend on the other responses"):
-        fit_fusion(pool, ["sequence_logprob", "logit:response_consistency"])
+    shares = {"response_consistency": 1 / 6, "consistency": 1 / 6}
+    pool = with_samples(mixed_pool(20), lambda s: replace(s, confidences={n: s.index * v for n, v in shares.items()}))
+    for feature in ("logit:response_consistency", "consistency"):
+        with pytest.raises(ValueError, match="which depend on the other responses"):
+            fit_fusion(pool, ["sequence_logprob", feature])
     fusion = fit_fusion(pool, ["sequence_logprob", "response_consistency"], allow_pool_features=True)
     assert fusion.needs_pool
     assert not fit_fusion(pool).needs_pool
 
 
-def test_what_depends_on_the_pool_is_refused_in_its_scaled_form_too() -> None:
-    """Under a name that does not tell, read by a fusion and by strategies."""
-    pool = []
-    for entry in mixed_pool(20):
-        shares = [{"response_consistency": s.index / 6, "consistency": 0.5 + s.index / 12} for s in entry.samples]
-        rows = zip(entry.samples, shares, strict=True)
-        pool.append(replace(entry, samples=tuple(replace(sample, confidences=share) for sample, share in rows)))
-    with pytest.raises(ValueError, match="which depend on the other responses"):
-        fit_fusion(pool, ["sequence_logprob", "consistency"])
-    scaler = fit_scaler(pool, "platt", source="response_consistency", name="calm")
-    other = mixed_pool(20, prefix="new")
-    new = [replace(o, samples=e.samples) for o, e in zip(other, pool, strict=True)]
-    lengths = tuple((1,) * len(entry.samples) for entry in new)
-    with pytest.raises(ValueError, match="calm, which depend on the other responses"):
-        weigh_pool(RecordedPool(tuple(new), lengths), ["calm"], [scaler])
-
-
 def test_fusion_of_a_scaled_part_works_in_a_strategy() -> None:
     pool = mixed_pool(40)
     scaler = fit_scaler(pool, "platt", name="scaled")
-    scored = [replace(e, samples=tuple(add_scores(s, [scaler]) for s in e.samples)) for e in pool]
+    scored = with_samples(pool, lambda s: add_scores(s, [scaler]))
     fusion = fit_fusion(scored, ["logit:scaled", "sequence_logprob"])
     assert fusion.requires == ("scaled", "sequence_logprob")
     entry = replace(pool[0], samples=tuple(add_scores(s, [scaler, fusion]) for s in pool[0].samples))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn.calibration import _SigmoidCalibration
 from sklearn.linear_model import LogisticRegression
-from support.strategy_pools import make_entry
+from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.confidence.base import add_scores, split_hash
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
@@ -153,10 +153,9 @@ def test_scaler_scores_a_sample_like_its_map() -> None:
     ],
 )
 def test_scores_that_are_no_probability_scale_without_a_logit(source: str, known: list[RecordedConfidence]) -> None:
-    pool = [
-        replace(e, samples=tuple(replace(s, confidences={"coe_c": s.p_true, "shape": s.p_true}) for s in e.samples))
-        for e in overconfident_pool(20)
-    ]
+    pool = with_samples(
+        overconfident_pool(20), lambda s: replace(s, confidences={"coe_c": s.p_true, "shape": s.p_true})
+    )
     scaler = fit_scaler(pool, "platt", source=source, known=known)
     assert isinstance(scaler.map, PlattMap)
     assert not scaler.map.takes_logit
@@ -194,7 +193,7 @@ def test_what_cannot_be_fitted_says_why(options: dict[str, Any], message: str) -
 
 
 def test_labels_are_needed() -> None:
-    pool = [replace(e, samples=tuple(replace(s, correct=None) for s in e.samples)) for e in overconfident_pool(5)]
+    pool = with_samples(overconfident_pool(5), lambda s: replace(s, correct=None))
     with pytest.raises(ValueError, match=r"40 of 40 responses .* 'q0'"):
         fit_scaler(pool, "platt")
 
@@ -240,7 +239,7 @@ def test_what_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
 def test_scorers_stand_in_the_order_of_computation(tmp_path: Path) -> None:
     pool = overconfident_pool(20)
     first = fit_scaler(pool, "platt", name="scaled")
-    scored = [replace(e, samples=tuple(add_scores(s, [first]) for s in e.samples)) for e in pool]
+    scored = with_samples(pool, lambda s: add_scores(s, [first]))
     second = fit_scaler(scored, "isotonic", source="scaled", name="twice")
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     for scaler, path in zip((first, second), paths, strict=True):
@@ -277,8 +276,5 @@ def test_infinite_confidences_are_unknown() -> None:
     entry = make_entry(["a"], [0.5])
     sample = replace(entry.samples[0], confidences={"odd": math.inf})
     pool = [*overconfident_pool(5), replace(entry, samples=(sample,))]
-    scored = [
-        replace(e, samples=tuple(replace(s, confidences={"odd": -1.0, **s.confidences}) for s in e.samples))
-        for e in pool
-    ]
+    scored = with_samples(pool, lambda s: replace(s, confidences={"odd": -1.0, **s.confidences}))
     assert fit_scaler(scored, "isotonic", source="odd").fitted_on.num_left_out == 1

@@ -16,8 +16,7 @@ from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
-from selfcal_lightning.confidence import scoring as running
-from selfcal_lightning.confidence import scoring as score_store
+from selfcal_lightning.confidence import scoring
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.confidence.estimators import ResponseConsistency, SelfCertainty, TokenEntropy
 from selfcal_lightning.confidence.token_reader import TokenReader
@@ -149,7 +148,7 @@ def test_the_model_of_the_store_is_taken_or_named(sampled: Path, tmp_path: Path,
 def test_a_broken_run_goes_on_where_it_stopped(
     sampled: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "CHUNK_RESPONSES", NUM_SAMPLES)  # a question at a time
+    monkeypatch.setattr(scoring, "CHUNK_RESPONSES", NUM_SAMPLES)  # a question at a time
     unbroken = shutil.copytree(sampled, tmp_path / "unbroken")
     run_score("self_certainty", str(unbroken))
     read, calls = TokenReader.read, []
@@ -172,8 +171,8 @@ def test_a_broken_run_goes_on_where_it_stopped(
 
 
 def test_what_was_scored_is_shown_every_few_minutes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "CHUNK_RESPONSES", NUM_SAMPLES)
-    monkeypatch.setattr(score_store, "COMMIT_SECONDS", -1.0)
+    monkeypatch.setattr(scoring, "CHUNK_RESPONSES", NUM_SAMPLES)
+    monkeypatch.setattr(scoring, "COMMIT_SECONDS", -1.0)
     run_score("response_consistency", str(store))
     assert len(Annotation(store, "response_consistency").record.parts) == NUM_QUESTIONS
     assert Annotation(store, "response_consistency").record.rows == TOTAL

@@ -56,18 +56,6 @@ def test_classes_are_linked_as_the_vectors_do(vectors: Vectors) -> None:
         assert shares.tolist() == pytest.approx(case["confidence"], abs=1e-6)
 
 
-def test_ranknet_is_that_of_the_vectors(vectors: Vectors) -> None:
-    found = 0
-    for case in vectors("ranknet_loss")["cases"]:
-        scores, target = torch.tensor(case["scores"]).double(), torch.tensor(case["targets"]).double()
-        settings = {"temperature": case["temperature"], "tie_weight": case["tie_loss_weight"]}
-        loss = ranknet_loss(scores, target, **settings)
-        pairs = len(target) * (len(target) - 1) // 2 if case["reduction"] == "sum" else 1  # no ties in that case
-        assert pairs * loss.item() == pytest.approx(case["loss"], abs=1e-6)
-        found += 1
-    assert found > 0
-
-
 def test_losses_by_hand() -> None:
     outputs, target = torch.tensor([[0.0], [math.log(3.0)]]), torch.tensor([1.0, 0.5])
     # Shares 1/2 and 3/4: -log(1/2), and -(log(3/4) + log(1/4)) / 2.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,11 @@ def make_entry(
         for index, (answer, confidence) in enumerate(zip(answers, confidences, strict=True))
     )  # fmt: skip
     return QuestionSamples(Question(name, "local_text", (), gold), samples, "test")
+
+
+def with_samples(pool: Iterable[QuestionSamples], change: Callable[[Sample], Sample]) -> list[QuestionSamples]:
+    """Return a pool with every sample changed."""
+    return [replace(entry, samples=tuple(map(change, entry.samples))) for entry in pool]
 
 
 def random_pool(seed: int, *, num_questions: int = 25, most: int = 9) -> list[QuestionSamples]:

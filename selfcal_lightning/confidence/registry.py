@@ -30,9 +30,8 @@ from selfcal_lightning.metrics.arrays import check_positive
 class EstimatorClass(Protocol):
     """An estimator before it is created: a class, or a row of a table.
 
-    Attributes:
-        reads: What it is created with: "engine" (an engine and its chat format), "tokens" (a reader of token
-            statistics), "rewards" (a reward model) or "pool" (nothing).
+    ``reads`` is what it is created with: "engine" (an engine and its chat format), "tokens" (a reader of token
+    statistics), "rewards" (a reward model) or "pool" (nothing).
     """
 
     name: str

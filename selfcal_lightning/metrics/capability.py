@@ -34,7 +34,8 @@ def agreeing_pairs(answers: Sequence[str | None]) -> float | None:
     size = len(answers)
     if size < 2:
         return None
-    pairs = sum(count * (count - 1) for count in _votes(answers).values())
+    votes = Counter(answer for answer in answers if answer is not None)
+    pairs = sum(count * (count - 1) for count in votes.values())
     return pairs / (size * (size - 1))
 
 
@@ -47,7 +48,8 @@ def top_share(answers: Sequence[str | None]) -> float | None:
         >>> top_share(["7", "7", "8", None]), top_share([None]), top_share([])
         (0.5, 0.0, None)
     """
-    return max(_votes(answers).values(), default=0) / len(answers) if answers else None
+    votes = Counter(answer for answer in answers if answer is not None)
+    return max(votes.values(), default=0) / len(answers) if answers else None
 
 
 def expected_accuracy(num_samples: Array, num_correct: Array) -> Floats:
@@ -121,11 +123,6 @@ def checked_counts(num_samples: Array, num_correct: Array) -> tuple[Integers, In
         of = f"{int(correct[correct > samples].flat[0])} of {int(samples[correct > samples].flat[0])}"
         raise InputError(f"Expected `num_correct` to be at most `num_samples`, but got {of}.")
     return samples, correct
-
-
-def _votes(answers: Sequence[str | None]) -> Counter[str]:
-    """Count the readable answers."""
-    return Counter(answer for answer in answers if answer is not None)
 
 
 @dataclass(frozen=True)

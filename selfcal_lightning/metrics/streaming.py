@@ -161,8 +161,7 @@ class BinnedCalibrationError(ExactMetric):
 
     def compute(self) -> Tensor:
         bins = self._local_bins()
-        error = bins.expected_error if self.norm == "l1" else bins.maximum_error
-        return torch.tensor(float("nan") if error is None else error, dtype=torch.float64, device=self.device)
+        return _scalar(bins.expected_error if self.norm == "l1" else bins.maximum_error, self.device)
 
     def _diagram(self, ax: Axes | None) -> tuple[Figure, Axes]:
         figure, axes = axes_to_draw_on(ax)

@@ -212,7 +212,7 @@ def test_weights_are_those_of_the_recorded_votes(vectors: Vectors) -> None:
 def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: Pool) -> None:
     entry = pool[0]
     logprob = ESTIMATORS["mean_logprob"](tokens).score([entry])[0]
-    spread = -np.array(tokens.scores([entry], lambda found: _spread(found.tokens.entropy))[0])
+    spread = -np.array(tokens.scores([entry], lambda found: float(np.std(found.tokens.entropy.numpy())))[0])
     steps = -np.array(tokens.scores([entry], lambda found: _step_spread(found.tokens.entropy))[0])
     steady = ESTIMATORS["token_steadiness"](tokens).score([entry])[0]
     assert steady == pytest.approx(spread.tolist(), abs=1e-9)
@@ -229,10 +229,6 @@ def test_weights_are_standardised_within_a_question(tokens: TokenReader, pool: P
         assert found[1:] == [[None, *found[0]], [None, None]]
     one = replace(entry, samples=entry.samples[:1])
     assert ESTIMATORS["sasc_std"](tokens).score([one, *pool[1:]])[0] == [1.0], "nothing to stand out from"
-
-
-def _spread(entropy: torch.Tensor) -> float:
-    return float(np.std(entropy.numpy()))
 
 
 def _step_spread(entropy: torch.Tensor) -> float:

@@ -22,12 +22,7 @@ OF_THE_QUERY = frozenset({"query", "suffix_ids", "yes_ids", "no_ids"})
 
 
 def read_index(
-    store: SampleStore,
-    *,
-    split: str,
-    round: int,
-    questions: Sequence[Question] | None,
-    confidences: Sequence[str] = (),
+    store: SampleStore, *, split: str, round: int, questions: Sequence[Question] | None, confidences: Sequence[str] = ()
 ) -> SampleIndex:
     sampled = f"`selfcal generate --store_split {split}`"
     way_out = f"Add the `SSCGeneration` callback to the trainer, or run {sampled} on this store."

@@ -160,11 +160,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
                 raise InputError(f"`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got {precision}.")
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model, files = load_sharded_causal_lm(
-            base_model,
-            mesh=cast("DeviceMesh", self._weights_mesh),
-            device=self.root_device,
-            policy=policy,
-            **settings,
+            base_model, mesh=cast("DeviceMesh", self._weights_mesh), device=self.root_device, policy=policy, **settings
         )
         read, stored = files.bytes_read / 2**20, files.total_bytes / 2**20
         rank_zero_info(

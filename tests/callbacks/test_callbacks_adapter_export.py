@@ -65,9 +65,7 @@ def pretending(module: SelfCalibrationModule, *values: float) -> SelfCalibration
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 0.25), ("max", 0.75)])
-def test_the_best_validation_has_a_folder_of_its_own(
-    tiny_model: str, store: Path, tmp_path: Path, mode: Any, best: float
-) -> None:
+def test_the_best_validation_has_a_folder(tiny_model: str, store: Path, tmp_path: Path, mode: Any, best: float) -> None:
     callback = AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED, mode=mode)
     module = pretending(module_of(tiny_model), 0.5, float("nan"), 0.25, 0.75)
     trainer_with(callback, val_check_interval=1).fit(module, datamodule=data_module(tiny_model, store))
@@ -90,9 +88,7 @@ class Save(Callback):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_a_better_export_that_its_checkpoint_does_not_know(
-    tiny_model: str, store: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_keeps_a_better_export_than_its_own(tiny_model: str, store: Path, tmp_path: Path) -> None:
     def run(*values: float, **settings: Any) -> float:
         """Validate after the second and the fourth step, and return the value of the best export."""
         module = pretending(module_of(tiny_model, **settings), *values)
@@ -192,9 +188,7 @@ def test_scores_of_earlier_weights_are_not_stated(tiny_model: str, store: Path, 
 
 
 @pytest.mark.parametrize("place", ["merged", "base", "inside the base"])
-def test_a_folder_of_another_kind_is_refused_before_training(
-    tiny_model: str, store: Path, tmp_path: Path, place: str
-) -> None:
+def test_a_folder_of_another_kind_is_refused_at_once(tiny_model: str, store: Path, tmp_path: Path, place: str) -> None:
     base = Path(plain_copy(tiny_model, tmp_path / "base"))
     merged = tmp_path / "merged"
     merged.mkdir()
@@ -209,9 +203,7 @@ def test_a_folder_of_another_kind_is_refused_before_training(
     assert (base / "model.safetensors").is_file()
 
 
-def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
-    tiny_model: str, store: Path, tmp_path: Path
-) -> None:
+def test_a_value_that_no_validation_gives_names_the_known(tiny_model: str, store: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"`monitor` must be .*calibration/ECE.*, but got 'val/ece'"):
         AdapterExport(monitor="val/ece")
     callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/gsm8k/calibration/ECE")
@@ -223,9 +215,7 @@ def test_a_value_that_no_validation_gives_is_an_error_that_names_the_known(
         callback.plan_run("fit", trainer_with(callback), module_of(tiny_model), data)
 
 
-def test_the_domain_of_the_training_questions_is_part_of_the_export(
-    tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_domain_is_exported(tiny_model: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("selfcal_lightning.callbacks.adapter_export.FEWEST", 4)
     folder = tmp_path / "adapter"
     for _ in range(2):

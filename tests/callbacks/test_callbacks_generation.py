@@ -147,9 +147,7 @@ class Keep(Callback):
             trainer.save_checkpoint(path)
 
 
-def test_a_run_resumed_in_the_middle_of_an_epoch_ends_where_the_whole_one_does(
-    shallow_model: str, filled: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumed_inside_an_epoch_ends_as_the_whole_one(shallow_model: str, filled: Path, tmp_path: Path) -> None:
     settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     rows = {"total_tuples": 24, "batch_size": 4}

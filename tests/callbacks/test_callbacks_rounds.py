@@ -26,6 +26,7 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 LORA = LoraSettings(r=4, dropout=0.2, activated=False)
 ROWS = {"regenerate_every_n_epochs": 1, "target": "p_true", "drop_none": False}  # two layers write no answers
 SHALLOW = True
+Whole = tuple[Path, SelfCalibrationModule]
 
 
 class Keep(Callback):
@@ -71,7 +72,7 @@ def texts(store: Path, round: int) -> dict[str, list[tuple[str, float | None]]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SelfCalibrationModule]:
+def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """An unbroken run: its folder, with the store and checkpoints, and its module."""
     folder = tmp_path_factory.mktemp("whole")
     keep = [
@@ -86,7 +87,7 @@ def difference(module: SelfCalibrationModule, other: SelfCalibrationModule) -> f
     return max((one[name] - two[name]).abs().max().item() for name in one if one[name].requires_grad)
 
 
-def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: tuple[Path, SelfCalibrationModule]) -> None:
+def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) -> None:
     store = whole[0] / "store"
     rounds = SampleStore(store).manifest.rounds
     hashes = [record.fingerprint.model.adapter_sha256 for record in rounds.values()]
@@ -143,7 +144,7 @@ def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("samples", ["kept", pytest.param("lost", marks=pytest.mark.slow)])
 def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
-    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path, name: str, samples: str
+    tiny_model: str, whole: Whole, tmp_path: Path, name: str, samples: str
 ) -> None:
     folder, module = whole
     store = tmp_path / "store"
@@ -161,9 +162,7 @@ def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_with_a_new_round(
-    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
-) -> None:
+def test_a_finished_run_goes_on_with_a_new_round(tiny_model: str, whole: Whole, tmp_path: Path) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     trainer = trainer_with(
         generation(max_new_tokens=60), max_epochs=1, reload_dataloaders_every_n_epochs=1
@@ -178,9 +177,7 @@ def test_a_finished_run_goes_on_with_a_new_round(
     assert len(texts(store, 1)) == 8
 
 
-def test_without_its_round_a_run_resumed_inside_an_epoch_fails(
-    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path
-) -> None:
+def test_without_its_round_a_run_resumed_inside_an_epoch_fails(tiny_model: str, whole: Whole, tmp_path: Path) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     with pytest.raises(ValueError, match="no samples of round 1 for the split 'train'"):
         run(tiny_model, store, ckpt_path=whole[0] / "batch_end-6.ckpt")
@@ -189,10 +186,7 @@ def test_without_its_round_a_run_resumed_inside_an_epoch_fails(
 
 @pytest.mark.slow
 def test_a_round_is_completed_with_the_adapter_on_disk(
-    tiny_model: str,
-    whole: tuple[Path, SelfCalibrationModule],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    tiny_model: str, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a GPU, where a resumed run arrives with weights that differ in the last digits."""
     from safetensors.torch import save_file
@@ -221,15 +215,13 @@ def test_a_round_is_completed_with_the_adapter_on_disk(
     assert all(torch.equal(before[1][name], value) for name, value in own.items())
 
 
-def test_rounds_of_another_training_are_refused_before_it_begins(
-    tiny_model: str, whole: tuple[Path, SelfCalibrationModule]
-) -> None:
+def test_rounds_of_another_training_are_refused_before_it_begins(tiny_model: str, whole: Whole) -> None:
     with pytest.raises(ValueError, match=r"Round 1 of the store was sampled in a training with other settings"):
         run(tiny_model, whole[0] / "store", model={"lr": 3e-3})
 
 
-def test_an_engine_with_another_adapter_is_refused(
-    tiny_model: str, whole: tuple[Path, SelfCalibrationModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_another_adapter_is_refused(
+    tiny_model: str, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     start = SSCGeneration._start

@@ -61,9 +61,7 @@ def test_a_response_that_did_not_stop_has_no_end_of_turn_label(chat: ChatFormat,
 
 @pytest.mark.parametrize("finish", ["stop", "length", None])
 @pytest.mark.parametrize("shared_prefix", [False, True])
-def test_an_empty_response_has_a_label_only_where_it_stopped(
-    chat: ChatFormat, finish: str | None, shared_prefix: bool
-) -> None:
+def test_an_empty_response_has_a_label_if_it_stopped(chat: ChatFormat, finish: str | None, shared_prefix: bool) -> None:
     rows = make_rows([make_row(chat), make_row(chat, text="", token_ids=(), finish=finish)])
     batch = SSCCollator(chat, max_length=256, shared_prefix=shared_prefix)(replace(rows, question_index=np.zeros(2)))
     assert len(batch.trees) == shared_prefix

@@ -149,9 +149,7 @@ def test_counts_are_printed(pool: Pool, store_dir: str, monkeypatch: pytest.Monk
         assert word in text
 
 
-def test_the_worth_of_the_targets_is_printed(
-    pool: Pool, store_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worth_of_the_targets_is_printed(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_data.rank_zero_info", lines.append)
     table = pool.data(store_dir, target="consistency").train_dataloader().dataset.table
@@ -218,9 +216,7 @@ def test_questions_of_the_store_are_cut_to_the_sources(pool: Pool, store_dir: st
     assert sum(batch.batch_size for batch in everything.val_dataloader()) == 40
 
 
-def test_what_a_split_without_sources_reads_of_the_store_is_said(
-    pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_without_sources_is_said(pool: Pool, store_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("selfcal_lightning.datamodules.ssc.stored_rows.rank_zero_info", lines.append)
     pool.data(store_dir).val_dataloader()
@@ -330,9 +326,7 @@ def test_one_sample_a_question_validates_without_consistency(pool: Pool, store_d
     assert not any(batch.correct.isnan().any() for batch in batches)
 
 
-def test_attention_that_cannot_run_packed_rows_is_refused_before_anything_is_sampled(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_attention_that_cannot_run_packed_rows_is_refused_before_sampling(pool: Pool, tmp_path: Path) -> None:
     module = Recorder()
     module.attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="for packed rows, but got 'flash_attention_2'"):

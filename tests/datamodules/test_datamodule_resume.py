@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_with_the_very_next_rows(
 
 
 @pytest.mark.parametrize("with_validation", [True, False])
-def test_checkpoints_of_an_epochs_end_and_runs_counted_in_steps(
+def test_epochs_ends_and_runs_counted_in_steps(
     pool: Pool, store_dir: str, tmp_path: Path, with_validation: bool
 ) -> None:
     limits = {} if with_validation else {"limit_val_batches": 0}
@@ -211,10 +211,7 @@ def test_every_epoch_reads_its_round(
 
 
 def test_mixed_targets_count_the_samples_of_all_rounds_by_hand(pool: Pool) -> None:
-    rounds = [
-        [("7", 0.75), ("8", 0.25), (None, 0.5)],
-        [("9", 0.5), ("7", 0.5), ("7", 0.25)],
-    ]
+    rounds = [[("7", 0.75), ("8", 0.25), (None, 0.5)], [("9", 0.5), ("7", 0.5), ("7", 0.25)]]
     for round, answers in enumerate(rounds):
         samples = [
             {"text": f"{round}", "answer": answer, "correct": answer != "8", "yes_mass": p, "no_mass": 1 - p}
@@ -299,11 +296,7 @@ def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"regenerate_every_n_epochs": 0},
-        {"regenerate_every_n_epochs": 1, "round": 1},
-        {"round_rule": "append"},
-    ],
+    [{"regenerate_every_n_epochs": 0}, {"regenerate_every_n_epochs": 1, "round": 1}, {"round_rule": "append"}],
 )
 def test_settings_of_rounds_are_checked(pool: Pool, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"`{next(reversed(settings))}`"):

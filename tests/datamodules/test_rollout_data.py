@@ -126,7 +126,7 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
         (answers_of("7"), {"sampling": AT_ONE}, "12 of 12 questions have 1"),
     ],
 )
-def test_what_cannot_be_learnt_from_is_refused(
+def test_stores_that_teach_nothing(
     pool: Pool, tmp_path: Any, make: Callable[..., Fields], changes: dict[str, Any], message: str
 ) -> None:
     store = Pool(pool.model, tmp_path).write("store", make, **changes)
@@ -220,10 +220,7 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
         ({"reward": "none"}, "nothing to learn"),
         ({"reward": "best"}, "best"),
         ({"selection": "runs/selection"}, "A `selection` needs `reward: none`"),
-        (
-            {"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1},
-            "leave out `regenerate_every_n_epochs`",
-        ),
+        ({"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1}, "leave out `regenerate_every_n_epochs`"),
         ({"reward": "entropy", "regenerate_every_n_epochs": 1}, "selfcal score --estimator token_entropy"),
         ({"scale": "sample"}, "`scale`"),
         ({"normalise": "rows"}, "`normalise`"),

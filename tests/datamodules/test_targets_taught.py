@@ -29,7 +29,7 @@ def teacher_of(store: str, path: Path, features: tuple[str, ...] = ("logit:p_tru
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
 @pytest.mark.parametrize("features", [("logit:p_true",), ("p_true", "num_tokens")])
-def test_the_target_is_mixed_with_what_the_teacher_says(
+def test_the_target_is_mixed_with_the_teacher(
     share: float, features: tuple[str, ...], pool: Pool, tmp_path: Path
 ) -> None:
     store = pool.write(f"taught {share} {len(features)}", stated=7)
@@ -74,9 +74,7 @@ def test_what_the_rows_depend_on_names_the_teacher_by_its_content(pool: Pool, st
         ("absent.json", 0.5, "absent.json"),
     ],
 )
-def test_teachers_that_cannot_be(
-    teacher: str | None, share: float, message: str, tmp_path: Path, store_dir: str
-) -> None:
+def test_wrong_teachers(teacher: str | None, share: float, message: str, tmp_path: Path, store_dir: str) -> None:
     teacher_of(store_dir, tmp_path / "fused.json")
     with pytest.raises((ValueError, OSError), match=message):
         read_recipe("ssc", None if teacher is None else str(tmp_path / teacher), share)

@@ -90,9 +90,7 @@ def test_the_model_card_can_be_followed(module: SelfCalibrationModule, adapter: 
 
 
 @pytest.mark.parametrize("source", ["adapter", "checkpoint", "of PEFT alone"])
-def test_merging_is_refused_with_the_reason(
-    source: str, module: SelfCalibrationModule, adapter: Path, tmp_path: Path
-) -> None:
+def test_merging_is_refused(source: str, module: SelfCalibrationModule, adapter: Path, tmp_path: Path) -> None:
     given = checkpoint(module, tmp_path / "last.ckpt") if source == "checkpoint" else str(adapter)
     if source == "of PEFT alone":
         (adapter / MANIFEST).unlink()

@@ -208,7 +208,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
         ({"teacher_share": 0.5}, {}, r"`teacher_share` 0\.5 needs a `teacher`"),
     ],
 )
-def test_what_cannot_be_trained_side_by_side(
+def test_what_is_refused(
     auxiliary: dict[str, Any], data: dict[str, Any], message: str, pool: Pool, store_dir: str
 ) -> None:
     module = module_of(pool.model, lora=ACTIVATED, auxiliary={"other": AuxiliarySettings(**auxiliary)})

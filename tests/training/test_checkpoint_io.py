@@ -172,9 +172,7 @@ def fit(tiny_model: str, folder: Path, checkpoint: Path, *options: str) -> int:
     )  # fmt: skip
 
 
-def test_resuming_with_another_adapter_or_from_weights_alone(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
     module = SelfCalibrationModule(tiny_model)

@@ -144,9 +144,7 @@ def test_after_sigkill(pair: Pair, tmp_path: Path, place: str, number: int, seen
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp2"])
-def test_an_activated_adapter_after_sigkill_in_the_middle_of_an_optimiser_step(
-    pair: Pair, tmp_path: Path, strategy: str
-) -> None:
+def test_an_activated_adapter_after_sigkill_inside_an_optimiser_step(pair: Pair, tmp_path: Path, strategy: str) -> None:
     runner, whole = pair(strategy, activated=True)
     last = runner.processes - 1
     options = ("--strike", "SIGKILL", "--rank", str(last), "--number", "5")
@@ -198,7 +196,7 @@ def test_two_processes(pair: Pair, tmp_path: Path, strategy: str, options: tuple
 
 
 @pytest.mark.slow
-def test_processes_that_lightning_starts_let_the_first_one_end(
+def test_children_of_lightning_let_the_first_one_end(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every five seconds its launcher looks for children with a status, and kills the first process if there are."""

@@ -134,7 +134,7 @@ def test_output_folder_that_holds_something_is_left_alone(adapter: Path, tmp_pat
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
 
 
-def test_a_merged_model_never_takes_the_place_of_what_a_training_wrote(
+def test_what_was_trained_is_kept(
     module: SelfCalibrationModule, adapter: Path, tmp_path: Path, tiny_model: str
 ) -> None:
     other = write_export(module, tmp_path / "other")
@@ -204,9 +204,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_names_the_folder_and_leaves_what_was_there(
-    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_what_was_there(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     merged = run_export(str(adapter), str(tmp_path / "merged"))
     before = snapshot(Path(merged))
     with files_of_at_most(100_000):
@@ -296,9 +294,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [-1, -5000, -20000])
-def test_one_flipped_bit_in_an_adapter_is_found_wherever_it_is_read(
-    adapter: Path, tmp_path: Path, tiny_model: str, at: int
-) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is_read(adapter: Path, tmp_path: Path, tiny_model: str, at: int) -> None:
     weights = adapter / "adapter_model.safetensors"
     flip(weights, at)
     for read in (
@@ -422,9 +418,7 @@ def test_what_is_pushed_names_no_place_on_this_machine(
     assert "`--base_model OWNER/NAME`" in capsys.readouterr().err
 
 
-def test_a_base_model_of_the_hub_is_named(
-    tiny_model: str, tmp_path: Path, hub: type[FakeHub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_model_of_the_hub_is_named(tiny_model: str, tmp_path: Path, hub: type[FakeHub]) -> None:
     snapshot = tmp_path / "models--org--m" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     base = plain_copy(tiny_model, snapshot)
@@ -454,9 +448,7 @@ def test_a_configuration_that_names_a_place_is_pushed_without_it_and_with_its_ow
     check_files(written)
 
 
-def test_push_without_a_token_fails_before_the_work(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_without_a_token_fails_at_once(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with pytest.raises(ValueError, match="HF_TOKEN"):
         run_export(str(adapter), str(tmp_path / "merged"), push="me/calibrated")

@@ -184,9 +184,7 @@ def test_other_settings_do_not_go_on(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_validated_tested_and_exported(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_is_tested_and_exported(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, last = str(whole / "config.yaml"), str(whole / "checkpoints" / "last.ckpt")
     assert run(["test", "--config", config, "--ckpt_path", last]) == 0
     assert "test/capability/Skill" in capsys.readouterr().out

@@ -28,6 +28,7 @@ from selfcal_lightning.training.modules import CLASS_KEY
 pytestmark = pytest.mark.slow
 PROBE = "support.probe_plugin.LinearProbe"
 STEPS = 8
+Fit = Callable[..., tuple[int, Path]]
 
 
 def configuration(model: str, run_folder: Path, store: Path) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def configuration(model: str, run_folder: Path, store: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, Path]]:
+def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Fit:
     """Run ``selfcal fit`` on the plug-in in a folder by name; all runs share their samples."""
     root = tmp_path_factory.mktemp("plugin")
 
@@ -81,7 +82,7 @@ def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 @pytest.fixture(scope="module")
-def whole(fit: Callable[..., tuple[int, Path]]) -> Path:
+def whole(fit: Fit) -> Path:
     status, folder = fit("whole")
     assert status == 0
     return folder
@@ -103,8 +104,8 @@ def test_a_run_of_the_plug_in_ends_in_an_export(whole: Path, tiny_model: str) ->
     assert checkpoint[CLASS_KEY] == PROBE
 
 
-def test_a_broken_run_of_the_plug_in_ends_where_the_unbroken_one_does(
-    fit: Callable[..., tuple[int, Path]], whole: Path, capsys: pytest.CaptureFixture[str]
+def test_a_broken_run_ends_where_an_unbroken_one_does(
+    fit: Fit, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, folder = fit("broken", stop_at=3)
     assert status == 1
@@ -120,8 +121,8 @@ def test_a_broken_run_of_the_plug_in_ends_where_the_unbroken_one_does(
     assert torch.equal(*moments)
 
 
-def test_other_settings_and_other_classes_do_not_go_on(
-    fit: Callable[..., tuple[int, Path]], whole: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
+def test_what_differs_does_not_go_on(
+    fit: Fit, whole: Path, tiny_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = str(whole / "checkpoints" / "last.ckpt")
     assert fit("other", "--ckpt_path", last, "--model.lr", "0.5")[0] == 1

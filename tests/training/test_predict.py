@@ -77,9 +77,7 @@ def _reference_one_by_one(module: SelfCalibrationModule, store: Path, split: str
     return values
 
 
-def test_predict_writes_what_the_checkpoint_says(
-    tiny_model: str, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predict_writes_the_confidences(tiny_model: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = predict(tiny_model, store, "one")
     index = index_of(store)
     assert len(index) == 12
@@ -92,9 +90,7 @@ def test_predict_writes_what_the_checkpoint_says(
     assert [sample.confidences[NAME] for sample in samples] == index.confidences[NAME].tolist()
 
 
-def test_unreadable_responses_are_scored_and_what_does_not_fit_is_counted(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_and_too_long_responses(tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run_predict(writer: ConfidenceWriter, max_length: int) -> SampleIndex:
         trainer_with(writer).predict(module_of(tiny_model), datamodule=pool.data(store_dir, max_length=max_length))
         return index_of(Path(store_dir), writer.name)
@@ -214,11 +210,7 @@ def in_a_process(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("command", [run, pytest.param(in_a_process, marks=pytest.mark.slow)])
 def test_selfcal_predict(
-    tiny_model: str,
-    store: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    command: Callable[[list[str]], int],
+    tiny_model: str, store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: Callable[[list[str]], int]
 ) -> None:
     name = command.__name__
     source = {"task": "word_problems", "split": "validation", "limit": 3}

@@ -71,9 +71,7 @@ def test_the_adapter_says_what_it_was_trained_on(run: Run) -> None:
 
 
 @pytest.mark.parametrize("source", ["adapter", "checkpoint"])
-def test_merged_is_the_unquantised_base_with_the_adapter(
-    run: Run, tiny_model: str, tmp_path: Path, source: str
-) -> None:
+def test_merged_is_the_stored_base_with_the_adapter(run: Run, tiny_model: str, tmp_path: Path, source: str) -> None:
     written = run_export(str(getattr(run, source)), str(tmp_path / "merged"), dtype="float32")
     expected = adapted(tiny_model, run.adapter)
     torch.testing.assert_close(logits(written), expected, atol=1e-4, rtol=0)
@@ -109,10 +107,7 @@ def test_merging_into_bfloat16_only_rounds(run: Run, tiny_model: str, tmp_path: 
 
 
 FOUR_BITS = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
 )
 
 

@@ -56,9 +56,7 @@ def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
     assert worker.exitcode == 0
 
 
-def test_global_generators_are_not_drawn_from_by_loaders(
-    tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path
-) -> None:
+def test_loaders_draw_no_global_numbers(tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path) -> None:
     store = fill_store(tmp_path / "store")
     data = data_module(tiny_model, store)
     data.trainer = quiet_trainer(tmp_path)

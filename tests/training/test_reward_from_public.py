@@ -60,9 +60,7 @@ def scores_of(module: QuantileRewardModule, data: RewardDataModule) -> list[list
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_at_the_start_it_says_what_the_public_model_says(
-    name: str, publics: dict[str, str], pool: Pool, store_dir: str
-) -> None:
+def test_it_starts_as_the_public_model(name: str, publics: dict[str, str], pool: Pool, store_dir: str) -> None:
     samples = list(SampleStore(store_dir, num_samples=2).samples(split="validation"))
     public = open_rewards(RewardSettings(publics[name], name, "sentence"))
     expected = [row for question in public.read(samples) for row in question]
@@ -75,9 +73,7 @@ def test_at_the_start_it_says_what_the_public_model_says(
             assert own == pytest.approx(theirs, abs=1e-6)
 
 
-def test_a_tokenizer_without_a_chat_is_enough_where_the_format_has_none(
-    tiny_model: str, store_dir: str, tmp_path: Path
-) -> None:
+def test_no_chat_is_needed_where_the_format_has_none(tiny_model: str, store_dir: str, tmp_path: Path) -> None:
     folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd")))
     (folder / "chat_template.jinja").unlink()
     module = module_of(str(folder), "math-shepherd")
@@ -101,9 +97,7 @@ def fit(publics: dict[str, str], name: str, store: str, folder: Path, **changes:
     return trainer
 
 
-def test_all_weights_are_trained_and_exported_as_a_stock_class(
-    publics: dict[str, str], store_dir: str, tmp_path: Path
-) -> None:
+def test_all_weights_are_exported_as_a_stock_class(publics: dict[str, str], store_dir: str, tmp_path: Path) -> None:
     """A mean of two rows, in a stock class of four named outputs."""
     name, folder = "reasoneval", tmp_path / "model"
     module = fit(publics, name, store_dir, folder, full=True).lightning_module
@@ -134,9 +128,7 @@ def test_all_weights_are_trained_and_exported_as_a_stock_class(
     ]
 
 
-def test_a_head_of_two_layers_is_trained_whole_and_no_classifier(
-    publics: dict[str, str], store_dir: str, tmp_path: Path
-) -> None:
+def test_a_head_of_two_layers_is_no_classifier(publics: dict[str, str], store_dir: str, tmp_path: Path) -> None:
     name, folder = "qwen2.5-math-prm", tmp_path / "model"
     lora = LoraSettings(r=2, activated=False)
     module = fit(publics, name, store_dir, folder, lora=lora).lightning_module
@@ -152,9 +144,7 @@ def test_a_head_of_two_layers_is_trained_whole_and_no_classifier(
         assert own == pytest.approx(theirs, abs=1e-5)
 
 
-def test_a_start_that_cannot_be_is_refused(
-    publics: dict[str, str], tiny_model: str, store_dir: str, tmp_path: Path
-) -> None:
+def test_starts_that_cannot_be(publics: dict[str, str], tiny_model: str, store_dir: str, tmp_path: Path) -> None:
     public = publics["trl-prm"]
     with pytest.raises(InputError, match=r"`format` 'rlhflow-orm'"):
         module_of(public, "rlhflow-orm")

@@ -42,6 +42,7 @@ LORA = LoraSettings(r=2, dropout=0.1, activated=False)
 FULL: dict[str, Any] = {"lora": None, "full": True}
 LEVELS = (0.1, 0.9)
 SHALLOW = True
+Whole = tuple[Path, dict[str, float]]
 
 
 def module_of(model: str, **changes: Any) -> QuantileRewardModule:
@@ -70,7 +71,7 @@ def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None 
 
 
 @pytest.fixture(scope="module")
-def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+def whole(pool: Pool, store_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """A finished run, and what it logged last."""
     folder = tmp_path_factory.mktemp("reward")
     trainer = fit(pool, store_dir, folder)
@@ -138,7 +139,7 @@ def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: 
         assert batch.place_kind[places].tolist()[:: len(places) - 1] == [0, 4]
 
 
-def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: tuple[Path, dict[str, float]]) -> None:
+def test_a_run_logs_calibration_at_the_ends_and_at_every_place(whole: Whole) -> None:
     folder, logged = whole
     for name in ("calibration/Brier", "calibration/ECE", "discrimination/AUROC", "steps/Brier", "steps/ECE",
                  "steps/Pinball", "steps/BelowLow", "first/steps/Brier", "end/steps/Bias"):  # fmt: skip
@@ -154,9 +155,7 @@ TRAINED = pytest.mark.parametrize("trained", [{}, pytest.param(FULL, marks=pytes
 
 @pytest.mark.slow
 @TRAINED
-def test_a_broken_run_ends_where_the_unbroken_one_does(
-    trained: dict[str, Any], pool: Pool, store_dir: str, tmp_path: Path
-) -> None:
+def test_broken_runs_end_as_unbroken_ones(trained: dict[str, Any], pool: Pool, store_dir: str, tmp_path: Path) -> None:
     whole, first, rest = Record(), Record(), Record()
     fit(pool, store_dir, tmp_path / "whole", whole, **trained)
     with pytest.raises(ArithmeticError):
@@ -190,7 +189,7 @@ def test_two_processes_end_where_one_does(trained: dict[str, Any], pool: Pool, s
         torch.testing.assert_close(ends["two"][name], value, atol=1e-5, rtol=0.0)
 
 
-def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str) -> None:
+def test_its_export_is_read_as_it_was_trained(whole: Whole, pool: Pool, store_dir: str) -> None:
     folder = whole[0] / "model"
     check_files(folder)
     manifest = read_manifest(folder)
@@ -217,9 +216,7 @@ def test_its_export_is_read_as_it_was_trained(whole: tuple[Path, dict[str, float
     assert sorted(asked) == pytest.approx(sorted(starts[:, 0].tolist()), abs=1e-5)
 
 
-def test_its_export_is_a_stock_class_with_named_outputs(
-    whole: tuple[Path, dict[str, float]], pool: Pool, store_dir: str
-) -> None:
+def test_its_export_is_a_stock_class_with_named_outputs(whole: Whole, pool: Pool, store_dir: str) -> None:
     folder = str(whole[0] / "model")
     stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -232,7 +229,7 @@ def test_its_export_is_a_stock_class_with_named_outputs(
     assert monotone_quantiles(raw).mean.item() == pytest.approx(last, abs=1e-5)
 
 
-def test_a_checkpoint_is_exported_by_the_verb(whole: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_by_the_verb(whole: Whole, tmp_path: Path) -> None:
     path = "selfcal_lightning.rewards.module.QuantileRewardModule"
     checkpoint = str(whole[0] / "checkpoints" / "last.ckpt")
     run_export(checkpoint, str(tmp_path / "out"), merge=False, module=path)
@@ -240,7 +237,7 @@ def test_a_checkpoint_is_exported_by_the_verb(whole: tuple[Path, dict[str, float
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, float]]) -> None:
+def test_a_folder_tells_its_own_format_and_steps(whole: Whole) -> None:
     folder = str(whole[0] / "model")
     assert check_rewards(RewardSettings(folder)).has_quantiles
     assert completed(RewardSettings(folder)).steps == "sentence"
@@ -253,10 +250,7 @@ def test_a_folder_tells_its_own_format_and_steps(whole: tuple[Path, dict[str, fl
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"levels": [0.9, 0.1]},
-            r"`levels` in .* to rise within \(0, 1\)",
-        ),
+        ({"levels": [0.9, 0.1]}, r"`levels` in .* to rise within \(0, 1\)"),
         ({"levels": [0.1, 0.5, 0.9]}, "must hold format, levels, steps, target"),
         ({"steps": "word"}, r"`steps of .*` to be one of auto, .*, but got 'word'"),
     ],

@@ -34,6 +34,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import BAR, SelfCalibrationModule
 
 SHALLOW = True
+State = dict[str, torch.Tensor]
 
 
 # ---- the loss
@@ -303,7 +304,7 @@ def test_arguments_are_checked(settings: dict, message: str) -> None:
 LR = 1e-3  # at ten times that the model is sure of everything after two steps, and its gradients are rounding
 
 
-def fitted(tiny_model: str, chat: ChatFormat, micro_batch: int, path: Path, **settings: Any) -> dict[str, torch.Tensor]:
+def fitted(tiny_model: str, chat: ChatFormat, micro_batch: int, path: Path, **settings: Any) -> State:
     module = module_of(tiny_model, lr=LR)
     accumulate = 8 // (micro_batch * settings.get("devices", 1))
     trainer = quiet_trainer(accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[KeepState(path)], **settings)
@@ -314,28 +315,24 @@ def fitted(tiny_model: str, chat: ChatFormat, micro_batch: int, path: Path, **se
 
 
 @pytest.fixture(scope="module")
-def one_batch_trajectory(
-    tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
+def one_batch(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> State:
     return fitted(tiny_model, chat, 8, tmp_path_factory.mktemp("trajectory") / "state.pt")
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulation_does_not_change_the_trajectory(
-    tiny_model: str, chat: ChatFormat, one_batch_trajectory: dict[str, torch.Tensor], micro_batch: int, tmp_path: Path
+    tiny_model: str, chat: ChatFormat, one_batch: State, micro_batch: int, tmp_path: Path
 ) -> None:
     start = module_of(tiny_model)
     start.configure_model()
-    assert largest_difference(one_batch_trajectory, trained_state(start)) > 1e-3
+    assert largest_difference(one_batch, trained_state(start)) > 1e-3
     accumulated = fitted(tiny_model, chat, micro_batch, tmp_path / "state.pt")
-    assert largest_difference(accumulated, one_batch_trajectory) < 1e-5
+    assert largest_difference(accumulated, one_batch) < 1e-5
 
 
-def test_processes_do_not_change_the_trajectory(
-    tiny_model: str, chat: ChatFormat, one_batch_trajectory: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_processes_do_not_change_the_path(tiny_model: str, chat: ChatFormat, one_batch: State, tmp_path: Path) -> None:
     two = fitted(tiny_model, chat, 2, tmp_path / "state.pt", devices=2, strategy="ddp_fork")
-    assert largest_difference(two, one_batch_trajectory) < 1e-5
+    assert largest_difference(two, one_batch) < 1e-5
 
 
 def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: ChatFormat) -> None:
@@ -420,9 +417,7 @@ def test_training_does_not_go_on_with_other_settings(
         quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
 
 
-def test_training_goes_on_from_another_folder_with_activations_recomputed(
-    tiny_model: str, chat: ChatFormat, tmp_path: Path
-) -> None:
+def test_training_goes_on_elsewhere_with_layers_recomputed(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
     path, _ = _checkpoint(tiny_model, chat, tmp_path)
     moved = plain_copy(tiny_model, tmp_path / "moved")
     module = module_of(moved, gradient_checkpointing=True, attn_implementation="eager")

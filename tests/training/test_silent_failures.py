@@ -54,9 +54,7 @@ def fit_after(evaluation: str, module: SelfCalibrationModule, chat: ChatFormat) 
 
 @pytest.mark.parametrize("evaluation", ["validate", "sanity check"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_evaluation_does_not_cut_off_the_gradients_of_qlora(
-    tiny_model: str, chat: ChatFormat, evaluation: str, dtype: str
-) -> None:
+def test_evaluation_leaves_gradients_to_qlora(tiny_model: str, chat: ChatFormat, evaluation: str, dtype: str) -> None:
     """A1.1: bitsandbytes repacked the weights in the first evaluation on AVX512-BF16; then nothing was trained."""
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
     module = module_of(tiny_model, quantization="nf4", torch_dtype=dtype)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 from peft import PeftModel
 from support.other_models import plain_copy
+from support.trainers import SaveAt
 from support.training_runs import data_module, module_of, trainer_with
 from transformers import AutoModelForCausalLM
 
@@ -25,11 +24,6 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 IDS = torch.arange(10, 34).view(2, 12)
 SHALLOW = True
-
-
-@pytest.fixture(scope="module")
-def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tmp_path_factory.mktemp("export") / "store")
 
 
 def test_the_adapter_of_the_last_step_with_its_manifest(tiny_model: str, store: Path, tmp_path: Path) -> None:
@@ -76,34 +70,24 @@ def test_the_best_validation_has_a_folder(tiny_model: str, store: Path, tmp_path
     assert restored.best == best
 
 
-class Save(Callback):
-    """Writes a checkpoint after the second step, before the validation that is due there, as ModelCheckpoint does."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.slow
 def test_a_resumed_run_keeps_a_better_export_than_its_own(tiny_model: str, store: Path, tmp_path: Path) -> None:
     def run(*values: float, **settings: Any) -> float:
         """Validate after the second and the fourth step, and return the value of the best export."""
         module = pretending(module_of(tiny_model, **settings), *values)
-        callbacks = [AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED)]
-        resumed = (tmp_path / "two.ckpt").exists()
-        callbacks += [] if resumed else [Save(tmp_path / "two.ckpt")]
-        trainer_with(*callbacks, val_check_interval=2).fit(
-            module, datamodule=data_module(tiny_model, store), ckpt_path=tmp_path / "two.ckpt" if resumed else None
-        )
+        start = tmp_path / "2.ckpt" if (tmp_path / "2.ckpt").exists() else None
+        callbacks = [
+            AdapterExport(str(tmp_path / "adapter"), monitor=MONITORED),
+            *([] if start else [SaveAt(tmp_path, 2)]),
+        ]
+        rows = data_module(tiny_model, store)
+        trainer_with(*callbacks, val_check_interval=2).fit(module, datamodule=rows, ckpt_path=start)
         return read_manifest(tmp_path / "adapter-best")["metrics"][MONITORED]
 
     assert run(0.125, 0.5) == 0.125
     assert run(0.25) == 0.125
     assert run(0.0625) == 0.0625
-    (tmp_path / "two.ckpt").unlink()
+    (tmp_path / "2.ckpt").unlink()
     assert run(0.75, 0.625) == 0.625, "a new training replaces what an earlier one left"
     manifest = read_manifest(tmp_path / "adapter-best") | {"run": "another", "metrics": {MONITORED: 0.001}}
     (tmp_path / "adapter-best" / MANIFEST).write_text(json.dumps(manifest))
@@ -111,12 +95,9 @@ def test_a_resumed_run_keeps_a_better_export_than_its_own(tiny_model: str, store
 
 
 def train_into(folder: Path, tiny_model: str, store: Path, **settings: Any) -> dict[str, Any]:
-    """Train three steps, or as ``steps`` says, and return the manifest of the adapter.
-
-    A checkpoint of the second step is left beside it; ``start`` is one to continue with.
-    """
+    """Train three ``steps`` from ``start``, keep a checkpoint of the second, and return the manifest of the adapter."""
     steps, start = settings.pop("steps", 3), settings.pop("start", None)
-    callbacks = [AdapterExport(str(folder)), Save(folder.parent / "two.ckpt")]
+    callbacks = [AdapterExport(str(folder)), SaveAt(folder.parent, 2)]
     rows = data_module(tiny_model, store, **settings.pop("rows", {}))
     trainer = trainer_with(*callbacks, max_steps=steps, limit_val_batches=0)
     trainer.fit(module_of(tiny_model, **settings), datamodule=rows, ckpt_path=start)
@@ -158,7 +139,7 @@ def test_the_same_training_again_takes_the_place_of_the_first(tiny_model: str, s
     again = train_into(folder, tiny_model, store, gradient_checkpointing=True, recompute_above=100_000)
     assert again["run"] != first["run"]
     assert (folder / "adapter_model.safetensors").read_bytes() == weights, "nothing is lost: it is the same"
-    resumed = train_into(folder, tiny_model, store, steps=4, start=tmp_path / "two.ckpt")
+    resumed = train_into(folder, tiny_model, store, steps=4, start=tmp_path / "2.ckpt")
     assert resumed["run"] == again["run"]
     assert (folder / "adapter_model.safetensors").read_bytes() != weights
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["adapter"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ FIGURES = ("reliability", "roc", "distribution")
 SHALLOW = True
 
 
-@pytest.fixture(scope="module")
-def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tmp_path_factory.mktemp("curve") / "store")
-
-
 def events(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder / "logs" / "version_0"), size_guidance={"images": 0, "scalars": 0})
     return accumulator.Reload()
@@ -41,14 +35,18 @@ def run(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **sett
     return trainer
 
 
+def check_figures(trainer: Trainer, found: EventAccumulator, tag: str, pool: str, figures: tuple[str, ...]) -> None:
+    names = [f"{stage}/{pool}/{name}" for stage in ("before", "val") for name in figures]
+    assert set(found.Tags()["images"]) == {f"{tag}/{name}" for name in names}
+    pngs = {path.name for path in (Path(trainer.log_dir) / "figures").iterdir()}
+    assert pngs == {f"{name.replace('/', '-')}.png" for name in names}
+
+
 def test_before_and_after(tiny_model: str, store: Path, tmp_path: Path) -> None:
     callback = CalibrationCurve()
     trainer = run(tiny_model, store, tmp_path, callback)
     found = events(tmp_path)
-    wanted = {f"calibration_curve/{stage}/word_problems/{name}" for stage in ("before", "val") for name in FIGURES}
-    assert set(found.Tags()["images"]) == wanted
-    pngs = {path.name for path in (Path(trainer.log_dir) / "figures").iterdir()}
-    assert pngs == {f"{stage}-word_problems-{name}.png" for stage in ("before", "val") for name in FIGURES}
+    check_figures(trainer, found, "calibration_curve", "word_problems", FIGURES)
     before, after = found.Scalars("val/calibration/Brier")  # in one chart
     assert (before.step, after.step) == (0, 3)
     assert not [tag for tag in found.Tags()["scalars"] if tag.startswith("calibration_curve")]
@@ -125,11 +123,8 @@ def test_unknown_labels_are_left_out_and_several_tasks_also_drawn_together() -> 
         task=np.array(["gsm8k", "gsm8k", "svamp", "svamp"]),
     )
     pools = labelled(points)
-    assert {task: pool[0].tolist() for task, pool in pools.items()} == {
-        "gsm8k": [0.1],
-        "svamp": [0.4],
-        "all": [0.1, 0.4],
-    }
+    found = {task: pool[0].tolist() for task, pool in pools.items()}
+    assert found == {"gsm8k": [0.1], "svamp": [0.4], "all": [0.1, 0.4]}
 
 
 def fitted(store: Path, folder: Path, callback: CapabilityCurve) -> Trainer:
@@ -147,16 +142,7 @@ def test_a_probe_before_and_after(tmp_path: Path) -> None:
     callback = CapabilityCurve()
     trainer = fitted(store, tmp_path, callback)
     found = events(tmp_path)
-    wanted = {
-        f"capability_curve/{stage}/validation/{name}"
-        for stage in ("before", "val")
-        for name in ("reliability", "scatter")
-    }
-    assert set(found.Tags()["images"]) == wanted
-    pngs = {path.name for path in (Path(trainer.log_dir) / "figures").iterdir()}
-    assert pngs == {
-        f"{stage}-validation-{name}.png" for stage in ("before", "val") for name in ("reliability", "scatter")
-    }
+    check_figures(trainer, found, "capability_curve", "validation", ("reliability", "scatter"))
     before, after = found.Scalars("val/capability/Spearman")  # in one chart
     assert (before.step, after.step) == (0, 7)
     assert after.value > before.value

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from support.module_batches import largest_difference, trained_state
 from support.options import nested
+from support.trainers import SaveAt
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
@@ -18,7 +20,6 @@ from selfcal_lightning.core.processes import Rendezvous
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
 
 def contents(store: Path) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -131,37 +132,20 @@ def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_p
 # ---- training on the store: the whole house together
 
 
-def trained(module: SelfCalibrationModule) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
-
-
-class Keep(Callback):
-    """Writes checkpoints after given steps."""
-
-    def __init__(self, folder: Path, *steps: int) -> None:
-        self.folder, self.steps = folder, steps
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        path = self.folder / f"{trainer.global_step}.ckpt"
-        if trainer.global_step in self.steps and not path.exists():
-            trainer.save_checkpoint(path)
-
-
 def test_a_run_resumed_inside_an_epoch_ends_as_the_whole_one(shallow_model: str, filled: Path, tmp_path: Path) -> None:
     settings = {"lora": LoraSettings(r=4, dropout=0.3, activated=False)}
     trainer = {"max_epochs": 2, "accumulate_grad_batches": 2}
     rows = {"total_tuples": 24, "batch_size": 4}
     torch.manual_seed(1)
     whole = module_of(shallow_model, **settings)
-    trainer_with(Keep(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(shallow_model, filled, **rows))
+    trainer_with(SaveAt(tmp_path, 2, 5), **trainer).fit(whole, datamodule=data_module(shallow_model, filled, **rows))
     for step in (2, 5):
         torch.manual_seed(2)
         resumed = module_of(shallow_model, **settings)
         trainer_with(**trainer).fit(
             resumed, datamodule=data_module(shallow_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
         )
-        mine, theirs = trained(whole), trained(resumed)
-        assert max((mine[name] - theirs[name]).abs().max().item() for name in mine) == 0.0
+        assert largest_difference(trained_state(whole), trained_state(resumed)) == 0.0
 
 
 # ---- waiting

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from support.module_batches import largest_difference, trained_state
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import ResumedAt, SSCGeneration, resumed_at
@@ -82,11 +83,6 @@ def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return folder, module
 
 
-def difference(module: SelfCalibrationModule, other: SelfCalibrationModule) -> float:
-    one, two = (dict(item.named_parameters()) for item in (module, other))
-    return max((one[name] - two[name]).abs().max().item() for name in one if one[name].requires_grad)
-
-
 def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) -> None:
     store = whole[0] / "store"
     rounds = SampleStore(store).manifest.rounds
@@ -156,7 +152,7 @@ def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
             shutil.copytree(adapter_folder(folder / "store", 1), adapter_folder(store, 1))
     path = checkpoint_file(folder / "store", 1) if name == "round-001" else folder / f"{name}.ckpt"
     resumed = run(tiny_model, store, ckpt_path=path)
-    assert difference(resumed, module) == 0.0
+    assert largest_difference(trained_state(resumed), trained_state(module)) == 0.0
     for round in (1, 2):
         assert texts(store, round) == texts(folder / "store", round)
 
@@ -164,13 +160,8 @@ def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
 @pytest.mark.slow
 def test_a_finished_run_goes_on_with_a_new_round(tiny_model: str, whole: Whole, tmp_path: Path) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
-    trainer = trainer_with(
-        generation(max_new_tokens=60), max_epochs=1, reload_dataloaders_every_n_epochs=1
-    )  # fmt: skip
-    data = data_module(tiny_model, store, **ROWS)
-    module = module_of(tiny_model, lora=LORA)
-    trainer.fit(module, datamodule=data)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    module = run(tiny_model, store, max_epochs=1)
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
     assert not adapter_folder(store, 1).exists()  # nobody would have read it
     run(tiny_model, store, ckpt_path=tmp_path / "after.ckpt", max_epochs=2)
     assert adapter_difference(module.model, adapter_folder(store, 1)) == 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.training_runs import data_module, generation, module_of
+from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.core import processes as rendezvous
@@ -40,11 +40,6 @@ def _own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="module")
-def store(fill_store: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_store(tmp_path_factory.mktemp("samples") / "store")
-
-
 class Asked(Callback):
     """Raises a signal before an optimiser step of these, and remembers which batches were trained on."""
 
@@ -67,17 +62,9 @@ def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **se
     """Train for two epochs, or continue with that, and return what was learned."""
     rows = settings.pop("data", {})
     module = module_of(tiny_model, lora=LoraSettings(r=4, dropout=0.3, activated=False))
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=[*callbacks, ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=100)],
-        plugins=[AtomicCheckpointIO()],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        accumulate_grad_batches=2,
-        **{"devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, **settings},
-    )
+    kept = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=100)
+    always = {"plugins": [AtomicCheckpointIO()], "enable_checkpointing": True, "accumulate_grad_batches": 2}
+    trainer = trainer_with(*callbacks, kept, **always, **{"max_epochs": 2, **settings})
     data = data_module(tiny_model, store, total_tuples=4 * STEPS_PER_EPOCH, batch_size=2, **rows)
     trainer.fit(module, datamodule=data, ckpt_path="last")
     return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
@@ -130,19 +117,11 @@ def test_a_run_that_fails_gives_the_signals_back(tiny_model: str, store: Path, t
 
 
 def test_a_model_checkpoint_with_a_folder_is_needed(tiny_model: str, store: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[PreemptionCheckpoint()], use_distributed_sampler=False
-    )
+    data = data_module(tiny_model, store)
     with pytest.raises(ValueError, match=r"needs a ModelCheckpoint with `dirpath`.*save_last"):
-        trainer.fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-
-
-def test_an_address_is_refused_where_a_restart_would_begin_anew() -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        callbacks=[PreemptionCheckpoint(), ModelCheckpoint("memory://bucket/run", save_last=True)],
-    )
+        trainer_with(PreemptionCheckpoint(), enable_checkpointing=True).fit(module_of(tiny_model), datamodule=data)
+    at_an_address = ModelCheckpoint("memory://bucket/run", save_last=True)  # where a restart would begin anew
+    trainer = trainer_with(PreemptionCheckpoint(), at_an_address, enable_checkpointing=True)
     with pytest.raises(
         ValueError, match="`dirpath` of ModelCheckpoint must be a folder, but got 'memory://bucket/run'"
     ):
@@ -174,11 +153,11 @@ def test_a_signal_while_sampling_keeps_what_is_complete(
     assert not (tmp_path / "run" / "checkpoints").exists()
     more = (PreemptionCheckpoint(), generation())
     train(bundled_model, tmp_path / "store", tmp_path / "run", *more, max_epochs=1, limit_train_batches=1)
-    texts = {group.question.id: [sample.text for sample in group.samples] for group in SampleStore(store).samples()}
-    assert {
-        group.question.id: [sample.text for sample in group.samples]
-        for group in SampleStore(tmp_path / "store").samples()
-    } == texts
+    found, whole = (
+        {group.question.id: [sample.text for sample in group.samples] for group in SampleStore(path).samples()}
+        for path in (tmp_path / "store", store)
+    )
+    assert found == whole
 
 
 @pytest.mark.slow

@@ -21,6 +21,13 @@ from selfcal_lightning.records import Question
 SHALLOW = True
 
 
+def keeping(folder: Path, each: str = "step") -> dict[str, Any]:
+    """Return settings of a trainer that keeps a checkpoint of each step, or epoch."""
+    when: dict[str, Any] = {"every_n_train_steps": 1} if each == "step" else {"save_on_train_epoch_end": True}
+    kept = ModelCheckpoint(folder, filename=f"{{{each}}}", save_top_k=-1, **when)
+    return {"callbacks": [kept], "enable_checkpointing": True}
+
+
 @pytest.mark.parametrize(
     ("accumulate", "num_workers", "ask_for_schedule", "settings"),
     [
@@ -47,8 +54,7 @@ def test_a_stopped_run_goes_on_with_the_very_next_rows(
             data, module=recorder, ckpt_path=ckpt_path, accumulate_grad_batches=accumulate, **settings, **more
         ).seen
 
-    keep_all = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    unbroken = run(callbacks=[keep_all], enable_checkpointing=True)
+    unbroken = run(**keeping(tmp_path))
     steps = unbroken[-1][0] + 1
     # In the first epoch, at its very end, and in the second one.
     for stop in (1, steps // 2, steps // 2 + 1):
@@ -62,8 +68,7 @@ def test_epochs_ends_and_runs_counted_in_steps(
 ) -> None:
     limits = {} if with_validation else {"limit_val_batches": 0}
     for name, settings in {"epochs": {}, "steps": {"max_epochs": -1, "max_steps": 22}}.items():
-        ends = ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-        unbroken = fit(pool.data(store_dir), callbacks=[ends], enable_checkpointing=True, **settings, **limits).seen
+        unbroken = fit(pool.data(store_dir), **keeping(tmp_path / name, "epoch"), **settings, **limits).seen
         rest = fit(pool.data(store_dir), ckpt_path=str(tmp_path / name / "epoch=0.ckpt"), **settings, **limits).seen
         assert rest == [entry for entry in unbroken if entry[0] >= 11], name
         assert len(unbroken) == 22
@@ -79,15 +84,13 @@ def test_other_micro_batches_take_the_steps_of_the_next_epoch(
         seen = fit(data, accumulate_grad_batches=size[1], limit_val_batches=0, max_epochs=3, **more).seen
         return [sorted(row for step, _, rows, *_ in seen if step == n for row in rows) for n in range(33)]
 
-    ends = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
-    unbroken = steps(before, callbacks=[ends], enable_checkpointing=True)
+    unbroken = steps(before, **keeping(tmp_path, "epoch"))
     for epoch, done in ((0, 11), (1, 22)):
         assert steps(after, ckpt_path=str(tmp_path / f"epoch={epoch}.ckpt"))[done:] == unbroken[done:]
 
 
 def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(pool.data(store_dir), callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)
+    fit(pool.data(store_dir), **keeping(tmp_path), max_epochs=1)
     with pytest.raises(ValueError, match=r"`rows_per_step` was 2 and is 4.*epoch's end"):
         fit(pool.data(store_dir, batch_size=4), ckpt_path=str(tmp_path / "step=2.ckpt"))
     changes = {"seed": (0, 1), "max_repeats": (4, 1), "num_buckets": (20, 5), "exact": (False, True)}
@@ -146,22 +149,11 @@ def test_two_processes_go_on_with_the_very_next_rows(pool: Pool, store_dir: str,
     parallel = {"devices": 2, "strategy": "ddp_fork", "accumulate_grad_batches": 2}
     for name in ("whole", "rest"):
         (tmp_path / name).mkdir()
-    keep_all = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(
-        pool.data(store_dir),
-        module=FileRecorder(tmp_path / "whole"),
-        callbacks=[keep_all],
-        enable_checkpointing=True,
-        **parallel,
-    )
-    fit(
-        pool.data(store_dir),
-        module=FileRecorder(tmp_path / "rest"),
-        ckpt_path=str(tmp_path / "step=2.ckpt"),
-        **parallel,
-    )
-    for whole, rest in zip(read_ranks(tmp_path / "whole"), read_ranks(tmp_path / "rest"), strict=True):
-        assert rest["seen"] == [entry for entry in whole["seen"] if entry[0] >= 2]
+    whole, rest = (FileRecorder(tmp_path / name) for name in ("whole", "rest"))
+    fit(pool.data(store_dir), module=whole, **keeping(tmp_path), **parallel)
+    fit(pool.data(store_dir), module=rest, ckpt_path=str(tmp_path / "step=2.ckpt"), **parallel)
+    for mine, theirs in zip(read_ranks(tmp_path / "rest"), read_ranks(tmp_path / "whole"), strict=True):
+        assert mine["seen"] == [entry for entry in theirs["seen"] if entry[0] >= 2]
 
 
 RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
@@ -264,8 +256,7 @@ def test_a_run_resumed_in_a_later_round_goes_on_with_the_very_next_rows(
         fit(data, module=recorder, ckpt_path=ckpt_path, max_epochs=3 * every, **RELOAD, **more)
         return recorder
 
-    keep_all = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    unbroken = run(callbacks=[keep_all], enable_checkpointing=True).seen
+    unbroken = run(**keeping(tmp_path)).seen
     steps = unbroken[-1][0] + 1
     assert steps == 4 * 3 * every
     # In the first round, right before and after the second one begins, in the middle of the last one.

@@ -18,6 +18,18 @@ def trainer_of(way: str, precision: str = "32-true") -> SimpleNamespace:
     return SimpleNamespace(strategy=quiet_trainer(strategy=strategies[way]).strategy, precision=precision)
 
 
+class SaveAt(Callback):
+    """Writes ``<step>.ckpt`` after these optimiser steps, or after each, before a validation that is due there."""
+
+    def __init__(self, folder: Path, *steps: int) -> None:
+        self.folder, self.steps = folder, set(steps or range(1, 1000))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step in self.steps:
+            self.steps.remove(trainer.global_step)
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
 class KeepState(Callback):
     """Write what was trained to a file: with two processes the parent never sees it."""
 

@@ -23,18 +23,10 @@ MICRO_BATCHES = 16
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts the worker script.
-
-    Attributes:
-        model: Path of the model.
-        store: Samples that all runs share, but those that test sampling.
-        strategy: Of the Trainer.
-        processes: How many; several come from torchrun.
-        activated: Whether the adapter is awake at the query alone.
-    """
+    """Starts the worker script; several processes come from torchrun."""
 
     model: str
-    store: Path
+    store: Path  # samples that all runs share, but those that test sampling
     strategy: str = "auto"
     processes: int = 1
     activated: bool = False
@@ -55,7 +47,6 @@ class Runner:
         return done.returncode, done.stdout
 
     def unbroken(self, folder: Path, *options: str) -> Path:
-        """Run the worker to its end and return its folder."""
         status, said = self.start(folder, *options)
         assert status == 0, said
         return folder
@@ -85,7 +76,6 @@ def assert_same_end(mine: Path, theirs: Path) -> None:
 
 
 def samples(store: Path) -> dict[str, Any]:
-    """Return all samples with their log-probabilities and masses."""
     return {group.question.id: group.samples for group in SampleStore(store).samples()}
 
 

@@ -58,6 +58,15 @@ class Run:
         batch_size = ROWS_PER_MICRO_STEP // self.world
         return self.pool.data(self.store_dir, batch_size=batch_size, packing=packing, group_size=group_size, **settings)
 
+    def all_of_it(self) -> dict[str, Any]:
+        return {
+            "before": self.validate(),
+            "one question": self.validate(validation=ONE_QUESTION),
+            "packed": self.fit_packed(),
+            "activated": self.fit_activated(),
+            **self.fit(),
+        }
+
     def validate(self, **settings: Any) -> dict[str, float]:
         # One row a batch: the same arithmetic whoever scores it.
         data = self.data(validation_batch_size=1, **settings)
@@ -93,14 +102,7 @@ class Run:
 def runs_of_two(pool: Pool, store_dir: str, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in ("ddp", "fsdp2"):
-        run = Run(pool, store_dir, folder, name)
-        results[name] = {
-            "before": run.validate(),
-            "one question": run.validate(validation=ONE_QUESTION),
-            "packed": run.fit_packed(),
-            "activated": run.fit_activated(),
-            **run.fit(),
-        }
+        results[name] = Run(pool, store_dir, folder, name).all_of_it()
     for source in ("ddp", "fsdp2"):
         results[f"resumed from {source}"] = Run(pool, store_dir, folder, "fsdp2").fit(folder / source / "step=4.ckpt")
     return results
@@ -113,14 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(pool: Pool, store_dir: str, folder: Path) -> dict[str, Any]:
-    run = Run(pool, store_dir, folder, "auto")
-    return {
-        "before": run.validate(),
-        "one question": run.validate(validation=ONE_QUESTION),
-        "packed": run.fit_packed(),
-        "activated": run.fit_activated(),
-        **run.fit(),
-    }
+    return Run(pool, store_dir, folder, "auto").all_of_it()
 
 
 @pytest.fixture(scope="module")
@@ -283,12 +278,8 @@ def test_the_command_line_trains_sharded_and_one_process_goes_on(tmp_path: Path)
     config = yaml.safe_load((Path(__file__).resolve().parents[2] / "configs" / "demo-joint.yaml").read_text())
     trainer, data = config["trainer"], config["data"]["init_args"]
     strategy = "selfcal_lightning.training.model_parallel.AdapterModelParallelStrategy"
-    trainer |= {
-        "devices": 2,
-        "precision": "32-true",
-        "strategy": {"class_path": strategy},
-        "enable_model_summary": True,
-    }
+    sharded = {"devices": 2, "strategy": {"class_path": strategy}}
+    trainer |= {**sharded, "precision": "32-true", "enable_model_summary": True}
     trainer["callbacks"][0]["init_args"]["sampling"] = {"max_new_tokens": 30}
     keep = {"dirpath": "runs/demo-joint/checkpoints", "every_n_train_steps": 1, "save_last": True}
     trainer["callbacks"].append({"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": keep})

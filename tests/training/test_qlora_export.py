@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,22 +31,23 @@ class Run(NamedTuple):
 
     adapter: Path
     checkpoint: Path
-    store: Path
     module: SelfCalibrationModule
+
+
+def finished(tiny_model: str, folder: Path, *, max_epochs: int, **settings: Any) -> Run:
+    module = module_of(tiny_model, quantization="nf4", **settings)
+    trainer = trainer_with(generation(), AdapterExport(str(folder / "adapter")), max_epochs=max_epochs)
+    trainer.fit(module, datamodule=data_module(tiny_model, folder / "store"))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    module.eval()
+    return Run(folder / "adapter", folder / "last.ckpt", module)
 
 
 @pytest.fixture(scope="module")
 def run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("qlora")
-    module = module_of(
-        tiny_model, lora=LoraSettings(r=32, activated=False), quantization="nf4", optimizer="paged_adamw_8bit",
-        gradient_checkpointing=True, lr=3e-3,
-    )  # fmt: skip
-    trainer = trainer_with(generation(), AdapterExport(str(folder / "adapter")), max_epochs=3)
-    trainer.fit(module, datamodule=data_module(tiny_model, folder / "store"))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    module.eval()
-    return Run(folder / "adapter", folder / "last.ckpt", folder / "store", module)
+    settings = {"optimizer": "paged_adamw_8bit", "gradient_checkpointing": True, "lr": 3e-3}
+    lora = LoraSettings(r=32, activated=False)
+    return finished(tiny_model, tmp_path_factory.mktemp("qlora"), max_epochs=3, lora=lora, **settings)
 
 
 def adapted(tiny_model: str, adapter: Path) -> torch.Tensor:
@@ -113,12 +114,8 @@ FOUR_BITS = BitsAndBytesConfig(
 
 @pytest.fixture(scope="module")
 def activated_run(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("qlora")
-    module = module_of(tiny_model, lora=LoraSettings(r=8), quantization="nf4", torch_dtype="float32", lr=2e-2)
-    trainer = trainer_with(generation(), AdapterExport(str(folder / "adapter")), max_epochs=2)
-    trainer.fit(module, datamodule=data_module(tiny_model, folder / "store"))
-    module.eval()
-    return Run(folder / "adapter", folder / "last.ckpt", folder / "store", module)
+    settings = {"lora": LoraSettings(r=8), "torch_dtype": "float32", "lr": 2e-2}
+    return finished(tiny_model, tmp_path_factory.mktemp("qlora"), max_epochs=2, **settings)
 
 
 def test_the_folder_names_the_stored_base_and_the_query(activated_run: Run, tiny_model: str) -> None:

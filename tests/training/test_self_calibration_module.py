@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,17 +354,18 @@ def test_endless_training_is_refused(tiny_model: str, chat: ChatFormat) -> None:
         quiet_trainer(max_epochs=-1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))
 
 
-def _checkpoint(tiny_model: str, chat: ChatFormat, tmp_path: Path, **settings: Any) -> tuple[Path, Any]:
-    module = module_of(tiny_model, **settings)
-    trainer = quiet_trainer(tmp_path)
+@pytest.fixture(scope="module")
+def kept(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint of a step, and its module."""
+    module, trainer = module_of(tiny_model), quiet_trainer()
     trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
-    path = tmp_path / "last.ckpt"
+    path = tmp_path_factory.mktemp("kept") / "last.ckpt"
     trainer.save_checkpoint(path)
     return path, module
 
 
-def test_checkpoint_holds_only_the_adapter_and_comes_back(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
-    path, module = _checkpoint(tiny_model, chat, tmp_path)
+def test_checkpoint_holds_only_the_adapter_and_comes_back(tiny_model: str, kept: tuple[Path, Any]) -> None:
+    path, module = kept
     checkpoint = torch.load(path, weights_only=True)
     assert set(checkpoint["state_dict"]) == set(trained_state(module))
     assert checkpoint["base_model_identity"]["model"] == tiny_model
@@ -373,8 +375,8 @@ def test_checkpoint_holds_only_the_adapter_and_comes_back(tiny_model: str, chat:
     assert loaded.lora == NO_DROPOUT
 
 
-def test_checkpoint_of_another_base_model_is_refused(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
-    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+def test_checkpoint_of_another_base_model_is_refused(tiny_model: str, kept: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = kept
     other = changed_copy(tiny_model, tmp_path / "other")
     with pytest.raises(ValueError, match=f"base model '{tiny_model}'.* but `base_model` is '.*/other'"):
         SelfCalibrationModule.load_from_checkpoint(path, base_model=other)
@@ -382,16 +384,16 @@ def test_checkpoint_of_another_base_model_is_refused(tiny_model: str, chat: Chat
     SelfCalibrationModule.load_from_checkpoint(path, base_model=same)  # the same weights in another folder
 
 
-def test_checkpoint_of_another_adapter_is_refused(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
-    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+def test_checkpoint_of_another_adapter_is_refused(kept: tuple[Path, Any], tmp_path: Path) -> None:
+    path, _ = kept
     for lora in (replace(NO_DROPOUT, r=8), replace(NO_DROPOUT, target_modules=("q_proj",)), None):
         with pytest.raises(ValueError, match="parameters that are trained here"):
             SelfCalibrationModule.load_from_checkpoint(path, lora=lora)
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["state_dict"].popitem()
-    torch.save(checkpoint, path)
+    torch.save(checkpoint, tmp_path / "part.ckpt")
     with pytest.raises(ValueError, match="absent in the checkpoint"):
-        SelfCalibrationModule.load_from_checkpoint(path)
+        SelfCalibrationModule.load_from_checkpoint(tmp_path / "part.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -404,23 +406,20 @@ def test_checkpoint_of_another_adapter_is_refused(tiny_model: str, chat: ChatFor
     ],
 )
 def test_training_does_not_go_on_with_other_settings(
-    tiny_model: str, chat: ChatFormat, tmp_path: Path, settings: dict[str, Any], message: str
+    tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], settings: dict[str, Any], message: str
 ) -> None:
-    path, _ = _checkpoint(tiny_model, chat, tmp_path)
     rows = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
     with pytest.raises(ValueError, match=message):
-        quiet_trainer(tmp_path, max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=path)
-    if "alpha" in message:
-        with pytest.raises(ValueError, match=message):
-            quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
-    else:
-        quiet_trainer(tmp_path).validate(module_of(tiny_model, **settings), rows, ckpt_path=path)
+        quiet_trainer(max_epochs=2).fit(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
+    with pytest.raises(ValueError, match=message) if "alpha" in message else nullcontext():
+        quiet_trainer().validate(module_of(tiny_model, **settings), rows, ckpt_path=kept[0])
 
 
-def test_training_goes_on_elsewhere_with_layers_recomputed(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
-    path, _ = _checkpoint(tiny_model, chat, tmp_path)
+def test_training_goes_on_elsewhere_with_layers_recomputed(
+    tiny_model: str, chat: ChatFormat, kept: tuple[Path, Any], tmp_path: Path
+) -> None:
     moved = plain_copy(tiny_model, tmp_path / "moved")
     module = module_of(moved, gradient_checkpointing=True, attn_implementation="eager")
-    trainer = quiet_trainer(tmp_path, max_epochs=2)
-    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None), ckpt_path=path)
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None), ckpt_path=kept[0])
     assert trainer.global_step == 2

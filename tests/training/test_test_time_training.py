@@ -17,7 +17,7 @@ from support.module_batches import largest_difference, trained_state
 from support.options import nested
 from support.processes import run_processes
 from support.ssc_pools import Pool
-from support.trainers import KeepState
+from support.trainers import KeepState, SaveAt
 from support.training_runs import trainer_with
 
 import selfcal_lightning.adaptation.module as adaptation
@@ -279,16 +279,6 @@ def adapted(
     return module
 
 
-class Keep(Callback):
-    """Writes a checkpoint after every step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
 def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model: str, tmp_path: Path) -> None:
     """Also where it is resumed with that round."""
 
@@ -302,7 +292,7 @@ def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model
         module = module_of(tiny_model, **changes)
         data = data_of(tiny_model, store, regenerate_every_n_epochs=1, **changes)
         trainer_with(
-            Keep(tmp_path), max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0
+            SaveAt(tmp_path), max_epochs=2, reload_dataloaders_every_n_epochs=1, limit_val_batches=0
         ).fit(module, datamodule=data, ckpt_path=ckpt_path)  # fmt: skip
         return module
 
@@ -318,7 +308,7 @@ def test_a_round_of_one_reward_ends_the_training_in_order(pool: Pool, tiny_model
 
 @pytest.mark.slow
 def test_rounds_resume_exactly(bundled_model: str, tmp_path: Path) -> None:
-    whole = adapted(bundled_model, tmp_path, Keep(tmp_path))
+    whole = adapted(bundled_model, tmp_path, SaveAt(tmp_path))
     for step in (1, 3):  # in the middle of round 0, and of round 1
         resumed = adapted(bundled_model, tmp_path, ckpt_path=str(tmp_path / f"{step}.ckpt"))
         assert all(
@@ -353,7 +343,7 @@ def adapted_by_two(model: str, folder: Path, lr: float, ckpt_path: str | None = 
     """What one of two processes holds in the end; the second one's own guard would let everything pass."""
     off = {"unreadable": 1.0, "logprob_fall": 1e3} if os.environ["RANK"] == "1" else {}
     guard = AdaptationGuard(str(folder / "guard.json"), questions=4, agreement=1.0, **off)
-    module = adapted(model, folder, guard, Keep(folder), devices=2, lr=lr, ckpt_path=ckpt_path)
+    module = adapted(model, folder, guard, SaveAt(folder), devices=2, lr=lr, ckpt_path=ckpt_path)
     return {"state": adapter_state(module.model), "epoch": module.trainer.current_epoch, "stopped": guard.stopped}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -127,3 +128,28 @@ class StopAt(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self.step:
             raise ArithmeticError(f"stopped at step {self.step}")
+
+
+def write_configuration(
+    folder: Path,
+    *,
+    model: tuple[str, dict[str, Any]],
+    data: tuple[str, dict[str, Any]],
+    callbacks: dict[str, dict[str, Any]],
+    stop_at: int | None,
+    max_epochs: int,
+) -> Path:
+    """Write settings of ``selfcal fit`` with a checkpoint after each step, and return their file."""
+    kept = {"dirpath": f"{folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}
+    stops = {} if stop_at is None else {"support.probe_plugin.StopAt": {"step": stop_at}}
+    named = {**stops, **callbacks, "lightning.pytorch.callbacks.ModelCheckpoint": kept}
+    trainer = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": max_epochs, "logger": False, "num_sanity_val_steps": 0,
+        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
+        "default_root_dir": str(folder),
+        "callbacks": [{"class_path": name, "init_args": settings} for name, settings in named.items()],
+    }  # fmt: skip
+    parts = {name: {"class_path": one[0], "init_args": one[1]} for name, one in {"model": model, "data": data}.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed_everything": 3, "trainer": trainer, **parts}))
+    return folder / "config.yaml"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from lightning.pytorch import Trainer
 from scipy.optimize import minimize
 from support.capability_pools import capability_store, chance, give_states
+from support.module_batches import quiet_trainer
+from support.probe_plugin import write_configuration
 from support.trainers import trainer_of
 
 from selfcal_lightning.capability.probe import WEIGHTS, load_probe
@@ -43,10 +43,7 @@ def trained(
 ) -> LinearProbeModule:
     """Return a probe after a training that validates at its end."""
     module = LinearProbeModule("bundled", **{"lr": 0.03, **model})
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, check_val_every_n_epoch=epochs, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=epochs, check_val_every_n_epoch=epochs, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=ProbeDataModule("bundled", str(store), **(data or {})), ckpt_path=ckpt_path)
     module.logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return module
@@ -110,30 +107,16 @@ def test_lbfgs_finds_the_least_of_its_function(store: Path) -> None:
 
 def configuration(store: Path, folder: Path, *, stop_at: int | None = None) -> Path:
     """Write the settings of six epochs of three steps, a checkpoint after each step, and return the file."""
-    callbacks: list[dict[str, Any]] = [
-        {"class_path": "selfcal_lightning.callbacks.adapter_export.AdapterExport",
-         "init_args": {"output_dir": str(folder / "probe"), "monitor": "val/target/MSE"}},
-        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-         "init_args": {"dirpath": f"{folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}},
-    ]  # fmt: skip
-    if stop_at is not None:
-        callbacks.insert(0, {"class_path": "support.probe_plugin.StopAt", "init_args": {"step": stop_at}})
-    trainer = {
-        "accelerator": "cpu", "devices": 1, "max_epochs": 6, "logger": False, "num_sanity_val_steps": 0,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder),
-        "callbacks": callbacks,
-    }  # fmt: skip
-    settings = {
-        "seed_everything": 3,
-        "trainer": trainer,
-        "model": {"class_path": MODULE, "init_args": {
-            "base_model": "bundled", **MLP}},
-        "data": {"class_path": "selfcal_lightning.datamodules.probe.ProbeDataModule",
-                 "init_args": {"store_dir": str(store), "batch_size": 16}},
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "config.yaml"
+    export = {"output_dir": str(folder / "probe"), "monitor": "val/target/MSE"}
+    data = ("selfcal_lightning.datamodules.probe.ProbeDataModule", {"store_dir": str(store), "batch_size": 16})
+    return write_configuration(
+        folder,
+        model=(MODULE, {"base_model": "bundled", **MLP}),
+        data=data,
+        callbacks={"selfcal_lightning.callbacks.adapter_export.AdapterExport": export},
+        stop_at=stop_at,
+        max_epochs=6,
+    )
 
 
 @pytest.fixture(scope="module")

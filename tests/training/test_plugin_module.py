@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
-from support.probe_plugin import FILE, LinearProbe
+from support.probe_plugin import FILE, LinearProbe, write_configuration
 from support.trainers import trainer_of
 from support.training_runs import module_of
 
@@ -31,52 +29,31 @@ STEPS = 8
 Fit = Callable[..., tuple[int, Path]]
 
 
-def configuration(model: str, run_folder: Path, store: Path) -> dict[str, Any]:
-    """Two epochs of four steps, a checkpoint after each."""
-    questions = {"train": {"split": "train", "limit": 8}, "validation": {"split": "validation", "limit": 3}}
-    callbacks = "selfcal_lightning.callbacks"
-    return {
-        "seed_everything": 3,
-        "trainer": {
-            "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": False, "num_sanity_val_steps": 0,
-            "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
-            "default_root_dir": str(run_folder),
-            "callbacks": [
-                {"class_path": f"{callbacks}.generation.SSCGeneration",
-                 "init_args": {"sampling": {"max_new_tokens": 60}}},
-                {"class_path": f"{callbacks}.calibration_curve.CalibrationCurve", "init_args": {"save_images": False}},
-                {"class_path": f"{callbacks}.adapter_export.AdapterExport",
-                 "init_args": {"output_dir": str(run_folder / "probe")}},
-                {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-                 "init_args": {"dirpath": f"{run_folder}/checkpoints", "save_last": True, "every_n_train_steps": 1}},
-            ],
-        },
-        "model": {"class_path": PROBE, "init_args": {"base_model": model}},
-        "data": {
-            "class_path": DATA_MODULE,
-            "init_args": {
-                "store_dir": str(store), "num_samples": 4, "total_tuples": 16, "batch_size": 4, "max_length": 400,
-                "packing": "off",
-                **{split: [{"task": "word_problems", **source}] for split, source in questions.items()},
-            },
-        },
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def fit(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Fit:
-    """Run ``selfcal fit`` on the plug-in in a folder by name; all runs share their samples."""
+    """Run ``selfcal fit`` on the plug-in in a folder by name, for two epochs of four steps on shared samples."""
     root = tmp_path_factory.mktemp("plugin")
+    rows = {
+        "store_dir": str(root / "store"), "num_samples": 4, "total_tuples": 16, "batch_size": 4, "max_length": 400,
+        "packing": "off", "train": [{"task": "word_problems", "split": "train", "limit": 8}],
+        "validation": [{"task": "word_problems", "split": "validation", "limit": 3}],
+    }  # fmt: skip
 
     def fit_in(name: str, *options: str, stop_at: int | None = None) -> tuple[int, Path]:
-        folder = root / name
-        settings = configuration(tiny_model, folder, root / "store")
-        if stop_at is not None:
-            stop = {"class_path": "support.probe_plugin.StopAt", "init_args": {"step": stop_at}}
-            settings["trainer"]["callbacks"].insert(0, stop)
-        folder.mkdir(exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-        return run(["fit", "--config", str(folder / "config.yaml"), *options]), folder
+        folder, callbacks = root / name, "selfcal_lightning.callbacks"
+        config = write_configuration(
+            folder,
+            model=(PROBE, {"base_model": tiny_model}),
+            data=(DATA_MODULE, rows),
+            callbacks={
+                f"{callbacks}.generation.SSCGeneration": {"sampling": {"max_new_tokens": 60}},
+                f"{callbacks}.calibration_curve.CalibrationCurve": {"save_images": False},
+                f"{callbacks}.adapter_export.AdapterExport": {"output_dir": str(folder / "probe")},
+            },
+            stop_at=stop_at,
+            max_epochs=2,
+        )
+        return run(["fit", "--config", str(config), *options]), folder
 
     return fit_in
 

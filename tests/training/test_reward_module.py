@@ -61,11 +61,7 @@ def data_of(pool: Pool, store: str, **changes: Any) -> RewardDataModule:
 def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None = None, **changes: Any) -> Trainer:
     """Two epochs of two steps, a checkpoint after each step."""
     kept = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True, every_n_train_steps=1)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=folder,
-        callbacks=[*more, AdapterExport(str(folder / "model")), kept],
-    )  # fmt: skip
+    trainer = trainer_with(*more, AdapterExport(str(folder / "model")), kept, max_epochs=2, enable_checkpointing=True)
     trainer.fit(module_of(pool.model, **changes), datamodule=data_of(pool, store), ckpt_path=ckpt_path)
     return trainer
 

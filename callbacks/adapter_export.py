@@ -65,9 +65,7 @@ class AdapterExport(Callback):
         if monitor is not None and not (
             monitor.startswith("val/") and monitor.endswith(tuple(f"/{key}" for key in KEYS))
         ):
-            raise InputError(
-                f"`monitor` must be val/KEY or val/TASK/KEY, with KEY one of {', '.join(KEYS)}, but got {monitor!r}."
-            )
+            raise InputError(f"`monitor` must be val/[TASK/]KEY, KEY one of {', '.join(KEYS)}, but got {monitor!r}.")
         self.output_dir, self.monitor, self.mode = output_dir, monitor, mode
         self.best: float | None = None
         self.run: str | None = None

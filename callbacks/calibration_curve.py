@@ -32,15 +32,10 @@ Pools = dict[str, Columns]
 
 
 class PoolCurve(Callback, ABC):
-    """Scores the validation pool with the weights that training starts from, and draws it then and later.
+    """Scores the validation pool with the weights that training starts from, and draws it then and later."""
 
-    Attributes:
-        tag: First part of the figures' names in the loggers.
-        metrics_class: Class of its ``val_metrics``.
-    """
-
-    tag: ClassVar[str]
-    metrics_class: ClassVar[type[Metric]]
+    tag: ClassVar[str]  # first part of the figures' names in the loggers
+    metrics_class: ClassVar[type[Metric]]  # of the module's `val_metrics`
 
     def __init__(self, *, before: bool = True, num_bins: int = 10, save_images: bool = True) -> None:
         check_at_least(1, num_bins=num_bins)
@@ -135,11 +130,8 @@ class PoolCurve(Callback, ABC):
 
 
 def score_pool(trainer: Trainer, module: Any) -> bool:
-    """Run the validation data through the module, outside of Lightning's loop, and leave it in its ``val_metrics``.
-
-    False without validation questions. Lightning cannot validate before the first training step other than by its
-    sanity check, whose results it drops.
-    """
+    """Run the validation data, if there are any, through the module and leave the results in its ``val_metrics``."""
+    # Lightning validates before the first training step only in its sanity check, whose results it drops.
     if trainer.val_dataloaders is None:
         build_validation_loaders(trainer)
     loaders = trainer.val_dataloaders

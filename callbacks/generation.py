@@ -33,14 +33,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import SampleIndex, StoreCorruptError
 from selfcal_lightning.engines.base import Engine
 from selfcal_lightning.engines.opening import open_engine, serve_model
+from selfcal_lightning.engines.sampling import sampler
 from selfcal_lightning.engines.sampling.running import part_name
-from selfcal_lightning.engines.sampling.sampler import (
-    generate_samples,
-    is_complete,
-    open_existing,
-    select_share,
-    store_fingerprint,
-)
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings, memory_share
 from selfcal_lightning.models.causal_lm import WeightFiles
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -91,11 +85,7 @@ def start_engine(options: EngineOptions, model: str, chat: ChatFormat, *, place:
 def start_round_engine(
     options: EngineOptions, module: ConfidenceModel, chat: ChatFormat, *, adapter: str, place: EnginePlace
 ) -> Engine:
-    """Start the engine of a later round, on the trainer's device.
-
-    The transformers engine runs the trainer's own model, unless another dtype is asked for; then it loads the base
-    model once more. vLLM runs in a new process, so that nothing of an earlier adapter is left in its cache.
-    """
+    """Start the engine of a later round: the trainer's own model, or an engine of its own for vLLM or another dtype."""
     gc.collect()
     if place.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -160,11 +150,7 @@ def wait_for_shares(meeting: Rendezvous, store: SampleStore, wanted: set[str], *
 
 
 def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wanted: set[str], *, round: int) -> None:
-    """Show readers what all processes have written: the first one joins the parts, then the others look.
-
-    A network file system may show another machine's files late: whoever misses something looks again, for as long as a
-    process may be silent.
-    """
+    """Show readers what all processes have written: the first one joins the parts, then the others look."""
     with joining.together():
         if joining.rank == 0:
             _look_until_there(joining, store, wanted, round=round, join=True)
@@ -174,6 +160,7 @@ def join_shares(joining: Rendezvous, looking: Rendezvous, store: SampleStore, wa
 
 
 def _look_until_there(meeting: Rendezvous, store: SampleStore, wanted: set[str], *, round: int, join: bool) -> None:
+    # A network file system may show another machine's files late: who misses something looks again.
     started = time.monotonic()
     patience = meeting.stall_timeout if meeting.world_size > 1 else 0.0
     while True:
@@ -210,11 +197,8 @@ class ResumedAt:
 
 
 def resumed_at(checkpoint: Mapping[str, Any]) -> ResumedAt:
-    """Return where training continues from a checkpoint of Lightning's Trainer.
-
-    Checkpoints written between the last batch of an epoch and its end (after a validation, in ``on_train_epoch_end``)
-    count it as begun and not as completed.
-    """
+    """Return where training continues from a checkpoint of Lightning's Trainer."""
+    # One written between the last batch of an epoch and its end counts the epoch as begun and not as completed.
     loop = checkpoint["loops"]["fit_loop"]
     epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
     completed, step = epochs["completed"], checkpoint["global_step"]
@@ -498,13 +482,11 @@ class SSCGeneration(Callback):
         )
 
     def _regenerate(self, trainer: Trainer, module: ConfidenceModel, place: ResumedAt) -> None:
-        """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it.
-
-        In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
-        """
+        """Sample what is missing of the round that ``place`` is trained on, with the adapter kept for it."""
         data = _data(trainer)
         round = data.round_of(place.epoch)
         folder = adapter_folder(data.store_dir, round)
+        # In the middle of an epoch the adapter must be there; where it is not, the loader names the missing round.
         if round == 0 or not (place.at_start or trainer.strategy.broadcast(folder.exists())):
             return
         splits = {"train": data.questions("train")}
@@ -534,7 +516,7 @@ class SSCGeneration(Callback):
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
         adapter = str(adapter_folder(data.store_dir, round)) if round else None
-        existing = open_existing(
+        existing = sampler.open_existing(
             data.store_dir,
             model=model,
             revision=module.revision,
@@ -547,9 +529,9 @@ class SSCGeneration(Callback):
             round=round,
             splits=splits,
         )
-        if is_complete(existing, splits, shard=shard, round=round):
+        if sampler.is_complete(existing, splits, shard=shard, round=round):
             total = sum(map(len, splits.values()))
-            mine = sum(len(select_share(questions, shard)) for questions in splits.values())
+            mine = sum(len(sampler.select_share(questions, shard)) for questions in splits.values())
             whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
             reused = f"samples of {whose} {total:,} questions are reused from {data.store_dir}."
             say(f"SSCGeneration: round {round}, {reused}")
@@ -561,7 +543,7 @@ class SSCGeneration(Callback):
                 say(f"SSCGeneration: round {round}, process {shard[0]}: the engine differs by {difference:.2g} nats.")
             store = SampleStore.create_or_open(
                 data.store_dir,
-                store_fingerprint(engine, chat, self.sampling, self.seed),
+                sampler.store_fingerprint(engine, chat, self.sampling, self.seed),
                 num_samples=data.num_samples,
                 engine=engine.describe(),
                 round=round,
@@ -569,7 +551,7 @@ class SSCGeneration(Callback):
             )
             for split, questions in splits.items():
                 _say(trainer, f"round {round}, {split}, {data.num_samples} samples a question, into {data.store_dir}")
-                report = generate_samples(
+                report = sampler.generate_samples(
                     questions,
                     split=split,
                     engine=engine,
@@ -606,7 +588,7 @@ class SSCGeneration(Callback):
         """Compare the engine of ``round`` with the trainer's model, on responses of the earlier round."""
         data, index = _data(trainer), _index(_data(trainer), round - 1)
         questions = data.questions("train")
-        mine = select_share(questions, (trainer.global_rank, trainer.world_size)) or questions
+        mine = sampler.select_share(questions, (trainer.global_rank, trainer.world_size)) or questions
         names = [question.id for question in mine][:CHECKED_QUESTIONS]
         rows = np.flatnonzero(np.isin(index.question_id.astype(str), names) & (index.sample_index < CHECKED_SAMPLES))
         store = SampleStore(data.store_dir, num_samples=data.num_samples)

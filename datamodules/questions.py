@@ -60,9 +60,7 @@ def load_questions(sources: Sequence[QuestionSource], *, role: str, prompt: Prom
             raise InputError(f"The `{role}` source {source} cannot be read: {error}") from error
     repeated = duplicate_ids(questions)
     if repeated:
-        raise InputError(
-            f"`{role}` repeats {len(repeated)} question ids, such as {repeated[0]!r}: its sources overlap."
-        )
+        raise InputError(f"`{role}` repeats {len(repeated)} question ids, such as {repeated[0]!r}: sources overlap.")
     return questions
 
 

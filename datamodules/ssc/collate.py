@@ -145,9 +145,7 @@ class SSCCollator(RowLayout):
         self.pad_id = self.chat.pad_id
         query = len(self.chat.query.suffix_ids)
         if self.max_length <= query + 1:
-            raise InputError(
-                f"`max_length` {self.max_length} leaves no room next to a confidence query of {query} tokens."
-            )
+            raise InputError(f"`max_length` {self.max_length} leaves no room next to a query of {query} tokens.")
 
     def room_for_response(self, num_prompt_tokens: Tokens) -> Tokens:
         return self.max_length - num_prompt_tokens - len(self.chat.query.suffix_ids)

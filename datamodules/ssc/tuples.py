@@ -58,15 +58,11 @@ def check_teacher(teacher: str | None, teacher_share: float, *, target: str | No
     if not 0.0 <= teacher_share <= 1.0:
         raise InputError(f"`teacher_share` must lie in [0, 1], but got {teacher_share}.")
     if teacher is None and teacher_share > 0.0:
-        raise InputError(
-            f"`teacher_share` {teacher_share} needs a `teacher`: a file that `selfcal fit-confidence` wrote."
-        )
+        raise InputError(f"`teacher_share` {teacher_share} needs a `teacher`: a file of `selfcal fit-confidence`.")
     if teacher is not None and teacher_share == 0.0:
         raise InputError(f"`teacher_share` must be above 0 with the `teacher` {teacher}, but got 0.")
     if teacher is not None and target in BEFORE_ANSWERING:
-        raise InputError(
-            f"The target {target!r} is learnt before there is a response and takes no `teacher`, but got {teacher}."
-        )
+        raise InputError(f"Target {target!r} is learnt before a response and takes no `teacher`, but got {teacher}.")
 
 
 def check_agreement(num_samples: int, target: str) -> None:

@@ -15,19 +15,10 @@ from torch import Tensor
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import read_json_object
 from selfcal_lightning.core.plan import Plan
+from selfcal_lightning.models import folders, quantization
 from selfcal_lightning.models.activated import Contexts, ask, check_two_passes, read_contexts
 from selfcal_lightning.models.causal_lm import Confidence, exclude_cudnn, load_causal_lm
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.models.folders import (
-    ADAPTER_CONFIG,
-    DIGESTS,
-    base_model_identity,
-    check_model,
-    check_model_folder,
-    model_folder,
-    read_invocation_ids,
-    read_manifest,
-)
 from selfcal_lightning.models.lora import (
     FIRST,
     LoraSettings,
@@ -39,12 +30,6 @@ from selfcal_lightning.models.lora import (
 )
 from selfcal_lightning.models.outputs import ModelOutputs, read_outputs
 from selfcal_lightning.models.packing import check_packed_equals_separate, runs_packed_rows
-from selfcal_lightning.models.quantization import (
-    build_optimizer,
-    check_installed,
-    keep_quantized_gradients,
-    load_nf4_causal_lm,
-)
 from selfcal_lightning.models.sharded_loading import check_architecture
 from selfcal_lightning.models.speed import guess_speed
 from selfcal_lightning.training.batches import ScoredRows, SSCBatch
@@ -112,8 +97,8 @@ class CalibratedModel(ScoringModule, ABC):
         trainer, memory = trainer or trainer_of(self), self.memory
         check_support(trainer, memory, lora=self.lora is not None, auxiliary=bool(self.auxiliary))
         if trainer is not None:  # an export needs neither the quantised base nor the optimiser
-            check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
-        check_model_folder(self.base_model, option="base_model")
+            quantization.check_installed(quantization=memory.quantization, optimizer=memory.optimizer)
+        folders.check_model_folder(self.base_model, option="base_model")
         if self.model is None:
             check_architecture(
                 self.base_model, self.lora, revision=self.revision, attn_implementation=self.attn_implementation
@@ -121,7 +106,7 @@ class CalibratedModel(ScoringModule, ABC):
 
     def plan_run(self, verb: str, trainer: Trainer, module: object, data: object) -> Plan:
         """Check the names of model, attention and adapted layers, and return the memory that the model needs."""
-        check_model(self.base_model, revision=self.revision, option="base_model")
+        folders.check_model(self.base_model, revision=self.revision, option="base_model")
         self.check_support(trainer)
         trains, strategy = verb == "fit", trainer.strategy
         device = strategy.root_device
@@ -164,10 +149,10 @@ class CalibratedModel(ScoringModule, ABC):
         if dtype == "auto" and (lora is None or device.type == "cpu"):
             dtype = "float32"
         exclude_cudnn(device)
-        model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
+        folders.model_folder(self.base_model, revision=self.revision)  # a model of the hub is hashed where it lies
         # Hashing reads the files: one process does it for all.
         first = strategy is None or strategy.is_global_zero
-        identity = base_model_identity(self.base_model, revision=self.revision) if first else {}
+        identity = folders.base_model_identity(self.base_model, revision=self.revision) if first else {}
         self.identity = identity if strategy is None else strategy.broadcast(identity)
         loading: dict[str, Any] = {
             "revision": self.revision, "dtype": dtype, "attn_implementation": self.attn_implementation,
@@ -181,7 +166,7 @@ class CalibratedModel(ScoringModule, ABC):
             # in host memory at the same time.
             load = partial(self._load_network, device=device if device.type == "cuda" else None)
             if memory.quantization is not None:
-                load = partial(load_nf4_causal_lm, device=device)
+                load = partial(quantization.load_nf4_causal_lm, device=device)
             model = load(self.base_model, **loading)
             if memory.gradient_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -189,7 +174,7 @@ class CalibratedModel(ScoringModule, ABC):
             self.model = model if lora is None else attach_lora(model, lora, seed=seed)
             for name in self.auxiliary:  # only with an adapter
                 add_lora(self.model, lora or LoraSettings(), adapter_name(name), seed=seed)
-            keep_quantized_gradients(self.model)
+            quantization.keep_quantized_gradients(self.model)
         # `from_pretrained` leaves eval mode, in which gradient checkpointing and dropout never run.
         self.model.train()
 
@@ -232,7 +217,9 @@ class CalibratedModel(ScoringModule, ABC):
         """Return AdamW over the trained parameters and a cosine schedule over *optimiser* steps."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         own = self.optimization
-        optimizer = build_optimizer(self.memory.optimizer, parameters, lr=own.lr, weight_decay=own.weight_decay)
+        optimizer = quantization.build_optimizer(
+            self.memory.optimizer, parameters, lr=own.lr, weight_decay=own.weight_decay
+        )
         return with_cosine(optimizer, self.trainer, warmup_steps=own.warmup_steps)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -353,15 +340,15 @@ class ConfidenceModel(CalibratedModel):
         return self.model if self.lora is None else merge_adapter(self.model)
 
     def confidence_origin(self) -> dict[str, Any]:
-        lora, quantization = self.hparams["lora"], self.memory.quantization
+        lora, bits = self.hparams["lora"], self.memory.quantization
         # That an adapter acts on all tokens, and that nothing is quantised, is left out of what stores hold.
         silent = {"dropout"} if self.activated else {"dropout", "activated"}
         return {
-            "base_model": {name: self.identity[name] for name in DIGESTS},
+            "base_model": {name: self.identity[name] for name in folders.DIGESTS},
             "lora": None if lora is None else {name: value for name, value in lora.items() if name not in silent},
             "prompt": self.chat.describe(),
             "p_true": self.losses.p_true,
-            **({} if quantization is None else {"quantization": quantization}),
+            **({} if bits is None else {"quantization": bits}),
         }
 
     def losses_of(self, name: str) -> LossSettings:
@@ -388,17 +375,17 @@ class ConfidenceModel(CalibratedModel):
         }
 
     def load_export(self, folder: Path) -> None:
-        read_manifest(folder)  # refused here rather than after the model was loaded
+        folders.read_manifest(folder)  # refused here rather than after the model was loaded
         super().load_export(folder)
 
 
 def load_exported(module: ConfidenceModel, folder: Path) -> None:
     """Load an exported adapter into ``module``, whose model is configured; each process loads its own shard."""
-    manifest = read_manifest(folder)
+    manifest = folders.read_manifest(folder)
     if manifest is not None:
         check_base_model(manifest["base_model"], module.identity, module.base_model)
-    config = read_json_object(folder / ADAPTER_CONFIG, what="the configuration of an adapter")
-    lora, query_ids = module.lora, read_invocation_ids(str(folder))
+    config = read_json_object(folder / folders.ADAPTER_CONFIG, what="the configuration of an adapter")
+    lora, query_ids = module.lora, folders.read_invocation_ids(str(folder))
     theirs = {
         "r": config["r"],
         "alpha": config["lora_alpha"],
@@ -427,9 +414,7 @@ def load_exported(module: ConfidenceModel, folder: Path) -> None:
     strange = [f"`{name}`" for name in ("use_rslora", "alpha_pattern") if config.get(name)]
     strange += sorted(written.keys() - set(names.values()))  # such as the magnitudes of DoRA
     if strange:
-        raise InputError(
-            f"The adapter in {folder} has {strange[0]}, which is not loaded here. Merge it: `selfcal export`."
-        )
+        raise InputError(f"Adapter {folder} has {strange[0]}, which is not loaded here. Merge it: `selfcal export`.")
     state = {name: written[names[name]] for name in trained if names[name] in written}
     check_trained(state, trained, settings={"lora": config})
     with torch.no_grad():

@@ -101,9 +101,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if re.match(r"\w{2,}:/", str(path)):  # a ``Path`` drops one slash of "://"
-            raise InputError(
-                f"Give the address of a checkpoint as a string, not as a `Path`, which made it {str(path)!r}."
-            )
+            raise InputError(f"Give a checkpoint's address as a string, not as a `Path`, which made it {str(path)!r}.")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(path.parent, of=path.name)  # they are as large as a checkpoint

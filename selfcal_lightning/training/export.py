@@ -22,15 +22,7 @@ from selfcal_lightning.core.files import is_empty_folder, read_json_object
 from selfcal_lightning.core.imports import class_path, is_installed
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.manifest import flatten
-from selfcal_lightning.models.folders import (
-    BUNDLED_NAME,
-    FORMAT,
-    MANIFEST,
-    list_files,
-    read_manifest,
-    resolve_model,
-    strange_files,
-)
+from selfcal_lightning.models import folders
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +56,7 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
     """Raise InputError where writing an export to ``target`` would lose something."""
     if not target.exists() or is_empty_folder(target):
         return
-    manifest, problem = read_manifest(target) if target.is_dir() else None, ""
+    manifest, problem = folders.read_manifest(target) if target.is_dir() else None, ""
     if manifest is None:
         problem = "which holds other files"
     elif manifest["kind"] not in kinds:
@@ -72,7 +64,7 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
         problem = f"which holds {kept.get(manifest['kind'], 'a trained module')}: that is never replaced here"
     elif not overwrite:
         problem = "which holds an earlier export: set `overwrite` to replace it"
-    elif not others and (strange := strange_files(target, manifest)):
+    elif not others and (strange := folders.strange_files(target, manifest)):
         problem = f"an earlier export with other files in it, such as {strange[0]!r}"
     if problem:
         raise InputError(f"`output_dir` must be new or empty, but got {str(target)!r}, {problem}.")
@@ -80,10 +72,10 @@ def check_output(target: Path, *, kinds: Collection[str], overwrite: bool, other
 
 def reasons_to_keep(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Return why the export in ``folder`` must be kept; nothing if the same run or the same settings made it."""
-    earlier = read_manifest(folder)
+    earlier = folders.read_manifest(folder)
     if earlier is None:
         return []
-    reasons = [f"it holds {name!r} too" for name in strange_files(folder, earlier)[:1]]
+    reasons = [f"it holds {name!r} too" for name in folders.strange_files(folder, earlier)[:1]]
     if earlier.get("run") is not None and earlier["run"] == manifest.get("run"):
         return reasons
     if "training" not in earlier:
@@ -105,7 +97,7 @@ def differences(earlier: Mapping[str, Any], manifest: Mapping[str, Any]) -> list
 
 def place_aside(folder: Path) -> Path:
     """Return an unused sibling name of ``folder`` with the time at which its export was made."""
-    manifest = read_manifest(folder) or {}
+    manifest = folders.read_manifest(folder) or {}
     made = manifest.get("created") or datetime.now(UTC).isoformat(timespec="seconds")
     name = f"{folder.name}-{datetime.fromisoformat(made):%Y%m%dT%H%M%S}"
     names = [name, *(f"{name}-{number}" for number in range(2, 1000))]
@@ -196,7 +188,7 @@ LOCAL_BASE = "FOLDER_OF_THE_BASE_MODEL"  # where the base lies is not told: it m
 def activated_usage(manifest: Mapping[str, Any]) -> list[str]:
     prompt, base = manifest["prompt"], manifest["base_model"]
     snippet = SNIPPET.format(
-        base=LOCAL_BASE if base["model"] is None else resolve_model(base["model"]),
+        base=LOCAL_BASE if base["model"] is None else folders.resolve_model(base["model"]),
         revision=base.get("revision"),
         query_ids=prompt["suffix_ids"],
         yes_ids=prompt["yes_ids"],
@@ -245,8 +237,8 @@ def public_name(model: str | None) -> str | None:
     """
     if model is None:
         return None
-    if model == BUNDLED_NAME or model == resolve_model(BUNDLED_NAME):
-        return BUNDLED_NAME
+    if model == folders.BUNDLED_NAME or model == folders.resolve_model(folders.BUNDLED_NAME):
+        return folders.BUNDLED_NAME
     if cached := CACHED.search(model):
         return f"{cached[1]}/{cached[2]}"
     is_name = HUB_NAME.fullmatch(model) and not model.startswith(".") and not Path(model).exists()
@@ -371,7 +363,9 @@ def versions() -> dict[str, str]:
 def describe_folder(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write a model card instead of PEFT's empty template, and the manifest with hashes of all files."""
     (folder / "README.md").write_text(model_card(public_manifest(manifest)))
-    (folder / MANIFEST).write_text(manifest_text({**manifest, "format": FORMAT, "files": list_files(folder)}))
+    (folder / folders.MANIFEST).write_text(
+        manifest_text({**manifest, "format": folders.FORMAT, "files": folders.list_files(folder)})
+    )
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
@@ -391,7 +385,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     sha256 = manifest["base_model"].get("weights_sha256")
     named = LOCAL if sha256 is None else f"{LOCAL} (sha256 of its weights: `{sha256}`)"
     named = named if base is None else f"`{base}`"
-    lines = ["---", *([] if base in (None, BUNDLED_NAME) else [f"base_model: {base}"])]
+    lines = ["---", *([] if base in (None, folders.BUNDLED_NAME) else [f"base_model: {base}"])]
     lines += [] if kind == "module" else [f"library_name: {library}", "pipeline_tag: text-generation"]
     lines += ["---", ""]
     if kind == "module":
@@ -406,7 +400,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         formula = "P(Yes) / (P(Yes) + P(No))" if manifest["p_true"] == "normalised" else "P(Yes)"
         lines += [
             f"Confidence in a response: put the user turn `{manifest['prompt']['query']}` after it and read {formula} "
-            f"of the next token. The token ids are in `{MANIFEST}`.",
+            f"of the next token. The token ids are in `{folders.MANIFEST}`.",
             "",
         ]
     if manifest.get("activated"):

@@ -10,15 +10,9 @@ from typing import Any, cast
 import torch
 
 from selfcal_lightning.core.plan import Memory
+from selfcal_lightning.models import sharded_loading
 from selfcal_lightning.models.folders import load_config
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.models.sharded_loading import (
-    BYTES_PER_TRAINED,
-    adapter_numbers,
-    all_numbers,
-    files_on_this_disk,
-    frozen_bytes,
-)
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
 
 MEMORY_FILE = Path("/proc/meminfo")
@@ -43,18 +37,19 @@ def plan_memory(
     """Return the least memory that the model and its training take in each of ``shards`` FSDP2 processes."""
     available, name = available_bytes(device), "CPU" if device.type == "cpu" else "GPU"
     dtype, lora, nf4 = adapter.torch_dtype, adapter.lora, memory.quantization is not None
-    files = files_on_this_disk(adapter.base_model, revision=adapter.revision)
+    files = sharded_loading.files_on_this_disk(adapter.base_model, revision=adapter.revision)
     if files is None:
         return Memory(None, None, available, name, processes=shards)
     if dtype == "auto" and (lora is None or device.type == "cpu"):
         dtype = "float32"
-    each = BYTES_PER_TRAINED[memory.optimizer] if trains else 4
+    each = sharded_loading.BYTES_PER_TRAINED[memory.optimizer] if trains else 4
     if lora is None:
-        trained = (each - 4) * all_numbers(files)
+        trained = (each - 4) * sharded_loading.all_numbers(files)
     else:
-        trained = adapters * each * adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
+        numbers = sharded_loading.adapter_numbers(files, r=lora.r, target_modules=lora.target_modules)
+        trained = adapters * each * numbers
     kept = activation_bytes(adapter, rows, memory, dtype=dtype) if trains and rows is not None else None
-    weights = frozen_bytes(files, dtype=dtype, nf4=nf4)
+    weights = sharded_loading.frozen_bytes(files, dtype=dtype, nf4=nf4)
     return Memory(weights // shards, trained // shards, available, name, kept, shards)
 
 

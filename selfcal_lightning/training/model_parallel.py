@@ -108,9 +108,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         timeout_minutes: float = 30.0,
     ) -> None:
         if tensor_parallel_size != 1:
-            raise InputError(
-                f"`tensor_parallel_size` must be 1 (FSDP2 shards instead), but got {tensor_parallel_size}."
-            )
+            raise InputError(f"`tensor_parallel_size` must be 1 (FSDP2 shards), but got {tensor_parallel_size}.")
         check_positive(timeout_minutes=timeout_minutes)
         check_at_least(1, data_parallel_size=1 if data_parallel_size is None else data_parallel_size)
         super().__init__(
@@ -219,9 +217,7 @@ class AdapterModelParallelStrategy(ModelParallelStrategy):
         _check_is_on_disk(checkpoint_path)
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_dir():
-            raise InputError(
-                f"`ckpt_path` must be a single file, as this strategy writes them, but got the folder {path}."
-            )
+            raise InputError(f"`ckpt_path` must be a single file, as this strategy writes, but got the folder {path}.")
         return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only is not False)
 
 

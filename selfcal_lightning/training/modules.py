@@ -212,12 +212,7 @@ class ScoringModule(TrainedModule):
 
 
 def cosine_with_warmup(step: int, *, total: int, warmup: int) -> float:
-    """Return the learning-rate factor: linear up to 1 at step ``warmup``, then half a cosine to 0 at ``total``.
-
-    Example:
-        >>> [cosine_with_warmup(step, total=4, warmup=0) for step in (0, 2, 4)]
-        [1.0, 0.5, 0.0]
-    """
+    """Return the learning-rate factor: linear up to 1 at step ``warmup``, then half a cosine to 0 at ``total``."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     progress = min((step - warmup) / max(total - warmup, 1), 1.0)

@@ -47,14 +47,11 @@ def checkpoint_file(store_dir: str | Path, round: int) -> Path:
 
 
 def keep_adapter(module: ConfidenceModel, store_dir: str | Path, *, round: int, training: str) -> Path:
-    """Write the module's adapter as that of ``round`` unless it exists. Call it on one process.
-
-    An existing adapter must come from this training: the same weights or, where arithmetic is not bit-exact (GPUs), a
-    run with the same settings, whose samples are then completed with *its* adapter.
-    """
+    """Write the module's adapter as that of ``round`` unless it exists. Call it on one process."""
     folder = adapter_folder(store_dir, round)
     if not folder.exists():
         return write_export(module, folder, store={"path": str(store_dir), "round": round, "training": training})
+    # It must be of this training: the same weights or, where arithmetic is not bit-exact (GPUs), the same settings.
     difference = adapter_difference(module.model, folder)
     if difference == 0.0:
         return folder
@@ -121,11 +118,7 @@ class Probe:
 def make_probes(
     rows: Sequence[StoredRow], chat: ChatFormat, *, max_tokens: int = TOKENS_PER_PROBE, max_length: int | None = None
 ) -> list[Probe]:
-    """Return one probe for every row that has token ids.
-
-    It compares up to ``max_tokens - 1`` tokens spread over the response, and the Yes after the confidence query, which
-    training changes most.
-    """
+    """Return one probe for every row with token ids: tokens spread over the response, and the Yes after the query."""
     probes = []
     for row in rows:
         response = row.sample.token_ids

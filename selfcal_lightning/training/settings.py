@@ -151,7 +151,5 @@ def read_auxiliary(
         raise InputError(f"`auxiliary` ({', '.join(settings)}) needs an activated adapter, not joint training.")
     for name in settings:
         if not NAME.fullmatch(name) or name in TAKEN:
-            raise InputError(
-                f"Names in `auxiliary` are letters, digits and underscores, not {sorted(TAKEN)}, but got {name!r}."
-            )
+            raise InputError(f"Names in `auxiliary` are letters, digits or _, not {sorted(TAKEN)}, but got {name!r}.")
     return settings

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    Strategy,
-    XLAStrategy,
-)
+from lightning.pytorch import Trainer, strategies
 
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.models.quantization import CLASSES
@@ -87,20 +77,20 @@ def check_features(
             raise InputError(f"{way} does not support {feature}: {why[feature, way]}.")
 
 
-def way_of(strategy: Strategy) -> Way:
+def way_of(strategy: strategies.Strategy) -> Way:
     """Return the table's column for a Lightning strategy."""
     if isinstance(strategy, AdapterModelParallelStrategy):
         return "FSDP2"
     # DeepSpeed's and XLA's strategies are kinds of DDPStrategy to Lightning.
-    others = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
-    if isinstance(strategy, SingleDeviceStrategy) and not isinstance(strategy, others):
+    others = (strategies.DeepSpeedStrategy, strategies.XLAStrategy, strategies.SingleDeviceXLAStrategy)
+    if isinstance(strategy, strategies.SingleDeviceStrategy) and not isinstance(strategy, others):
         return "one process"
-    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, others):
+    if isinstance(strategy, strategies.DDPStrategy) and not isinstance(strategy, others):
         return "DDP"
     reasons = {
-        FSDPStrategy: "which is FSDP1",
-        ModelParallelStrategy: "which cannot resume from checkpoints of an adapter",
-        DeepSpeedStrategy: "which is DeepSpeed",
+        strategies.FSDPStrategy: "which is FSDP1",
+        strategies.ModelParallelStrategy: "which cannot resume from checkpoints of an adapter",
+        strategies.DeepSpeedStrategy: "which is DeepSpeed",
     }
     reason = next((why for kind, why in reasons.items() if isinstance(strategy, kind)), "which was never tried here")
     raise InputError(

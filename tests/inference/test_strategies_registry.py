@@ -70,7 +70,12 @@ def test_a_criterion_says_whether_it_reads_a_confidence(criterion: str, confiden
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("self_consistency", "max_samples", 0), ("early_stopping", "threshold", -0.1), ("window_stopping", "window", 2.5)],
+    [
+        ("self_consistency", "max_samples", 0),
+        ("early_stopping", "threshold", -0.1),
+        ("window_stopping", "window", 2.5),
+        ("adaptive_consistency", "threshold", 2.0),
+    ],
 )
 def test_bad_grids_are_named(name: str, field: str, value: float) -> None:
     strategy: Any = make_strategy(name)

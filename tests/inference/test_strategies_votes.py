@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,15 +36,62 @@ def test_all_ask_once_for_the_budget_and_never_stop_early(strategy: Strategy) ->
     assert (verdict.samples_used, verdict.stopped_early) == (2, False)
 
 
-def test_majority_and_weighted_vote_by_hand() -> None:
-    answers, scores = ["a", "b", None, "b", "a", "c"], [0.75, 0.25, 1.0, 0.25, None, 0.0]
-    plain = verdict_of(SelfConsistency(), answers, scores)
-    assert (plain.answer, plain.correct, plain.samples_used) == ("a", True, 6)  # a and b have two votes, a came first
-    assert plain.confidence == 0.4  # 2 of 5: the unreadable one is no vote
-    weighted = verdict_of(SelfConsistency(confidence=SCORE), answers, scores)
-    assert (weighted.answer, weighted.confidence) == ("a", 0.6)  # .75 of .75 + .5 + 0
-    turned = verdict_of(SelfConsistency(confidence=SCORE), answers, [0.25, 0.5, 1.0, 0.25, None, 0.0])
-    assert (turned.answer, turned.correct, turned.confidence) == ("b", False, 0.75)
+WEIGHTED = SelfConsistency(confidence=SCORE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "answers", "scores", "answer", "confidence"),
+    [
+        # a and b have two votes of five, a came first; weighted .75 of .75 + .5 + 0, and .75 of .25 + .75 + 0.
+        (SelfConsistency(), "ab-bac", [0.75, 0.25, 1.0, 0.25, None, 0.0], "a", 0.4),
+        (WEIGHTED, "ab-bac", [0.75, 0.25, 1.0, 0.25, None, 0.0], "a", 0.6),
+        (WEIGHTED, "ab-bac", [0.25, 0.5, 1.0, 0.25, None, 0.0], "b", 0.75),
+        (WEIGHTED, "-baa", [0.9, 0.0, 0.0, 0.0], "b", None),  # without weight the first seen wins and has no share
+        (SelfConsistency(max_samples=3), "abbbb", None, "b", 2 / 3),
+        (SelfConsistency(max_samples=1), "abbbb", None, "a", 1.0),
+        (SelfConsistency(max_samples=99), "abb", None, "b", 2 / 3),
+        (BestOfN(confidence=SCORE), "b-aca", [0.5, 0.99, 0.75, 0.75, None], "a", 0.75),
+        (BestOfN(confidence=SCORE), "ba", [-7.0, -3.0], "a", -3.0),
+        (PassAtN(), "-bba", None, "a", None),
+        (PassAtN(max_samples=3), "-bba", None, "b", None),
+        (PassAtN(), "ba", None, "a", None),
+        # At T = .5 weights are exp(2 c): a has e^2 = 7.39, b 2 e^.9 = 4.92; at T = 5 2 exp(.09) > exp(.2).
+        (CISC(0.5, confidence=SCORE), "abb", [1.0, 0.45, 0.45], "a", math.exp(2) / (math.exp(2) + 2 * math.exp(0.9))),
+        (CISC(5.0, confidence=SCORE), "abb", [1.0, 0.45, 0.45], "b",
+         2 * math.exp(0.09) / (2 * math.exp(0.09) + math.exp(0.2))),
+        # The unreadable one has no rank, so N = 4 and the points are 4, 1, 3, -, 2: equal for a and b; 1 + sqrt 3 > 2.
+        (BordaVoting(1.0, confidence=SCORE), "abb-c", [0.9, 0.1, 0.8, 1.0, 0.5], "a", 0.4),
+        (BordaVoting(0.5, confidence=SCORE), "abb-c", [0.9, 0.1, 0.8, 1.0, 0.5], "b",
+         (1 + math.sqrt(3)) / (3 + math.sqrt(3) + math.sqrt(2))),
+        # Mean 2 and deviation 1 over the votes: z = -1, 1; what lies beyond the budget has no say.
+        (StandardisedVoting(confidence=SCORE), "a-ba", [1.0, 9.0, 3.0, None], "b", math.e / (math.e + math.exp(-1))),
+        (StandardisedVoting(max_samples=1, confidence=SCORE), "a-ba", [1.0, 9.0, 3.0, None], "a", 1.0),
+    ],
+)  # fmt: skip
+def test_votes_by_hand(
+    strategy: Strategy, answers: str, scores: list[float | None] | None, answer: str, confidence: float | None
+) -> None:
+    verdict = verdict_of(strategy, [None if one == "-" else one for one in answers], scores)
+    assert (verdict.answer, verdict.correct) == (answer, answer == "a")
+    assert verdict.confidence == pytest.approx(confidence, abs=1e-9)  # z-scores have a tiny term below the fraction
+    assert verdict.samples_used == min(len(answers), strategy.max_samples)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "answers", "scores", "votes"),
+    [
+        (BordaVoting(1.0, confidence=SCORE), ["a", "b", "b", None, "c"], [0.9, 0.1, 0.8, 1.0, 0.5], [4, 4, 2]),
+        (BordaVoting(1.0, confidence=SCORE), ["a", "b"], [0.5, 0.5], [2, 1]),  # the first seen ranks higher
+        (StandardisedVoting(confidence=SCORE), ["a", None, "b", "a"], [1.0, 9.0, 3.0, None], [math.exp(-1), math.e]),
+        (StandardisedVoting(confidence=SCORE), ["a", "b"], [0.1, 0.1], [1, 1]),
+    ],
+)
+def test_weights_by_hand(
+    strategy: Any, answers: list[str | None], scores: list[float | None], votes: list[float]
+) -> None:
+    found = strategy.weigh(score_entry(answers, scores).samples)
+    assert list(found) == ["a", "b", "c"][: len(votes)]
+    assert list(found.values()) == pytest.approx(votes)
 
 
 def test_plain_votes_ignore_the_confidence_of_a_pool() -> None:
@@ -52,17 +100,6 @@ def test_plain_votes_ignore_the_confidence_of_a_pool() -> None:
     assert SelfConsistency().curve(pool, [3]).answer.tolist() == [[0]]
     assert SelfConsistency(confidence=SCORE).curve(pool, [3]).answer.tolist() == [[1]]
     assert PassAtN().curve(pool, [3]).answer.tolist() == [[0]]
-
-
-def test_only_the_budget_is_looked_at() -> None:
-    assert verdict_of(SelfConsistency(max_samples=3), list("abbbb")).samples_used == 3
-    assert verdict_of(SelfConsistency(max_samples=1), list("abbbb")).answer == "a"
-    assert verdict_of(SelfConsistency(max_samples=99), list("abb")).samples_used == 3
-
-
-def test_without_weight_the_first_seen_wins_and_has_no_share() -> None:
-    verdict = verdict_of(SelfConsistency(confidence=SCORE), [None, "b", "a", "a"], [0.9, 0.0, 0.0, 0.0])
-    assert (verdict.answer, verdict.confidence) == ("b", None)
 
 
 def test_a_first_seen_answer_without_its_confidence_does_not_win_a_tie() -> None:
@@ -76,7 +113,7 @@ def test_a_first_seen_answer_without_its_confidence_does_not_win_a_tie() -> None
 
 def test_negative_weights_are_refused() -> None:
     answers, scores = ["a", "b"], [-1.0, -2.5]
-    strategy = SelfConsistency(confidence=SCORE)
+    strategy = WEIGHTED
     with pytest.raises(ValueError, match=r"got -2\.5\. .*best_of_n, borda"):
         verdict_of(strategy, answers, scores)
     with pytest.raises(ValueError, match=r"got -2\.5"):
@@ -88,32 +125,6 @@ def test_negative_weights_are_refused() -> None:
         StandardisedVoting(confidence=SCORE),
     ):
         assert verdict_of(other, answers, scores).answer == "a"
-
-
-def test_best_of_n_by_hand() -> None:
-    answers, scores = ["b", None, "a", "c", "a"], [0.5, 0.99, 0.75, 0.75, None]
-    verdict = verdict_of(BestOfN(confidence=SCORE), answers, scores)
-    assert (verdict.answer, verdict.confidence, verdict.samples_used) == ("a", 0.75, 5)
-    assert verdict_of(BestOfN(confidence=SCORE), ["b", "a"], [-7.0, -3.0]).answer == "a"
-
-
-def test_the_oracle_by_hand() -> None:
-    assert verdict_of(PassAtN(), [None, "b", "b", "a"]).answer == "a"
-    assert verdict_of(PassAtN(max_samples=3), [None, "b", "b", "a"]).answer == "b"
-    verdict = verdict_of(PassAtN(), ["b", "a"])
-    assert (verdict.correct, verdict.confidence, verdict.samples_used) == (True, None, 2)
-
-
-def test_cisc_by_hand() -> None:
-    # At T = .5 weights are exp(2 c): a has e^2 = 7.39, b has 2 e^.9 = 4.92.
-    answers, scores = ["a", "b", "b"], [1.0, 0.45, 0.45]
-    verdict = verdict_of(CISC(temperature=0.5, confidence=SCORE), answers, scores)
-    assert verdict.answer == "a"
-    assert verdict.confidence == pytest.approx(math.exp(2) / (math.exp(2) + 2 * math.exp(0.9)), abs=1e-12)
-    # At T = 5 the two less sure votes win: 2 exp(.09) > exp(.2).
-    verdict = verdict_of(CISC(temperature=5.0, confidence=SCORE), answers, scores)
-    assert verdict.answer == "b"
-    assert verdict.confidence == pytest.approx(2 * math.exp(0.09) / (2 * math.exp(0.09) + math.exp(0.2)), abs=1e-12)
 
 
 def test_cisc_against_the_softmax() -> None:
@@ -144,33 +155,6 @@ def test_cisc_holds_scores_far_apart() -> None:
         assert strategy.curve(pool, [1, 2, 3, 4]).answer.ravel().tolist() == [0, 1, 2, 2]
         verdicts = [verdict_of(replace(strategy, max_samples=n), answers, scores) for n in (1, 2, 3, 4)]
         assert [verdict.answer for verdict in verdicts] == ["a", "b", "c", "c"]
-
-
-def test_borda_by_hand() -> None:
-    # Ranks of a, b, b, None, c: the unreadable one has none, so N = 4 and the points are 4, 1, 3, -, 2.
-    answers, scores = ["a", "b", "b", None, "c"], [0.9, 0.1, 0.8, 1.0, 0.5]
-    votes = BordaVoting(power=1.0, confidence=SCORE).weigh(score_entry(answers, scores).samples)
-    assert votes == {"a": 4.0, "b": 4.0, "c": 2.0}
-    verdict = verdict_of(BordaVoting(power=1.0, confidence=SCORE), answers, scores)
-    assert (verdict.answer, verdict.confidence) == ("a", 0.4)  # first seen of the two
-    assert verdict_of(BordaVoting(power=0.5, confidence=SCORE), answers, scores).answer == "b"  # 1 + sqrt 3 > 2
-    # Equal confidences: the first seen ranks higher.
-    assert BordaVoting(power=1.0, confidence=SCORE).weigh(score_entry(["a", "b"], [0.5, 0.5]).samples) == {
-        "a": 2,
-        "b": 1,
-    }
-
-
-def test_standardised_votes_by_hand() -> None:
-    # Mean 2 and deviation 1 over the three votes with a confidence that are read: z = -1, 1 and, of the first two, 0.
-    answers, scores = ["a", None, "b", "a"], [1.0, 9.0, 3.0, None]
-    votes = StandardisedVoting(confidence=SCORE).weigh(score_entry(answers, scores).samples)
-    assert votes == {"a": pytest.approx(math.exp(-1)), "b": pytest.approx(math.e)}
-    verdict = verdict_of(StandardisedVoting(confidence=SCORE), answers, scores)
-    assert (verdict.answer, verdict.confidence) == ("b", pytest.approx(math.e / (math.e + math.exp(-1))))
-    first = StandardisedVoting(max_samples=1, confidence=SCORE)
-    assert verdict_of(first, answers, scores).answer == "a", "what lies beyond the budget has no say"
-    assert StandardisedVoting(confidence=SCORE).weigh(score_entry(["a", "b"], [0.1, 0.1]).samples) == {"a": 1, "b": 1}
 
 
 def test_limits_of_cisc_and_borda() -> None:

@@ -33,6 +33,7 @@ from selfcal_lightning.records import QuestionSamples, Verdict
 
 GRID = [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]
 SIX = EarlyStopping(max_samples=6)
+ONE = EarlyStopping(threshold=0.0, max_samples=1)
 
 
 def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, length: int = 6) -> list[QuestionSamples]:
@@ -80,45 +81,24 @@ def test_a_smaller_budget_cuts_the_same_orders_shorter() -> None:
         Orders(lengths, 5)
 
 
-def test_budget_takes_the_most_accurate_within_it_and_the_cheapest_of_these() -> None:
+def test_the_most_accurate_within_a_budget_or_the_cheapest_of_an_accuracy_is_taken() -> None:
     pool = calibrated_pool(80)
-    strategy = EarlyStopping(max_samples=6)
-    outcome = grid_outcome(strategy, pool, GRID, num_reshuffles=5)
-    fitted = fit_goal_threshold(strategy, pool, "budget", 3.0, GRID, num_reshuffles=5)
-    allowed = [
-        (accuracy, -samples, value)
-        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
-        if samples <= 3.0
-    ]
+    outcome = grid_outcome(SIX, pool, GRID, num_reshuffles=5)
+    points = list(zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True))
+    goal = float(np.sort(outcome.accuracy)[len(GRID) // 2])
+    reaching = fit_goal_threshold(SIX, pool, "accuracy", goal, GRID, num_reshuffles=5)
+    enough = [(samples, value) for value, accuracy, samples in points if accuracy >= goal]
+    assert (reaching.achieved["mean_samples"], reaching.threshold) == min(enough)
+    fitted = fit_goal_threshold(SIX, pool, "budget", 3.0, GRID, num_reshuffles=5)
+    allowed = [(accuracy, -samples, value) for value, accuracy, samples in points if samples <= 3.0]
     accuracy, samples, threshold = max(allowed)
     assert fitted.threshold == threshold
     assert fitted.achieved == {"accuracy": accuracy, "mean_samples": -samples}
     assert 0.0 < threshold < 1.0
     assert fitted.delta is None
     # All thresholds above the highest confidence use every sample and decide alike: the cheapest is the first of them.
-    same = fit_goal_threshold(strategy, pool, "budget", 6.0, [1.0, 0.9999], num_reshuffles=1)
+    same = fit_goal_threshold(SIX, pool, "budget", 6.0, [1.0, 0.9999], num_reshuffles=1)
     assert same.threshold == 1.0
-
-
-def test_accuracy_takes_the_cheapest_that_reaches_it() -> None:
-    pool = calibrated_pool(80)
-    strategy = EarlyStopping(max_samples=6)
-    outcome = grid_outcome(strategy, pool, GRID, num_reshuffles=5)
-    goal = float(np.sort(outcome.accuracy)[len(GRID) // 2])
-    fitted = fit_goal_threshold(strategy, pool, "accuracy", goal, GRID, num_reshuffles=5)
-    enough = [
-        (samples, value)
-        for value, accuracy, samples in zip(GRID, outcome.accuracy, outcome.mean_samples, strict=True)
-        if accuracy >= goal
-    ]
-    assert (fitted.achieved["mean_samples"], fitted.threshold) == min(enough)
-    with pytest.raises(ValueError, match=r"`accuracy` 0.999; the closest reaches 0\.\d{4}"):
-        fit_goal_threshold(strategy, pool, "accuracy", 0.999, GRID, num_reshuffles=1)
-
-
-def test_a_budget_below_the_cheapest_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`budget` 0.9; the closest uses 1\.00"):
-        fit_goal_threshold(EarlyStopping(max_samples=6), calibrated_pool(5), "budget", 0.9, GRID, num_reshuffles=1)
 
 
 def test_a_number_of_samples_may_be_chosen_too_and_stays_whole() -> None:
@@ -144,14 +124,13 @@ def test_correctness_of_answers_by_the_first_sample_that_gave_them() -> None:
 
 def test_risk_threshold_keeps_its_promise_on_new_questions() -> None:
     """Verdicts of one sample, right with the confidence stated: R(t) = (1 - t) / 2 is .2 at t = .6."""
-    strategy = EarlyStopping(threshold=0.0, max_samples=1)
     fitted = fit_risk_threshold(
-        strategy, calibrated_pool(600, length=1), risk=0.2, delta=0.1, guide=calibrated_pool(300, prefix="g", length=1)
+        ONE, calibrated_pool(600, length=1), risk=0.2, delta=0.1, guide=calibrated_pool(300, prefix="g", length=1)
     )
     assert fitted.threshold is not None
     assert 0.6 <= fitted.threshold < 0.8
     assert fitted.parameter is None
-    verdicts = [replay(strategy, entry) for entry in calibrated_pool(3000, prefix="t", length=1)]
+    verdicts = [replay(ONE, entry) for entry in calibrated_pool(3000, prefix="t", length=1)]
     given = [verdict for verdict in verdicts if fitted.answers(verdict)]
     wrong = sum(not verdict.correct for verdict in given) / len(given)
     assert wrong == pytest.approx((1.0 - fitted.threshold) / 2.0, abs=0.04)
@@ -160,12 +139,11 @@ def test_risk_threshold_keeps_its_promise_on_new_questions() -> None:
 
 def test_the_level_holds_through_strategy_and_guide() -> None:
     """150 calibration sets with a guide each; a threshold below .6 breaks the bound."""
-    strategy = EarlyStopping(threshold=0.0, max_samples=1)
     broken = found = 0
     for seed in range(150):
         pool, guide = (calibrated_pool(120, prefix=name, seed=seed, length=1) for name in "cg")
         with contextlib.suppress(NoThresholdError):
-            fitted = fit_risk_threshold(strategy, pool, risk=0.2, delta=0.2, guide=guide)
+            fitted = fit_risk_threshold(ONE, pool, risk=0.2, delta=0.2, guide=guide)
             found += 1
             broken += fitted.threshold < 0.6
     assert broken / 150 <= 0.2 + 3.0 * math.sqrt(0.2 * 0.8 / 150)
@@ -173,33 +151,32 @@ def test_the_level_holds_through_strategy_and_guide() -> None:
 
 
 def test_numbers_on_the_calibration_questions() -> None:
-    strategy = EarlyStopping(threshold=0.0, max_samples=1)
     pool = calibrated_pool(400, length=1)
-    fitted = fit_risk_threshold(strategy, pool, risk=0.3, grid=[0.6])
+    fitted = fit_risk_threshold(ONE, pool, risk=0.3, grid=[0.6])
     given = [entry.samples[0] for entry in pool if (entry.samples[0].p_true or 0.0) >= 0.6]
     wrong = sum(not sample.correct for sample in given)
     assert fitted.threshold == 0.6
-    assert fitted.achieved["num_answered"] == len(given)
-    assert fitted.achieved["num_wrong"] == wrong
-    assert fitted.achieved["error_rate_of_answered"] == pytest.approx(wrong / len(given))
-    assert fitted.achieved["coverage"] == pytest.approx(len(given) / 400)
-    assert fitted.achieved["mean_samples"] == 1.0
+    expected = {"num_answered": len(given), "num_wrong": wrong, "error_rate_of_answered": wrong / len(given)}
+    expected |= {"coverage": len(given) / 400, "mean_samples": 1.0}
+    assert {name: fitted.achieved[name] for name in expected} == pytest.approx(expected)
     assert fitted.fitted_on.split_hash == split_hash(entry.question.id for entry in pool)
 
 
-def test_without_a_certificate_there_is_no_threshold() -> None:
-    strategy = EarlyStopping(threshold=0.0, max_samples=1)
-    right = [make_entry(["a"], [0.9], name=f"r{number}") for number in range(20)]
-    with pytest.raises(NoThresholdError, match="more would be needed if they are like these") as few:
-        fit_risk_threshold(strategy, right, risk=0.05, delta=0.05, grid=[0.5])
-    assert few.value.certificate.shortfall == "questions"
-    wrong = [make_entry(["b"], [0.9], name=f"w{number}") for number in range(20)]
-    with pytest.raises(NoThresholdError, match="more questions would not help") as bad:
-        fit_risk_threshold(strategy, wrong, risk=0.05, delta=0.05)
-    assert bad.value.certificate.shortfall == "ranking"
-    with pytest.raises(NoThresholdError, match="the others were not tested") as start:
-        fit_risk_threshold(strategy, right, risk=0.2, grid=[0.95, 0.5])
-    assert start.value.certificate.shortfall == "start"
+@pytest.mark.parametrize(
+    ("answer", "options", "message", "shortfall"),
+    [
+        ("a", {"risk": 0.05, "delta": 0.05, "grid": [0.5]}, "more would be needed if they are like these", "questions"),
+        ("b", {"risk": 0.05, "delta": 0.05}, "more questions would not help", "ranking"),
+        ("a", {"risk": 0.2, "grid": [0.95, 0.5]}, "the others were not tested", "start"),
+    ],
+)
+def test_without_a_certificate_there_is_no_threshold(
+    answer: str, options: dict[str, Any], message: str, shortfall: str
+) -> None:
+    pool = [make_entry([answer], [0.9], name=f"q{number}") for number in range(20)]
+    with pytest.raises(NoThresholdError, match=message) as found:
+        fit_risk_threshold(ONE, pool, **options)
+    assert found.value.certificate.shortfall == shortfall
 
 
 @pytest.mark.parametrize(
@@ -216,7 +193,7 @@ def test_which_verdicts_are_given(answer: str | None, confidence: float | None, 
 def test_unanswered_questions_are_never_answered_and_never_counted_right() -> None:
     mute = [make_entry([None], [0.9], name=f"mute{number}") for number in range(30)]
     pool = [*mute, *(make_entry(["a"], [0.9], name=f"right{number}") for number in range(30))]
-    fitted = fit_risk_threshold(EarlyStopping(threshold=0.0, max_samples=1), pool, risk=0.1, grid=[0.5])
+    fitted = fit_risk_threshold(ONE, pool, risk=0.1, grid=[0.5])
     # Thirty right answers: .9 ** 30 = .042. The mute ones would have made it hopeless.
     assert fitted.threshold == 0.5
     assert (fitted.achieved["num_answered"], fitted.achieved["coverage"]) == (30, 0.5)
@@ -246,7 +223,7 @@ def test_questions_that_a_scorer_was_fitted_on_are_refused() -> None:
 
 def test_reporting_on_the_split_of_the_fit_is_refused() -> None:
     pool = calibrated_pool(20)
-    fitted = fit_goal_threshold(EarlyStopping(max_samples=6), pool, "budget", 6.0, GRID, num_reshuffles=1)
+    fitted = fit_goal_threshold(SIX, pool, "budget", 6.0, GRID, num_reshuffles=1)
     check_not_fitted_on(calibrated_pool(20, prefix="t"), fitted)
     with pytest.raises(ValueError, match="'early_stopping_budget_6' was not fitted on, but got 1 of 6"):
         check_not_fitted_on([*calibrated_pool(5, prefix="t"), pool[3]], fitted)
@@ -255,15 +232,16 @@ def test_reporting_on_the_split_of_the_fit_is_refused() -> None:
 def test_another_strategy_is_refused() -> None:
     fitted = fit_goal_threshold(SIX, calibrated_pool(20), "budget", 3.0, GRID, num_reshuffles=1)
     assert fitted.configure(replace(SIX, threshold=0.123)).threshold == fitted.threshold
-    with pytest.raises(ValueError, match="Fit a threshold for this one"):
-        fitted.configure(EarlyStopping(max_samples=3))
-    with pytest.raises(ValueError, match="Fit a threshold for this one"):
-        fitted.configure(SelfConsistency())
+    for other in (EarlyStopping(max_samples=3), SelfConsistency()):
+        with pytest.raises(ValueError, match="Fit a threshold for this one"):
+            fitted.configure(other)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((SIX, calibrated_pool(5), "budget", 0.9, GRID), r"`budget` 0.9; the closest uses 1\.00"),
+        ((SIX, calibrated_pool(80), "accuracy", 0.999, GRID), r"`accuracy` 0.999; the closest reaches 0\.\d{4}"),
         ((SIX, calibrated_pool(3), "budget", 3.0, []), "`grid`"),
         ((SIX, calibrated_pool(3), "budget", 3.0, [1.5]), "got 1.5"),
         ((SIX, calibrated_pool(3), "budget", 0.0), "`budget` .* 0.0"),

@@ -15,22 +15,8 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.inference.registry import ORACLES, STRATEGIES, make_strategy, setting_names, unknown_strategy
 from selfcal_lightning.inference.stopping import CGES, fit_evidence
-from selfcal_lightning.inference.thresholds import (
-    THRESHOLDS,
-    GridOutcome,
-    GridSums,
-    as_gridded,
-    grid_of,
-    grid_outcome,
-)
-from selfcal_lightning.inference.vectorised import (
-    NUM_RESHUFFLES,
-    SEED,
-    GridStrategy,
-    Orders,
-    PoolArrays,
-    right_codes,
-)
+from selfcal_lightning.inference.thresholds import THRESHOLDS, GridOutcome, GridSums, as_gridded, grid_of, grid_outcome
+from selfcal_lightning.inference.vectorised import NUM_RESHUFFLES, SEED, GridStrategy, Orders, PoolArrays, right_codes
 from selfcal_lightning.inference.voting import CISC
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.records import QuestionSamples

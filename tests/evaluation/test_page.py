@@ -7,12 +7,11 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.options import nested
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
@@ -103,17 +102,25 @@ def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     assert file.read_text() == "{}"
 
 
-def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
-    pool = tmp_path / "pool.jsonl"
+def write_pool(path: Path, ids: range, responses: Callable[[int], list[tuple[str, float]]]) -> Path:
+    """Write a pool; ``responses`` returns the texts and confidences of a question."""
     lines = [
-        {"id": f"q{i}", "task": "local_number", "question": "Two and two?", "answer": 4,
-         "responses": [{"text": "45"[n % 3 == 0], "confidence": {"p_true": n % 5 / 5}} for n in range(i, i + 4)]}
-        for i in range(12)
+        {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
+         "responses": [{"text": text, "confidence": {"p_true": p_true}} for text, p_true in responses(i)]}
+        for i in ids
     ]  # fmt: skip
-    pool.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    results = run_evaluate(
-        **nested(pools={"samples": str(pool)}, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=1000)
-    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def in_turn(first: int) -> list[tuple[str, float]]:
+    return [("45"[n % 3 == 0], n % 10 / 10) for n in range(first, first + 4)]
+
+
+def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
+    pool = write_pool(tmp_path / "pool.jsonl", range(12), in_turn)
+    options = {"output_dir": str(tmp_path / "out"), "strategies": [], "num_resamples": 1000}
+    results = run_evaluate(pools={"samples": str(pool)}, **options)
     numbers = packed(Path(run_view(str(pool), output=str(tmp_path / "view.html"))).read_text(), "index")["numbers"]
     shown = packed(Path(run_view(str(tmp_path / "out"))).read_text(), "index")["numbers"]
     assert numbers == shown
@@ -122,7 +129,7 @@ def test_view_shows_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="`limit` cannot apply"):
         run_view(str(tmp_path / "out"), limit=3)
     pair = {"base": str(pool), "llama3.1": str(pool)}
-    results = run_evaluate(**nested(pools=pair, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=1000))
+    results = run_evaluate(pools=pair, **options)
     numbers = packed((tmp_path / "out" / "report.html").read_text(), "index")["numbers"]
     sides = [("base", results["own.test.ece.before"]), ("llama3.1", results["own.test.ece.after"])]
     assert [(row["system"], row["ece"][0]) for row in numbers] == sides
@@ -144,14 +151,8 @@ def test_the_report_of_a_training_says_whose_confidences_it_shows(
 
 
 def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, ids in (("a", range(6)), ("b", range(2, 6))):
-        lines = [
-            {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
-             "responses": [{"text": "45"[n % 3 == 0], "confidence": {"p_true": n / 9}} for n in range(i, i + 4)]}
-            for i in ids
-        ]  # fmt: skip
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = run_view(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), output=str(tmp_path / "both.html"))
+    one, two = (write_pool(tmp_path / f"{ids.start}.jsonl", ids, in_turn) for ids in (range(6), range(2, 6)))
+    page = run_view(str(one), str(two), output=str(tmp_path / "both.html"))
     index = packed(Path(page).read_text(), "index")
     assert [row["questions"] for row in index["numbers"]] == [4, 4]
     assert len(index["questions"]) == 4
@@ -160,17 +161,9 @@ def test_two_pools_are_compared_on_the_questions_of_both(tmp_path: Path, capsys:
 
 def evaluation(folder: Path, answers: str, ids: range) -> Path:
     """Evaluate a pool of questions with these answers of their three samples."""
-    lines = [
-        {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
-         "responses": [{"text": one, "confidence": {"p_true": 0.9 - n / 5}} for n, one in enumerate(answers)]}
-        for i in ids
-    ]  # fmt: skip
     folder.mkdir()
-    (folder / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run_evaluate(
-        **nested(pools={folder.name: str(folder / "pool.jsonl")}, output_dir=str(folder / "out"), strategies=[],
-                 num_resamples=50)
-    )  # fmt: skip
+    pool = write_pool(folder / "pool.jsonl", ids, lambda _: [(one, 0.9 - n / 5) for n, one in enumerate(answers)])
+    run_evaluate(pools={folder.name: str(pool)}, output_dir=str(folder / "out"), strategies=[], num_resamples=50)
     return folder / "out"
 
 
@@ -189,12 +182,13 @@ def test_two_evaluations_are_compared_on_the_questions_of_both(
     assert (row["id"], shown) == ("q2", [["5", "5", "4"], ["4", "6", "4"]])
     assert packed(page, "c0")[0]["s"] == [["5", "5", "4"], ["4", "6", "4"]]
     other = evaluation(tmp_path / "c", "4", range(20, 22))
-    with pytest.raises(InputError, match="no question in common"):
-        run_view(str(one), str(other), output=str(tmp_path / "both.html"))
-    with pytest.raises(InputError, match="two of the same kind"):
-        run_view(str(one), str(tmp_path / "a" / "pool.jsonl"))
-    with pytest.raises(InputError, match="`limit` cannot apply"):
-        run_view(str(one), str(two), limit=3)
+    for arguments, options, message in (
+        ((one, other), {"output": str(tmp_path / "both.html")}, "no question in common"),
+        ((one, tmp_path / "a" / "pool.jsonl"), {}, "two of the same kind"),
+        ((one, two), {"limit": 3}, "`limit` cannot apply"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_view(*map(str, arguments), **options)
     monkeypatch.chdir(one)
     with pytest.raises(InputError, match=r"report\.html is the report of an evaluation .* another `output`"):
         run_view(".", str(two))

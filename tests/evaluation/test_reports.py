@@ -41,12 +41,7 @@ from selfcal_lightning.evaluation.statistics import (
     SavingRow,
 )
 from selfcal_lightning.evaluation.strategies import StrategyReport
-from selfcal_lightning.evaluation.tables import (
-    comparison_csv,
-    comparison_markdown,
-    comparison_table,
-    is_better,
-)
+from selfcal_lightning.evaluation.tables import comparison_csv, comparison_markdown, comparison_table, is_better
 from selfcal_lightning.inference.thresholds import GridOutcome
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.metrics.arrays import AUROC, ECE, Floats

@@ -16,12 +16,7 @@ def keys(metric: str, before: float, after: float, low: float, high: float) -> d
 @pytest.mark.parametrize(
     ("ece", "auroc", "votes", "expected"),
     [
-        (
-            (-0.2, -0.1),
-            (0.01, 0.3),
-            (0.01, 0.1),
-            ["better calibration", "better ranking", "better weighted"],
-        ),
+        ((-0.2, -0.1), (0.01, 0.3), (0.01, 0.1), ["better calibration", "better ranking", "better weighted"]),
         ((0.1, 0.2), (-0.3, -0.1), (-0.2, -0.1), ["worse calibration", "worse ranking", "worse weighted votes of 4"]),
         (
             (-0.1, 0.1),

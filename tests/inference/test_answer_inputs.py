@@ -47,11 +47,7 @@ def test_files_of_questions(tmp_path: Path) -> None:
         ("a.jsonl", '{"question": "x"}\nnonsense\n', r"a\.jsonl:2: Expected a JSON object"),
         ("a.jsonl", '{"question": "x", "anwser": 3}\n', r"a\.jsonl:1: Expected the fields .*Did you mean 'answer'"),
         ("a.jsonl", '{"qestion": "x"}\n', r"a\.jsonl:1: Expected the fields .*'qestion'. Did you mean 'question'"),
-        (
-            "a.jsonl",
-            '{"question": "x", "answer": 3, "reference": 4}\n',
-            r"a\.jsonl:1: .*reference",
-        ),
+        ("a.jsonl", '{"question": "x", "answer": 3, "reference": 4}\n', r"a\.jsonl:1: .*reference"),
         ("a.jsonl", '{"text": "x"}\n', r"the field `question` .*but got only text"),
         ("a.jsonl", '{"id": "x"}\n', r"the field `question` .*but got only id"),
         ("a.jsonl", '{"question": "x", "id": 3.5}\n', r"`id` to be text or a whole number, but got 3.5"),

@@ -7,14 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from support.driver_fakes import (
-    CHAT,
-    CountingEngine,
-    HalfSure,
-    Wandering,
-    live,
-    outcome,
-)
+from support.driver_fakes import CHAT, CountingEngine, HalfSure, Wandering, live, outcome
 from support.fakes import FakeEngine, fake_questions
 from support.strategy_pools import make_entry
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
-from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+from support.driver_fakes import CHAT, live
+from support.fakes import FakeEngine, fake_questions
 
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.core.errors import InputError
@@ -15,17 +15,11 @@ from selfcal_lightning.data.steps import StepEnd
 from selfcal_lightning.data.tasks.judging import sample_tokens
 from selfcal_lightning.inference.base import WHOLE, Ask, AskKind, Solving, make_verdict
 from selfcal_lightning.inference.driver import Driver, run_strategy
-from selfcal_lightning.inference.sources import EngineSource, ReplaySource, Waste, replay
+from selfcal_lightning.inference.sources import ReplaySource, Waste, replay
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.records import Question, QuestionSamples, Sample, SamplingSettings, Verdict, sample_seed
+from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict, sample_seed
 
-CHAT = FakeChat()
-QUERY_TOKENS = len(CHAT.query.suffix_ids)
 FULL_STOP = ord(".")
-
-
-def live(engine: FakeEngine, **options: Any) -> EngineSource:
-    return EngineSource(engine, CHAT, sampling=SamplingSettings(max_new_tokens=64), tasks=FakeTask, **options)
 
 
 @dataclass(frozen=True)

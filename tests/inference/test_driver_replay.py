@@ -10,15 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.driver_fakes import (
-    CHAT,
-    QUERY_TOKENS,
-    HalfSure,
-    Wandering,
-    live,
-    outcome,
-    recorded,
-)
+from support.driver_fakes import CHAT, QUERY_TOKENS, HalfSure, Wandering, live, outcome, recorded
 from support.fakes import FakeEngine, fake_questions
 from support.strategy_pools import make_entry, random_pool
 

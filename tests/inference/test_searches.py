@@ -95,8 +95,7 @@ def test_finished_paths_keep_their_place_and_do_not_grow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adaptive", "numbers"),
-    [("none", [4, 2, 2]), ("k", [4, 2]), ("m", [4, 1, 1]), ("km", [4, 1])],
+    ("adaptive", "numbers"), [("none", [4, 2, 2]), ("k", [4, 2]), ("m", [4, 1, 1]), ("km", [4, 1])]
 )
 def test_width_follows_from_the_scores(adaptive: Any, numbers: list[int]) -> None:
     sure: Draw = lambda ask, number: [99, 98, 97, 96][:number]  # noqa: E731

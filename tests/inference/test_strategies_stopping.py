@@ -11,10 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from support.strategy_pools import make_entry
-from support.vote_cases import (
-    outcome_of,
-    verdict_of,
-)
+from support.vote_cases import outcome_of, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency, Criterion
 from selfcal_lightning.inference.base import Ask

@@ -11,11 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.vote_cases import (
-    SCORE,
-    score_entry,
-    verdict_of,
-)
+from support.vote_cases import SCORE, score_entry, verdict_of
 
 from selfcal_lightning.inference.base import Ask, Strategy
 from selfcal_lightning.inference.vectorised import PoolArrays, first_crossing, vote_leader, votes_of, walk_votes

@@ -87,6 +87,26 @@ def script() -> Iterator[Callable[[str], ModuleType]]:
         yield importlib.import_module
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
+    """A function that runs a command which must fail, and returns what it says."""
+    from selfcal_lightning.cli import run
+
+    def told(arguments: list[str]) -> str:
+        capsys.readouterr()
+        assert run(arguments) == 1
+        return capsys.readouterr().err
+
+    return told
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The team's folder of specs, vectors and data beside the checkout."""

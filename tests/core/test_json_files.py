@@ -1,15 +1,17 @@
-"""Damaged or hostile JSON: every verb names the file and the line."""
+"""Damaged or hostile JSON and YAML: every verb names the file and the line, before it reads without bound."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from selfcal_lightning.cli import run
 from selfcal_lightning.data.pools.importing import import_pool
 
+Refused = Callable[[list[str]], str]
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5_000
 GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "7"}]}'
@@ -36,33 +38,39 @@ READERS = [
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize(("place", "before", "command"), READERS, ids=[f"{one[2][0]} {one[0]}" for one in READERS])
 def test_the_damaged_file_is_named(
-    place: str, before: str | None, command: list[str], kind: str, tiny_model: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+    place: str, before: str | None, command: list[str], kind: str, tiny_model: str, here: Path, refused: Refused
+) -> None:
     shutil.copytree(tiny_model, "model")
     Path("adapter").mkdir()
     Path("good.jsonl").write_text(f"{GOOD}\n")
     import_pool("good.jsonl", "store")
     line, reason = BROKEN[kind]
     Path(place.partition(":")[0]).write_text(line if before is None else f"{before}\n{line}\n")
-    capsys.readouterr()
-    assert run(command) == 1
-    shown = capsys.readouterr().err
+    shown = refused(command)
     shown = shown[shown.index(f"selfcal {command[0]}: error: ") :]  # reading says how far it is
     assert place in shown
     assert len(shown) < 1_000
     if not place.startswith("store"):  # the manifest's reader repeats Python's words
         assert reason in shown
         assert "sys.set_int_max_str_digits" not in shown, "no advice that a user cannot follow"
-    assert not {"t.json", "out.jsonl"} & {path.name for path in tmp_path.iterdir()}
+    assert not {"t.json", "out.jsonl"} & {path.name for path in here.iterdir()}
 
 
-def test_settings_nested_too_deeply_are_refused_before_a_parser_crashes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["evaluate", "--pools", DEEP]) == 1
-    assert "Expected the value of `--pools` to have at most" in capsys.readouterr().err
-    (tmp_path / "deep.yaml").write_text("pools: " + "[" * 2_000 + "]" * 2_000)
-    assert run(["evaluate", "--config", str(tmp_path / "deep.yaml")]) == 1
-    assert "deep.yaml must have at most 100 levels" in capsys.readouterr().err
+def test_settings_nested_too_deeply_are_refused_before_a_parser_crashes(refused: Refused) -> None:
+    assert "Expected the value of `--pools` to have at most" in refused(["evaluate", "--pools", DEEP])
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate", "fit"])
+def test_yaml_that_grows_without_bound_is_refused(verb: str, here: Path, refused: Refused) -> None:
+    levels = [f"a{i}: &a{i} [{', '.join(['x' if i == 0 else f'*a{i - 1}'] * 20)}]" for i in range(12)]
+    Path("bomb.yaml").write_text("\n".join(levels))
+    Path("deep.yaml").write_text("[" * 100_000)
+    for name, limit in (("bomb", "100 aliases"), ("deep", "100 levels")):
+        assert f"{name}.yaml must have at most {limit}" in refused([verb, "--config", f"{name}.yaml"])
+
+
+@pytest.mark.parametrize("option", ["--path pipe", "--path=pipe"])
+def test_a_pipe_is_refused(option: str, here: Path, refused: Refused) -> None:
+    os.mkfifo("pipe")
+    told = refused(["import-pool", *option.split(), "--store_dir", "store", "--task", "local_number"])
+    assert "pipe is a pipe or a socket" in told

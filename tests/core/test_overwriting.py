@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from selfcal_lightning.core.files import check_replaceable, check_results_folder
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 
+Refused = Callable[[list[str]], str]
 NUM_QUESTIONS = 12
 
 
@@ -32,18 +34,15 @@ def lines() -> list[dict[str, object]]:
              "confidence": {"p_true": float(draw.uniform(0.2, 0.9)), "logprob": float(-4 + hit)}}
             for hit in hits
         ]  # fmt: skip
-        pool.append(
-            {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7"}
-        )
-        pool[-1]["responses"] = responses
+        row = {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7"}
+        pool.append({**row, "responses": responses})
     return pool
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def pool(here: Path) -> str:
     """A pool as a user's own script wrote it, in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "pool.jsonl"
+    path = here / "pool.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines()))
     return str(path)
 
@@ -67,30 +66,28 @@ def arguments(verb: str, output: str) -> list[str]:
 VERBS = ["fit-threshold", "fit-confidence", "export-pool", "score"]
 
 
-def victims(folder: Path) -> dict[str, Path]:
+def victims(folder: Path) -> list[str]:
     """Files of others that a slip of the keyboard could name."""
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "notes.txt").write_text("mine\n")
     (folder / "other.jsonl").write_text('{"question": "?", "answer": "7"}\n')
     (folder / "weights.safetensors").write_bytes(bytes(1000))
-    return {name: folder / name for name in ("config.json", "notes.txt", "other.jsonl", "weights.safetensors")}
+    return [str(folder / name) for name in ("config.json", "notes.txt", "other.jsonl", "weights.safetensors")]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_files_of_others_are_left_as_they_are(
-    pool: str, store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+    pool: str, store: str, tmp_path: Path, refused: Refused, verb: str
 ) -> None:
-    places = {path: "which is something else and is left as it is" for path in map(str, victims(tmp_path).values())}
+    places = {path: "which is something else and is left as it is" for path in victims(tmp_path)}
     places |= {"store": "which is a folder"} | ({} if verb == "score" else {pool: "is something else"})
     before = snapshot(tmp_path)
     for path, reason in places.items():
-        assert run(arguments(verb, path)) == 1
-        assert f"but got {path}, " in (shown := capsys.readouterr().err)
+        assert f"but got {path}, " in (shown := refused(arguments(verb, path)))
         assert reason in shown
     assert snapshot(tmp_path) == before
     os.mkfifo(tmp_path / "pipe")
-    assert run(arguments(verb, "pipe")) == 1
-    assert "is a pipe or a socket" in capsys.readouterr().err
+    assert "is a pipe or a socket" in refused(arguments(verb, "pipe"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -102,33 +99,27 @@ def test_own_files_and_empty_ones_are_replaced(pool: str, store: str, tmp_path: 
         assert output.stat().st_size > 0
 
 
-def test_a_threshold_and_a_confidence_are_not_of_one_kind(
-    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_threshold_and_a_confidence_are_not_of_one_kind(pool: str, tmp_path: Path, refused: Refused) -> None:
     assert run(arguments("fit-threshold", "threshold.json")) == 0
     assert run(arguments("fit-confidence", "confidence.json")) == 0
     before = snapshot(tmp_path)
-    assert run(arguments("fit-threshold", "confidence.json")) == 1
-    assert "a new file or an earlier fitted threshold" in capsys.readouterr().err
-    assert run(arguments("fit-confidence", "threshold.json")) == 1
-    assert "a new file or an earlier fitted confidence" in capsys.readouterr().err
+    assert "a new file or an earlier fitted threshold" in refused(arguments("fit-threshold", "confidence.json"))
+    assert "a new file or an earlier fitted confidence" in refused(arguments("fit-confidence", "threshold.json"))
     assert snapshot(tmp_path) == before
 
 
 def test_a_fitted_confidence_and_its_figure_replace_neither_each_other_nor_others(
-    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: str, tmp_path: Path, refused: Refused
 ) -> None:
     from matplotlib.figure import Figure
 
-    assert run(arguments("fit-confidence", "fit.png")) == 1
-    assert "such as fit.json" in capsys.readouterr().err
+    assert "such as fit.json" in refused(arguments("fit-confidence", "fit.png"))
     assert not Path("fit.png").exists()
     assert run([*arguments("fit-confidence", "fit.png"), "--figure", "false"]) == 0
     assert json.loads(Path("fit.png").read_text())["kind"] == "platt"
     Figure().savefig("other.png")
     before = snapshot(tmp_path)
-    assert run(arguments("fit-confidence", "other.json")) == 1
-    assert "other.png, which is something else" in capsys.readouterr().err
+    assert "other.png, which is something else" in refused(arguments("fit-confidence", "other.json"))
     assert snapshot(tmp_path) == before
 
 
@@ -139,26 +130,20 @@ def test_a_pool_may_be_scored_in_its_own_place(pool: str, tmp_path: Path) -> Non
     assert "response_consistency" in json.loads(Path(pool).read_text().splitlines()[0])["responses"][0]["confidence"]
 
 
-def evaluate(pool: str, folder: Path) -> int:
-    pools = json.dumps({"base": pool})
-    few = ["--num_reshuffles", "2", "--num_resamples", "2", "--tables", "short"]
-    return run(
-        ["evaluate", "--pools", pools, "--output_dir", str(folder), "--strategies", '["self_consistency"]', *few]
-    )
+def evaluate(pool: str, folder: Path) -> list[str]:
+    few = ["--num_reshuffles", "2", "--num_resamples", "2", "--tables", "short", "--strategies", "[self_consistency]"]
+    return ["evaluate", "--pools", json.dumps({"base": pool}), "--output_dir", str(folder), *few]
 
 
 @pytest.mark.parametrize(
     "name", ["results.json", "results.csv", "strategies.md", "accuracy_samples_test.png", "fitted"]
 )
-def test_an_evaluation_replaces_only_an_evaluation(
-    pool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_an_evaluation_replaces_only_an_evaluation(pool: str, tmp_path: Path, refused: Refused, name: str) -> None:
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / name).write_text('{"settings": {}}')
     before = snapshot(folder)
-    assert evaluate(pool, folder) == 1
-    assert f"where {name} would be replaced and is something else" in capsys.readouterr().err
+    assert f"where {name} would be replaced and is something else" in refused(evaluate(pool, folder))
     assert snapshot(folder) == before
 
 
@@ -166,10 +151,10 @@ def test_an_evaluation_goes_into_its_own_folder_again_also_after_a_stop(pool: st
     folder = tmp_path / "results"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    assert evaluate(pool, folder) == 0
+    assert run(evaluate(pool, folder)) == 0
     assert json.loads((folder / "evaluation.json").read_text())["arguments"]["pools"] == {"base": pool}
     (folder / "results.json").unlink()  # as if it had been stopped before the last file
-    assert evaluate(pool, folder) == 0
+    assert run(evaluate(pool, folder)) == 0
     assert (folder / "notes.txt").read_text() == "mine"
 
 
@@ -178,16 +163,13 @@ def model(tiny_model: str, tmp_path: Path) -> Path:
     return Path(plain_copy(tiny_model, tmp_path / "my_model"))
 
 
-def test_no_store_is_laid_into_a_folder_of_something_else(
-    pool: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_store_is_laid_into_a_folder_of_something_else(pool: str, model: Path, refused: Refused) -> None:
     before = snapshot(model)
     generate = ["generate", "--model", "bundled", "--task", "word_problems", "--limit", "1", "--num_samples", "1"]
     for command in (generate, ["import-pool", "--path", pool]):
-        assert run([*command, "--store_dir", str(model)]) == 1
-        assert f"but got {model}, which holds README.md, chat_template.jinja, config.json" in capsys.readouterr().err
-    assert run([*generate, "--store_dir", pool]) == 1
-    assert "which is a file" in capsys.readouterr().err
+        told = refused([*command, "--store_dir", str(model)])
+        assert f"but got {model}, which holds README.md, chat_template.jinja, config.json" in told
+    assert "which is a file" in refused([*generate, "--store_dir", pool])
     assert snapshot(model) == before
 
 
@@ -235,23 +217,18 @@ def test_results_are_not_written_into_models_and_stores(name: str, tmp_path: Pat
     ],
 )
 def test_exports_of_rollouts_replace_no_file_of_others(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    options: list[str], message: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+    store: str, tmp_path: Path, refused: Refused, options: list[str], message: str
+) -> None:
     victims(tmp_path)
     before = snapshot(tmp_path)
     wanted = ["--samples_dir", store, "--store_dir", "rollouts", "--split", "calibration", "--model", "bundled"]
-    assert run(["rollout", *wanted, "--steps", "sentence", *options]) == 1
-    assert message in capsys.readouterr().err
+    assert message in refused(["rollout", *wanted, "--steps", "sentence", *options])
     assert snapshot(tmp_path) == before
 
 
-def test_a_store_whose_round_was_changed_is_not_exported(
-    store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_whose_round_was_changed_is_not_exported(store: str, tmp_path: Path, refused: Refused) -> None:
     file = next((Path(store) / "rounds").glob("*.json"))
     file.write_text(file.read_text().replace('"seed": ', '"seed": 1'))
-    assert run(["export-pool", "--store_dir", store, "--path", str(tmp_path / "out.jsonl")]) == 1
-    assert f"Expected {file} to hold what was written" in capsys.readouterr().err
+    told = refused(["export-pool", "--store_dir", store, "--path", str(tmp_path / "out.jsonl")])
+    assert f"Expected {file} to hold what was written" in told
     assert not (tmp_path / "out.jsonl").exists()

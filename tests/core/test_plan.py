@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,16 +20,7 @@ from support.training_runs import data_module, generation, module_of, trainer_wi
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.plan import (
-    Place,
-    Plan,
-    Sampling,
-    Speed,
-    Training,
-    check_places,
-    merge_plans,
-    show_seconds,
-)
+from selfcal_lightning.core.plan import Place, Plan, Sampling, Speed, Training, check_places, merge_plans, show_seconds
 from selfcal_lightning.inference.thresholds import fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.folders import config_path, resolve_model
@@ -37,7 +29,7 @@ from selfcal_lightning.models.speed import SHARE_SAMPLING
 from selfcal_lightning.training.memory_plan import RowSizes, activation_bytes, plan_memory
 from selfcal_lightning.training.settings import AdapterSettings, MemorySettings
 
-FAILED = 1
+Refused = Callable[[list[str]], str]
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 Usage = namedtuple("Usage", "total used free")
 
@@ -65,6 +57,18 @@ def demo(*options: str, train: str = "limit: 3", num_samples: int = 2) -> list[s
     ]  # fmt: skip
 
 
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str], engines: list[str]) -> Callable[[list[str]], str]:
+    """A function that runs a command, which starts no engine, and returns the plan that it prints."""
+
+    def shown(arguments: list[str]) -> str:
+        assert run(arguments) == 0
+        assert engines == []
+        return words(capsys.readouterr().out)
+
+    return shown
+
+
 def words(text: str) -> str:
     return " ".join(text.split())
 
@@ -72,12 +76,8 @@ def words(text: str) -> str:
 # ---- the plan
 
 
-def test_fit_shows_its_plan_and_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(demo("--check", "true", "--data.total_tuples", "7000")) == 0
-    plan = words(capsys.readouterr().out)
+def test_fit_shows_its_plan_and_does_nothing(here: Path, planned: Callable[[list[str]], str]) -> None:
+    plan = planned(demo("--check", "true", "--data.total_tuples", "7000"))
     assert plan.startswith("selfcal fit: checked; nothing is sampled or trained.")
     assert "train: 3 word_problems; validation: 2 word_problems" in plan
     assert "responses 10 to sample, 0 are in runs/demo/samples already" in plan  # (3 + 2) questions, 2 each
@@ -85,39 +85,28 @@ def test_fit_shows_its_plan_and_does_nothing(
     assert "training 219 optimiser steps of 32 rows in 1 epoch" in plan  # 7,000 / 32 = 218.75
     assert "training starts over, since no ModelCheckpoint" in plan
     assert "runs/demo/adapter (adapter)" in plan
-    assert engines == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_what_the_store_holds_is_not_planned_again(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_the_store_holds_is_not_planned_again(pool: Pool, here: Path, planned: Callable[[list[str]], str]) -> None:
     store = pool.write("planned")  # 12 training and 5 validation questions, 8 samples each
-    assert run(demo("--check", "--data.store_dir", store, train="limit: 12", num_samples=8)) == 0
-    # Stored are 12 and 5; two questions of validation are asked for.
-    assert f"responses none to sample: all 112 are in {store}" in words(capsys.readouterr().out)
-    assert run(demo("--check", "--data.store_dir", store, train="limit: 14", num_samples=8)) == 0
-    assert f"responses 16 to sample, 112 are in {store} already" in words(capsys.readouterr().out)
-    assert engines == []
+    for limit, responses in ((12, "none to sample: all 112 are in {}"), (14, "16 to sample, 112 are in {} already")):
+        # Stored are 12 and 5; two questions of validation are asked for.
+        plan = planned(demo("--check", "--data.store_dir", store, train=f"limit: {limit}", num_samples=8))
+        assert f"responses {responses.format(store)}" in plan
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
-def test_other_verbs_that_sample_show_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str], verb: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_other_verbs_that_sample_show_theirs(here: Path, planned: Callable[[list[str]], str], verb: str) -> None:
     options = {
         "generate": ["--task", "word_problems", "--split", "test_id", "--limit", "2", "--store_dir", "samples"],
         "evaluate": ["--tests", TESTS, "--output_dir", "out"],
     }[verb]
-    assert run([verb, "--model", "bundled", "--num_samples", "3", *options, "--check"]) == 0
-    plan = words(capsys.readouterr().out)
+    plan = planned([verb, "--model", "bundled", "--num_samples", "3", *options, "--check"])
     assert plan.startswith(f"selfcal {verb}: checked; nothing is sampled or written.")
     assert "responses 6 to sample, 0 are in" in plan
-    assert engines == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 def test_the_time_is_that_of_the_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,13 +151,9 @@ def test_a_run_draws_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixt
     settings |= {"store_dir": str(tmp_path / "store"), "edt_scale": None}
     assert run_generate(**nested(**settings, limit=2)).generated == 4
 
-    def planned(limit: int) -> int:
+    for limit, planned in ((2, []), (5, ["6"])):
         run_generate(**nested(**settings, limit=limit, check=True))
-        found = re.search(r"(\d+) to sample", capsys.readouterr().out)
-        return 0 if found is None else int(found[1])
-
-    assert planned(2) == 0
-    assert planned(5) == 6
+        assert re.findall(r"(\d+) to sample", capsys.readouterr().out) == planned
     assert run_generate(**nested(**settings, limit=5)).generated == 6
 
 
@@ -212,17 +197,12 @@ def test_a_training_takes_the_steps_that_were_planned(tiny_model: str, tmp_path:
     ids=lambda value: " ".join(value)[-40:] if isinstance(value, list) else "",
 )
 def test_settings_of_a_training_are_refused_before_it_samples(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    engines: list[str],
-    options: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str],
+    options: list[str], message: str,
+) -> None:  # fmt: skip
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    Path("taken").mkdir()
+    Path("taken/notes.txt").write_text("mine")
     try:
         status: int | None = run(demo(*options))
     except SystemExit as end:  # what the parser refuses
@@ -232,16 +212,14 @@ def test_settings_of_a_training_are_refused_before_it_samples(
     assert status in (1, 2)
     assert message in words(shown)
     assert "Traceback" not in shown
-    assert {path.name for path in tmp_path.iterdir()} == {"taken"}, "nothing is left behind"
+    assert [path.name for path in here.iterdir()] == ["taken"], "nothing is left behind"
 
 
 def test_a_gpu_that_is_not_there_is_said_before_lightning_is_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, refused: Refused, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert run(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", "gpu"]) == FAILED
-    shown = capsys.readouterr().err
+    shown = refused(["fit", "--config", config_path("demo.yaml"), "--trainer.accelerator", "gpu"])
     assert "`trainer.accelerator` is 'gpu'" in shown
     assert "demo.yaml" in shown, "a training that this machine can run"
 
@@ -288,27 +266,23 @@ def test_a_library_user_is_told_before_sampling_too(tiny_model: str, tmp_path: P
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_settings_of_an_evaluation_are_refused_before_it_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], engines: list[str], options: list[str], message: str
+    here: Path, refused: Refused, engines: list[str], options: list[str], message: str
 ) -> None:
-    output = tmp_path / "out"
-    arguments = ["evaluate", "--model", "bundled", "--num_samples", "2", "--tests", TESTS, "--output_dir", str(output)]
-    assert run([*arguments, *options]) == FAILED
+    arguments = ["evaluate", "--model", "bundled", "--num_samples", "2", "--tests", TESTS, "--output_dir", "out"]
+    assert message in refused([*arguments, *options])
     assert engines == [], "it was sampled before the mistake was found"
-    assert message in capsys.readouterr().err
-    assert not output.exists()
+    assert list(here.iterdir()) == []
 
 
 def test_a_fitted_threshold_that_needs_more_samples_is_refused_before_it_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engines: list[str]
+    here: Path, refused: Refused, engines: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     sure = [make_entry(["a"] * 4, [0.9] * 4, name=f"q{number}") for number in range(40)]
     fit_risk_threshold(SelfConsistency(max_samples=4), sure, risk=0.5, delta=0.2).save(Path("risk.json"))
     command = ["evaluate", "--model", "bundled", "--tests", TESTS, "--fitted_thresholds", "[risk.json]"]
-    assert run([*command, "--num_samples", "2"]) == FAILED
-    assert "`num_samples` to be at least 4, the budget of" in capsys.readouterr().err
+    assert "`num_samples` to be at least 4, the budget of" in refused([*command, "--num_samples", "2"])
     assert engines == []
-    assert [path.name for path in tmp_path.iterdir()] == ["risk.json"]
+    assert [path.name for path in here.iterdir()] == ["risk.json"]
     assert run([*command, "--num_samples", "4", "--check", "true"]) == 0
 
 
@@ -326,13 +300,10 @@ def test_a_disk_that_is_too_small_is_said_before(monkeypatch: pytest.MonkeyPatch
     check_places(Plan(sampling=(guessed,)))  # a bound from above refuses nothing
 
 
-def test_the_demo_asks_for_its_space_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_demo_asks_for_its_space_first(monkeypatch: pytest.MonkeyPatch, refused: Refused, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 0, 2**20))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a step was started"))
-    assert run(["demo", "--output_dir", str(tmp_path / "demo")]) == FAILED
-    assert "100.0 MiB of free disk" in capsys.readouterr().err
+    assert "100.0 MiB of free disk" in refused(["demo", "--output_dir", str(tmp_path / "demo")])
 
 
 def test_a_folder_that_nobody_may_write_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,19 +111,17 @@ def test_named_by_options_and_by_files_in_their_order(tmp_path: Path) -> None:
     assert plugins.named_plugins(["--model", "m"]) == []
 
 
-def test_a_file_is_imported_once_and_named_to_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "my_task.py", TASK)
-    monkeypatch.chdir(tmp_path)
+def test_a_file_is_imported_once_and_named_to_other_processes(here: Path) -> None:
+    write(here / "my_task.py", TASK)
     plugins.load_plugins(["my_task.py"])
     plugins.load_plugins(["./my_task.py"])
-    assert get_task("my_numbers").load("test", path=questions(tmp_path / "q.jsonl"))[0].messages[0].content == "0 + 1?"
+    assert get_task("my_numbers").load("test", path=questions(here / "q.jsonl"))[0].messages[0].content == "0 + 1?"
     assert plugins.loaded_plugins() == ["my_task.py"]
-    assert json.loads(os.environ[plugins.VARIABLE]) == [str(tmp_path / "my_task.py")]
+    assert json.loads(os.environ[plugins.VARIABLE]) == [str(here / "my_task.py")]
 
 
-def test_a_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "numbers_of_mine.py", TASK)
-    monkeypatch.chdir(tmp_path)
+def test_a_module_of_the_current_folder(here: Path) -> None:
+    write(here / "numbers_of_mine.py", TASK)
     plugins.load_plugins(["numbers_of_mine"])
     assert "my_numbers" in TASKS
 
@@ -155,14 +153,11 @@ def test_a_file_with_the_name_of_a_module_of_others(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_one_sentence(
-    name: str, code: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+    name: str, code: str | None, words: str, here: Path, refused: Callable[[list[str]], str]
+) -> None:
     if code is not None:
-        write(tmp_path / name, code)
-    assert run(["answer", "--model", "bundled", "--plugins", name]) == 1
-    said = capsys.readouterr().err
+        write(here / name, code)
+    said = refused(["answer", "--model", "bundled", "--plugins", name])
     assert said.startswith("selfcal answer: error: ")
     assert len(said.strip().splitlines()) == 1
     assert words in said

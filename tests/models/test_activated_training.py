@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, largest_difference, module_of, quiet_trainer
-from support.packed_rows import FAMILIES, PROJECTIONS, collated, small_model, stored_rows
+from support.packed_rows import FAMILIES, PROJECTIONS, collated, ignore_positions, shake, small_model, stored_rows
 from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
 from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -25,23 +25,15 @@ from selfcal_lightning.records import ConfidenceQuery
 from selfcal_lightning.training.batches import SSCBatch
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
+SHALLOW = True
 ACTIVATED = replace(NO_DROPOUT, activated=True)
 WINDOW = 24  # tokens; prompts alone are longer
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
 
 
 def activated_module(folder: Path, family: str, chat: ChatFormat, tokenizer: str, **config: Any) -> Any:
     """Return a module over a small model of ``family``, its adapter moved off its start, where B is zero."""
     small_model(family, folder, vocab_size=len(chat.tokenizer), tokenizer=tokenizer)
-    if config:
-        changed = AutoConfig.from_pretrained(folder)
-        for name, value in config.items():
-            setattr(changed, name, value)
-        changed.save_pretrained(folder)
+    AutoConfig.from_pretrained(folder, **config).save_pretrained(folder)
     lora = replace(ACTIVATED, target_modules=PROJECTIONS.get(family, ("q_proj", "k_proj", "v_proj", "o_proj")))
     module = SelfCalibrationModule(str(folder), lora=lora, torch_dtype="float32")
     module.configure_model()
@@ -49,31 +41,26 @@ def activated_module(folder: Path, family: str, chat: ChatFormat, tokenizer: str
     return module
 
 
-def shake(module: SelfCalibrationModule) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.2, generator=generator)
-
-
 def both_layouts(chat: ChatFormat) -> dict[str, SSCBatch]:
     rows = stored_rows(chat)
-    return {
-        name: collated(chat, rows, shared_prefix=shared) for name, shared in {"packed": True, "padded": False}.items()
-    }
+    return {name: collated(chat, rows, shared_prefix=name == "packed") for name in ("packed", "padded")}
 
 
 def p_true_of(module: SelfCalibrationModule, contexts: Contexts, query: ConfidenceQuery) -> torch.Tensor:
     return ask(module.model, contexts, query).p_true(query, normalised=True)
 
 
-def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradients of an adapter under the names that PEFT gives its parameters."""
+def trained(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return what is trained under the names that PEFT gives its parameters."""
     return {
-        name.removeprefix("model.base_model.").removeprefix("base_model."): parameter.grad.clone()
+        name.removeprefix("model.base_model.").removeprefix("base_model."): parameter
         for name, parameter in module.named_parameters()
-        if parameter.grad is not None
+        if parameter.requires_grad
     }
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in trained(module).items() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
@@ -112,18 +99,13 @@ def test_twenty_steps_end_at_the_adapter_of_peft(
         ("ours", module, lambda step: module._losses(list(batches.values())[step % 2])[0]),
         ("theirs", reference, lambda _: reference_loss(reference, batches["padded"], chat)[0]),
     ):
-        trained = {
-            key.removeprefix("model.base_model.").removeprefix("base_model."): parameter
-            for key, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
-        start = {key: parameter.detach().clone() for key, parameter in trained.items()}
+        optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-3)
+        start = {key: parameter.detach().clone() for key, parameter in trained(model).items()}
         for step in range(20):
             optimizer.zero_grad()
             loss_of(step).backward()
             optimizer.step()
-        ends[name] = {key: parameter.detach() for key, parameter in trained.items()}
+        ends[name] = {key: parameter.detach() for key, parameter in trained(model).items()}
         assert largest_difference(ends[name], start) > 5e-3
     assert largest_difference(ends["ours"], ends["theirs"]) < 1e-5
 
@@ -146,10 +128,9 @@ def test_a_response_without_a_token_is_asked_about(
 ) -> None:
     module = activated_module(tmp_path, "qwen2", chat, tiny_model)
     reference = reference_peft_model(tmp_path, module.lora, module.model, chat)
-    rows = [
-        replace(row, sample=replace(row.sample, token_ids=())) if i in (1, 3) else row
-        for i, row in enumerate(stored_rows(chat))
-    ]
+    rows = stored_rows(chat)
+    for i in (1, 3):
+        rows[i] = replace(rows[i], sample=replace(rows[i].sample, token_ids=()))
     padded = collated(chat, rows, shared_prefix=False)
     found = module.confidence(padded if layout == "padded" else collated(chat, rows, shared_prefix=True)).p_true
     torch.testing.assert_close(found, reference_p_true(reference, padded, chat), atol=1e-5, rtol=0)
@@ -318,19 +299,17 @@ def test_what_an_activated_adapter_has_no_use_for(settings: dict[str, Any], mess
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_a_model_that_reads_queries_wrongly_is_found_out(
-    layout: str, chat: ChatFormat, tmp_path: Path, tiny_model: str
+    layout: str, chat: ChatFormat, tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = activated_module(tmp_path, "llama", chat, tiny_model)
     check_two_passes(module.model, packed=layout == "packed")
     assert module.model.training
-    rotary = module.model.get_base_model().model.rotary_emb
-    forward = rotary.forward
-    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
+    ignore_positions(module.model.get_base_model(), monkeypatch)
     with pytest.raises(ValueError, match=r"they differ by .*Set `lora.activated: false` for joint training"):
         check_two_passes(module.model, packed=layout == "packed")
 
 
-def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding() -> None:
+def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model of 30 layers moves its logits by .02 to .07 standard deviations for no reason but bfloat16."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -349,8 +328,6 @@ def test_in_half_precision_the_check_is_held_to_the_model_s_own_rounding() -> No
     prefer_segments(half)
     model = get_peft_model(half, LoraConfig(r=2, target_modules=["q_proj"]))
     check_two_passes(model, packed=True)
-    rotary = half.model.rotary_emb
-    forward = rotary.forward
-    rotary.forward = lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
+    ignore_positions(half, monkeypatch)
     with pytest.raises(ValueError, match="standard deviations in the mean"):
         check_two_passes(model, packed=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from support.module_batches import module_of
 from support.other_models import plain_copy
 
+from selfcal_lightning.models import folders
 from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
-from selfcal_lightning.models.folders import SMALL_FILES, model_folder, weight_files, weights_sha256
+from selfcal_lightning.models.folders import SMALL_FILES, model_folder, tensors_sha256, weight_files, weights_sha256
 
 
 class LocalHub:
@@ -89,7 +93,7 @@ def test_a_cache_that_lacks_a_shard_is_completed(twice: LocalHub) -> None:
 
 def test_one_identity_whatever_else_lies_in_the_folder(twice: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (4 * 2**30, 10):  # every byte, and edges with the index
-        monkeypatch.setattr("selfcal_lightning.models.folders._FULL_HASH_LIMIT", limit)
+        monkeypatch.setattr(folders, "_FULL_HASH_LIMIT", limit)
         shutil.rmtree(model_folder("org/m"))
         before = weights_sha256(str(model_folder("org/m")))
         shutil.copy(twice.repository / "consolidated.safetensors", twice.snapshot)
@@ -98,7 +102,7 @@ def test_one_identity_whatever_else_lies_in_the_folder(twice: LocalHub, monkeypa
 
 
 def test_a_whole_file_is_taken_before_an_index_and_its_parts(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfcal_lightning.models.folders._FULL_HASH_LIMIT", 10)
+    monkeypatch.setattr(folders, "_FULL_HASH_LIMIT", 10)
     before = weights_sha256(str(hub.repository))
     (hub.repository / "model.safetensors.index.json").write_text('{"weight_map": {"w": "part.safetensors"}}')
     (hub.repository / "part.safetensors").write_bytes(b"part")
@@ -134,3 +138,38 @@ def test_pickles_are_never_downloaded(hub: LocalHub, name: str) -> None:
     assert not any(file.endswith(".bin") for file in hub.downloaded)
     with pytest.raises(ValueError, match=r"the only weights that are read"):
         weights_sha256("org/m")
+
+
+def test_small_weights_are_hashed_byte_by_byte(tmp_path: Path) -> None:
+    (tmp_path / "b.safetensors").write_bytes(b"second")
+    (tmp_path / "a.safetensors").write_bytes(b"first")
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_sha256(str(tmp_path)) == hashlib.sha256(b"firstsecond").hexdigest()
+    before = weights_sha256(str(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(b"FIRST")
+    os.utime(tmp_path / "a.safetensors", ns=(1, 1))
+    assert weights_sha256(str(tmp_path)) != before
+
+
+def test_large_weights_are_hashed_by_name_size_and_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_FULL_HASH_LIMIT", 10)
+    monkeypatch.setattr(folders, "_EDGE", 2)
+    file = tmp_path / "a.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    file.write_bytes(b"abcdefghijkl")
+    index.write_text('{"weight_map": {"w": "a.safetensors"}}')
+    expected = hashlib.sha256(index.read_bytes() + b"a.safetensors/12" + b"ab" + b"kl").hexdigest()
+    assert weights_sha256(str(tmp_path)) == expected
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"folder with \*\.safetensors files"):
+        weights_sha256(str(tmp_path))
+
+
+def test_tensors_in_memory_are_hashed_with_their_names() -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    digest = tensors_sha256(tensors.items())
+    assert digest == tensors_sha256(reversed(tensors.items()))
+    assert digest != tensors_sha256({"a": tensors["a"], "c": tensors["b"]}.items())
+    assert digest != tensors_sha256({"a": torch.tensor([0.0, 1.0]), "b": tensors["b"]}.items())

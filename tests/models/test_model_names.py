@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import pytest
 
-from selfcal_lightning.cli import run
 from selfcal_lightning.models.folders import resolve_model
 
 SLOW = (
@@ -23,6 +22,8 @@ SLOW = (
     "selfcal_lightning.engines.sampling.running.open_engine",
     "selfcal_lightning.engines.openai.engine.OpenAIEngine.__init__",
 )
+Refused = Callable[[list[str]], str]
+ANSWER = ["answer", "--question", "1?", "--model"]
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 
 
@@ -48,7 +49,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def commands(folder: Path) -> dict[str, list[str]]:
     """Command lines that lack the model, by verb."""
     return {
-        "answer": ["answer", "--question", "1?", "--model"],
+        "answer": ANSWER,
         "generate": ["generate", "--store_dir", f"{folder}/store", "--task", "word_problems", "--model"],
         "evaluate": ["evaluate", "--tests", TESTS, "--output_dir", f"{folder}/out", "--model"],
     }
@@ -56,32 +57,22 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("model", ["nosuchfolder", "no/such", "./nosuch", "/nowhere/at/all", "a b"])
 @pytest.mark.parametrize("verb", ["answer", "generate", "evaluate"])
-def test_a_model_that_is_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str, model: str
-) -> None:
-    assert run([*commands(tmp_path)[verb], model]) == 1
+def test_a_model_that_is_nowhere(tmp_path: Path, refused: Refused, slow: list[str], verb: str, model: str) -> None:
+    told = refused([*commands(tmp_path)[verb], model])
+    assert "Expected `model` to be a folder or a name on the hub, but " in told
     assert slow == []
-    assert "Expected `model` to be a folder or a name on the hub, but " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_nearly_that_name_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "calibrated").mkdir()
-    assert run(["answer", "--question", "1?", "--model", "calibratd"]) == 1
-    assert "calibrated" in capsys.readouterr().err.replace("'calibratd'", "")
+def test_a_folder_of_nearly_that_name_is_named(here: Path, refused: Refused, slow: list[str]) -> None:
+    Path("calibrated").mkdir()
+    assert "calibrated" in refused([*ANSWER, "calibratd"]).replace("'calibratd'", "")
     assert slow == []
 
 
 @pytest.mark.parametrize("problem", ["Name or service not known", None], ids=["out of reach", "unknown there"])
 def test_the_hub_is_asked_once_and_shortly(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    slow: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    problem: str | None,
+    refused: Refused, slow: list[str], monkeypatch: pytest.MonkeyPatch, problem: str | None
 ) -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -101,8 +92,7 @@ def test_the_hub_is_asked_once_and_shortly(
     monkeypatch.setattr(model_names, "_unreachable", lambda _: problem)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     model_names._check_on_hub.cache_clear()
-    assert run(["answer", "--question", "1?", "--model", f"no/such-{problem is None}"]) == 1
-    shown = capsys.readouterr().err
+    shown = refused([*ANSWER, f"no/such-{problem is None}"])
     assert slow == []
     if problem is None:
         assert "the hub has no such model" in shown
@@ -113,51 +103,35 @@ def test_the_hub_is_asked_once_and_shortly(
 
 
 @pytest.mark.parametrize("verb", ["answer", "generate", "score", "export"])
-def test_an_adapter_that_is_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str
-) -> None:
+def test_an_adapter_that_is_nowhere(tmp_path: Path, refused: Refused, slow: list[str], verb: str) -> None:
     pool = tmp_path / "pool.jsonl"
     pool.write_text('{"id": "q", "task": "gsm8k", "question": "?", "responses": [{"text": "7"}]}\n')
     lines = {
         **{name: [*words, "bundled"] for name, words in commands(tmp_path).items()},
-        "score": [
-            "score",
-            "--pool",
-            str(pool),
-            "--output",
-            f"{tmp_path}/o",
-            "--model",
-            "bundled",
-            "--estimator",
-            "p_true",
-        ],
+        "score": f"score --pool {pool} --output {tmp_path}/o --model bundled --estimator p_true".split(),
         "export": ["export", "--output_dir", f"{tmp_path}/out"],
     }
-    assert run([*lines[verb], "--adapter", "nosuch"]) == 1
+    assert "'nosuch'" in refused([*lines[verb], "--adapter", "nosuch"])
     assert slow == []
-    assert "'nosuch'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["answer", "generate"])
-def test_a_server_that_nobody_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], verb: str
-) -> None:
+def test_a_server_that_nobody_runs(tmp_path: Path, refused: Refused, slow: list[str], verb: str) -> None:
     pytest.importorskip("aiohttp", reason="the engine openai is an extra")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     openai = ["--engine.name", "openai", "--engine.base_url", address, "--sampling.edt_scale", "null"]
-    assert run([*commands(tmp_path)[verb], "bundled", *openai]) == 1
+    shown = refused([*commands(tmp_path)[verb], "bundled", *openai])
     assert slow == []
-    shown = capsys.readouterr().err
     assert f"Expected a server at {address}, but got no connection" in shown
     assert "`base_url`" in shown
 
 
 @pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
 def test_a_model_that_is_not_whole(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], slow: list[str], broken: str
+    tiny_model: str, tmp_path: Path, refused: Refused, slow: list[str], broken: str
 ) -> None:
     """An interrupted download."""
     shutil.copytree(tiny_model, tmp_path / "model")
@@ -165,13 +139,11 @@ def test_a_model_that_is_not_whole(
     content = file.read_bytes()
     for left in (len(content) // 2, 5, 0):
         file.write_bytes(content[:left])
-        assert run(["answer", "--question", "1?", "--model", str(tmp_path / "model")]) == 1
-        shown = capsys.readouterr().err
+        shown = refused([*ANSWER, str(tmp_path / "model")])
         assert str(file) in shown
         assert "SafetensorError" not in shown
     file.unlink()
-    assert run(["answer", "--question", "1?", "--model", str(tmp_path / "model")]) == 1
-    assert "error: Expected " in capsys.readouterr().err
+    assert "error: Expected " in refused([*ANSWER, str(tmp_path / "model")])
     assert slow == []
 
 

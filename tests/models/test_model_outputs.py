@@ -9,27 +9,23 @@ import torch
 from support.dispatch_modes import PeakBytes, Waits
 from support.module_batches import MIXED as ROWS
 from support.module_batches import NO_DROPOUT, batch_of, module_of
-from support.packed_rows import collated, stored_rows
+from support.packed_rows import SIZES, collated, copy_tokenizer, stored_rows
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.models import outputs as output_layer
+from selfcal_lightning.models.causal_lm import logits_at
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, read_outputs
 from selfcal_lightning.records import ConfidenceQuery
 from selfcal_lightning.training.self_calibration import StepLog
 
-SMALL = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-SMALL |= {"num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SMALL |= {"initializer_range": 0.3}
+SHALLOW = True
+SMALL = {"vocab_size": 90, **SIZES}
 ENDING = {
-    "llama": SMALL,
-    "qwen2": SMALL,
-    "qwen3": SMALL,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "phi3", "mistral"), SMALL),
     "phi": {**SMALL, "partial_rotary_factor": 0.5},  # whose output layer has a bias
-    "phi3": SMALL,
-    "mistral": SMALL,
     "gpt2": {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3, "eos_token_id": 2},
 }
 CHANGING = {
@@ -41,11 +37,6 @@ CHANGING = {
 QUERY = ConfidenceQuery(suffix_ids=(1,), yes_ids=(3, 5), no_ids=(4,))
 IDS = torch.tensor([[3, 8, 4, 9, 11, 2, 7], [5, 6, 7, 8, 9, 10, 11]])
 QUERIES, LABELS, TOKENS = torch.tensor([6, 12]), torch.tensor([1, 2, 9, 2]), torch.tensor([4, 9, 10, 7])
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
 
 
 def _model(family: str, *, dtype: torch.dtype = torch.float32, head_scale: float = 1.0) -> PreTrainedModel:
@@ -80,6 +71,19 @@ def test_what_is_read_is_what_plain_logits_say(family: str, trained: bool) -> No
         torch.testing.assert_close((found.yes_mass.double(), found.no_mass.double()), (yes, no), atol=1e-5, rtol=0)
     expected = F.cross_entropy(logits[LABELS], TOKENS, reduction="none")
     torch.testing.assert_close(outputs.token_losses(TOKENS).double(), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", [*ENDING, *CHANGING])
+def test_logits_only_where_asked(family: str) -> None:
+    model, mask = _model(family), torch.ones_like(IDS)
+    mask[0, 5:] = 0
+    places, head = torch.tensor([2, 3, 4, 13]), model.get_output_embeddings()
+    full = model(input_ids=IDS, attention_mask=mask).logits.flatten(0, 1)[places]
+    seen: list[tuple[int, ...]] = []
+    head.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
+    for given in (head, None):
+        torch.testing.assert_close(logits_at(model, given, IDS, mask, places), full, atol=1e-5, rtol=0)
+    assert seen == [(4, 90), (2, 7, 90)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -162,8 +166,7 @@ def test_a_step_of_a_large_vocabulary_holds_few_logits(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / file).write_bytes((Path(chat.tokenizer.name_or_path) / file).read_bytes())
+    copy_tokenizer(chat.tokenizer.name_or_path, tmp_path)
     module = module_of(str(tmp_path), torch_dtype="bfloat16", omega=1.0)
     module.configure_model()
     rows = [row for row in ROWS if row.generation_weight] * 20

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, Prompt, load_tokenizer, token_pieces
 from selfcal_lightning.records import Message
 
 WORDS = ("Yes", " Yes", "yes", " yes", "No", " No", "no", " no")
@@ -278,3 +280,78 @@ def test_the_bundled_model_has_a_chat_format(tiny_model: str) -> None:
     assert set(facts) == {"query", "suffix_ids", "yes_ids", "no_ids", "template_sha256"}
     assert ChatFormat(load_tokenizer(tiny_model), query="Sure? (Yes/No)").describe() != facts
     assert chat.pad_id not in chat.end_of_turn_ids
+
+
+# ---- base models without a chat template: questions and answers as plain text
+
+PLAIN = Prompt(format="plain")
+TURNS = [Message("system", "Be brief."), Message("user", "1+1?"), Message("assistant", "2"), Message("user", "2+2?")]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> PreTrainedTokenizerBase:
+    """That of a base model: no template, and a token for the word with which the next turn begins."""
+    found = load_tokenizer("bundled")
+    found.add_tokens(["Question"])
+    found.chat_template = None
+    found.save_pretrained(tmp_path)
+    return load_tokenizer(str(tmp_path))
+
+
+def test_turns_are_questions_and_answers(bare: PreTrainedTokenizerBase) -> None:
+    chat = ChatFormat(bare, prompt=PLAIN)
+    prompt = "Be brief.\n\nQuestion: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer:"
+    assert bare.decode(chat.prompt_ids(TURNS)) == prompt
+    assert bare.decode(chat.prompt_ids([*TURNS[:3], Message("user", "Question: 2+2?")])) == prompt, "once"
+    assert bare.decode(chat.query.suffix_ids) == "\n\nQuestion: Is the answer correct? (Yes/No)\nAnswer:"
+    assert chat.response_ids("4") == chat.response_ids(" 4") == tuple(bare.encode(" 4", add_special_tokens=False))
+
+
+def test_a_response_ends_where_the_next_question_begins(bare: PreTrainedTokenizerBase) -> None:
+    ends = ChatFormat(bare, prompt=PLAIN).end_of_turn_ids
+    assert ends == {bare.eos_token_id, bare.convert_tokens_to_ids("Question")}
+
+
+def test_the_format_is_part_of_the_identity(bare: PreTrainedTokenizerBase) -> None:
+    identity = ChatFormat(bare, prompt=PLAIN).describe()
+    assert Prompt.from_json(identity["user_prompt"]) == PLAIN
+    assert "format" not in Prompt(system="x").as_json()
+    bare.chat_template = load_tokenizer("bundled").chat_template
+    assert ChatFormat(bare).describe()["template_sha256"] != identity["template_sha256"]
+
+
+def test_what_cannot_be_done_is_refused(bare: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(InputError, match=r"chat template, but got None. For a base model use `--prompt.format plain`"):
+        ChatFormat(bare)
+    with pytest.raises(InputError, match="a token for 'Question'"):
+        ChatFormat(load_tokenizer("bundled"), prompt=PLAIN)
+
+
+# ---- tokens as pieces of a text
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, and which drops a space at the start as sentencepiece does."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+def test_characters_of_several_tokens_stand_with_the_last_one() -> None:
+    text = "a é。b c"
+    pieces = token_pieces(Bytes(), list(text.encode()))  # type: ignore[arg-type]
+    assert pieces == ["a", " ", "", "é", "", "", "。", "b", " ", "c"]
+
+
+def test_a_text_that_is_cut_inside_of_a_character_is_kept() -> None:
+    pieces = token_pieces(Bytes(), list("né".encode())[:2])  # type: ignore[arg-type]
+    assert "".join(pieces) == "n\ufffd"
+
+
+@pytest.mark.parametrize("text", ["First 34+75=109. So 109.5 is it.\n\nThe answer is 7.", "", "x"])
+def test_pieces_of_a_real_tokenizer_are_its_text(tiny_model: str, text: str) -> None:
+    tokenizer = load_tokenizer(tiny_model)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = token_pieces(tokenizer, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.other_models import plain_copy
+from support.packed_rows import SIZES
 from support.processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,13 +19,9 @@ from selfcal_lightning.models.causal_lm import WeightFiles, load_causal_lm
 from selfcal_lightning.models.lora import LoraSettings, attach_lora
 from selfcal_lightning.models.sharded_loading import load_sharded_causal_lm, local_rows
 
+SHALLOW = True
 # 5 rows of A cannot be shared evenly by two processes; dropout draws nothing at the start.
 LORA = LoraSettings(r=5, alpha=8, dropout=0.1, target_modules=("q_proj", "v_proj", "down_proj"))
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +92,8 @@ def test_every_process_reads_its_rows(
     assert max(part["bytes"] for part in parts) < 0.51 * files.total_bytes
 
 
-SMALL = {
-    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 FAMILIES = {
-    "qwen2": {}, "qwen3": {"head_dim": 8}, "mistral": {"sliding_window": 16}, "phi3": {},
-    "gemma3_text": {"head_dim": 8},
+    "qwen2": {}, "qwen3": {}, "mistral": {"sliding_window": 16}, "phi3": {}, "gemma3_text": {},
     "llama": {"rope_scaling": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
                                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
 }  # fmt: skip
@@ -111,7 +104,7 @@ def test_other_families(tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
+    config = AutoConfig.for_model(family, vocab_size=120, max_position_embeddings=64, **SIZES, **FAMILIES[family])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     layers = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
     lora = replace(LORA, target_modules=layers)
@@ -133,29 +126,17 @@ def refuse(model: str) -> list[str]:
     return [str(caught.value)]
 
 
-def changed_untied(untied: str, folder: Path) -> Path:
-    folder.mkdir()
-    for file in Path(untied).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
 def test_files_that_do_not_fit_the_model_are_refused(untied: str, tmp_path: Path) -> None:
     index = "model.safetensors.index.json"
-    missing = changed_untied(untied, tmp_path / "missing")
-    document = json.loads((missing / index).read_text())
-    del document["weight_map"]["model.norm.weight"]
-    (missing / index).write_text(json.dumps(document))
-    other = changed_untied(untied, tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 2}))
-    quantised = changed_untied(untied, tmp_path / "quantised")
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (quantised / "config.json").write_text(json.dumps(config))
-    for folder, message in {
-        missing: "to hold 'model.norm.weight', but they do not",
-        other: "to have shape",
-        quantised: "which is quantised",
-    }.items():
-        for found in run_processes(refuse, tmp_path / f"{folder.name}-run", str(folder)):
+    names = json.loads((Path(untied) / index).read_text())["weight_map"]
+    del names["model.norm.weight"]
+    wide = json.loads((Path(untied) / "config.json").read_text())["intermediate_size"] + 2
+    for name, file, change, message in (
+        ("missing", index, {"weight_map": names}, "to hold 'model.norm.weight', but they do not"),
+        ("other", "config.json", {"intermediate_size": wide}, "to have shape"),
+        ("quantised", "config.json", {"quantization_config": {"quant_method": "fp8"}}, "which is quantised"),
+    ):
+        folder = Path(plain_copy(untied, tmp_path / name))
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+        for found in run_processes(refuse, tmp_path / f"{name}-run", str(folder)):
             assert message in found[0]

@@ -10,7 +10,15 @@ import pytest
 import torch
 from support.dispatch_modes import PeakBytes
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
-from support.packed_rows import FAMILIES, collated, small_model, stored_rows, tree_attention_mask
+from support.packed_rows import (
+    FAMILIES,
+    collated,
+    ignore_positions,
+    shake,
+    small_model,
+    stored_rows,
+    tree_attention_mask,
+)
 from support.training_runs import data_module
 from transformers import AutoConfig
 
@@ -32,18 +40,14 @@ from selfcal_lightning.models.packing import (
 )
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 
+SHALLOW = True
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
 
 
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
-
-
 def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits of every token of TREES, each branch behind its prompt in a sequence of its own."""
-    logits = torch.full((WIDTH, model.config.vocab_size), torch.nan)
+    logits = torch.full((36, model.config.vocab_size), torch.nan)
     for tree in TREES:
         prompt = ids[tree.start : tree.start + tree.prompt]
         for start, length in zip(tree.branch_starts(), tree.branches, strict=True):
@@ -58,40 +62,41 @@ def ids() -> torch.Tensor:
     return torch.randint(3, 90, (WIDTH,), generator=torch.Generator().manual_seed(0))
 
 
+def packed_logits(model: torch.nn.Module, ids: torch.Tensor, attention: str = SEGMENTS) -> torch.Tensor:
+    return model(**packed_inputs(TREES, ids[None], attention), use_cache=False).logits[0, :36]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
 def test_logits_equal_those_of_separate_sequences(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
     model = small_model(family, tmp_path).eval()
-    with torch.no_grad():
-        wanted = separate_logits(model, ids)[:36]
-        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
+    wanted = separate_logits(model, ids)
     assert wanted.std() > 0.1
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
+    torch.testing.assert_close(packed_logits(model, ids), wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+@torch.no_grad()
 def test_windows_and_caps_are_those_of_eager_attention(family: str, ids: torch.Tensor, tmp_path: Path) -> None:
     model = small_model(family, tmp_path).eval()
-    with torch.no_grad():
-        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
-        unpacked = separate_logits(model, ids)[:36]
-        model.set_attn_implementation("eager")
-        wanted = separate_logits(model, ids)[:36]
-        model.set_attn_implementation(FLEX)
-        with pytest.raises(PackingError, match="FlexAttention, but got a sliding window"):
-            check_packed_equals_separate(model)
+    found, unpacked = packed_logits(model, ids), separate_logits(model, ids)
+    model.set_attn_implementation("eager")
+    wanted = separate_logits(model, ids)
+    model.set_attn_implementation(FLEX)
+    with pytest.raises(PackingError, match="FlexAttention, but got a sliding window"):
+        check_packed_equals_separate(model)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     torch.testing.assert_close(unpacked, wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.slow
+@torch.no_grad()
 def test_flex_attention_gives_the_same_logits(ids: torch.Tensor, tmp_path: Path) -> None:
     """Forward only: PyTorch has no backward of FlexAttention on CPUs."""
     model = small_model("qwen2", tmp_path).eval()
-    with torch.no_grad():
-        wanted = separate_logits(model, ids)[:36]
-        model.set_attn_implementation(FLEX)
-        found = model(**packed_inputs(TREES, ids[None], FLEX), use_cache=False).logits[0, :36]
-    torch.testing.assert_close(found, wanted, atol=5e-5, rtol=0)
+    wanted = separate_logits(model, ids)
+    model.set_attn_implementation(FLEX)
+    torch.testing.assert_close(packed_logits(model, ids, FLEX), wanted, atol=5e-5, rtol=0)
 
 
 def test_the_block_mask_is_the_rule_without_a_mask_of_the_whole_row() -> None:
@@ -134,14 +139,14 @@ def test_gradients_of_many_branches_add_up_in_float32() -> None:
         assert (half - exact).norm() < 0.007 * exact.norm()
 
 
+@torch.no_grad()
 def test_segments_equal_a_dense_mask(ids: torch.Tensor, tmp_path: Path) -> None:
     """The rule written out as a mask of the whole row, through SDPA: an implementation that shares nothing."""
     model = small_model("qwen3", tmp_path).eval()
-    arguments = {"input_ids": ids[None], "position_ids": tree_position_ids(TREES, WIDTH)[None], "use_cache": False}
-    with torch.no_grad():
-        found = model(**packed_inputs(TREES, ids[None], SEGMENTS), use_cache=False).logits[0, :36]
-        model.set_attn_implementation("sdpa")
-        dense = model(attention_mask=tree_attention_mask(TREES, WIDTH)[None, None], **arguments).logits[0, :36]
+    found, mask = packed_logits(model, ids), tree_attention_mask(TREES, WIDTH)[None, None]
+    model.set_attn_implementation("sdpa")
+    positions = tree_position_ids(TREES, WIDTH)[None]
+    dense = model(input_ids=ids[None], position_ids=positions, attention_mask=mask, use_cache=False).logits[0, :36]
     torch.testing.assert_close(found, dense, atol=2e-5, rtol=0)
 
 
@@ -166,10 +171,7 @@ def test_losses_and_gradients_equal_those_of_separate_sequences(
         str(tmp_path), lora=NO_DROPOUT, omega=0.5, gradient_checkpointing=checkpointing, torch_dtype="float32"
     )
     module.configure_model()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():  # B starts at zero, which would leave A without a gradient
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.2, generator=generator)
+    shake(module)
     rows = stored_rows(chat)
     packed, apart = collated(chat, rows, shared_prefix=True), collated(chat, rows, shared_prefix=False)
     assert [len(tree.branches) for tree in packed.trees] == [3, 1, 2]
@@ -249,9 +251,7 @@ def test_fit_stops_before_a_step_of_such_a_model(
     store = fill_store(tmp_path / "store")
     module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT)
     module.configure_model()
-    rotary = module.model.get_base_model().model.rotary_emb
-    forward = rotary.forward
-    monkeypatch.setattr(rotary, "forward", lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None]))
+    ignore_positions(module.model.get_base_model(), monkeypatch)
     trainer = quiet_trainer(limit_val_batches=0)
     with pytest.raises(ValueError, match="standard deviations in the mean"):
         trainer.fit(module, datamodule=data_module(tiny_model, store))

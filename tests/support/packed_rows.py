@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -51,11 +52,32 @@ def small_model(family: str, folder: Path, *, vocab_size: int = 90, tokenizer: s
     config = AutoConfig.for_model(family, vocab_size=vocab_size, **{**FAMILIES, **CANNOT_PACK}[family])
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if tokenizer is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            (folder / name).write_bytes((Path(tokenizer) / name).read_bytes())
+        copy_tokenizer(tokenizer, folder)
     model = load_causal_lm(str(folder), dtype="float32")
     model.train()
     return model
+
+
+def copy_tokenizer(model: str, folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((Path(model) / name).read_bytes())
+
+
+def shake(module: torch.nn.Module) -> None:
+    """Move what is trained off its start: B starts at zero, which would leave A without a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2, generator=generator)
+
+
+def ignore_positions(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number the tokens of a Llama from the start of their row, whatever positions it is told."""
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    monkeypatch.setattr(
+        rotary, "forward", lambda x, position_ids: forward(x, torch.arange(x.shape[1])[None].expand(len(x), -1))
+    )
 
 
 def stored_rows(chat: ChatFormat) -> list[StoredRow]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
+from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
 from selfcal_lightning.data.steps import Span, aggregate
 from selfcal_lightning.engines.base import Engine
@@ -227,6 +228,11 @@ TRAJECTORIES = (
 )
 
 
+def _check_share(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise InputError(f"Expected `{name}` to lie in [0, 1], but got {value}.")
+
+
 class LowestGroupConfidence:
     """Confidence of the least certain window of a response, in nats; higher is better.
 
@@ -240,6 +246,8 @@ class LowestGroupConfidence:
     reads: ClassVar[str] = "tokens"
 
     def __init__(self, tokens: TokenReader, *, window: int = 2048, lowest: float = 0.0) -> None:
+        check_positive(window, "window")
+        _check_share("lowest", lowest)
         self._tokens, self._window, self._lowest = tokens, window, lowest
 
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
@@ -277,6 +285,7 @@ class StepStatistic:
         self, tokens: TokenReader, *, steps: Steps = "auto", weight: float = 0.5, over_steps: Aggregation = "mean"
     ) -> TokenScores:
         """Return the estimator."""
+        _check_share("weight", weight)
         if self.watches:
             tokens.watch(steps)
 

@@ -310,3 +310,18 @@ def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"`criteria\.{name}` .*got {value!r}"):
         CriteriaSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("lowest_group_confidence", {"window": 0}, "`window`.* 0"),
+        ("lowest_group_confidence", {"lowest": 1.5}, "`lowest`.* 1.5"),
+        ("step_certainty", {"weight": -0.1}, "`weight`.* -0.1"),
+    ],
+)
+def test_settings_outside_of_their_bounds_are_refused(
+    tokens: TokenReader, name: str, settings: dict[str, float], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        ESTIMATORS[name](tokens, **settings)

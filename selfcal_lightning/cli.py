@@ -183,7 +183,8 @@ def _run_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
     if VERBS[verb].module is None:
         _run_trainer_verb(verb, arguments, owns_process)
     else:
-        run_function(verb, arguments)
+        function, given = parse_function(verb, arguments)
+        function(**given)
 
 
 def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> None:
@@ -194,17 +195,16 @@ def _run_trainer_verb(verb: str, arguments: list[str], owns_process: bool) -> No
         return
     stated = common_case(arguments) if verb == "fit" else None
     if stated is not None:
-        prepared, overrides = stated
-        arguments = [*as_arguments(prepared), *overrides]
+        arguments = [*as_arguments(stated[0]), *stated[1]]
         if is_first_process():
-            sys.stderr.write(f"selfcal fit: {prepared.description}.\n")
+            sys.stderr.write(f"selfcal fit: {stated[0].description}.\n")
     check_settings(verb, arguments)
     if owns_process:
         _command("parsing").import_named_packages_only()
     _command("lightning_cli").run_trainer([verb, *arguments])
     if stated is not None and not is_check(arguments) and is_first_process():
-        sys.stdout.write(what_next(prepared.case))
-        _command("view").view_training(prepared.case.folder)
+        sys.stdout.write(what_next(stated[0].case))
+        _command("view").view_training(stated[0].case.folder)
 
 
 def run_to_the_end(work: Callable[[], None], *, command: Sequence[str], kept: str) -> int:
@@ -243,11 +243,6 @@ def _stdout_is_gone(error: BaseException) -> bool:
     return True
 
 
-def run_function(verb: str, arguments: list[str]) -> None:
-    function, given = parse_function(verb, arguments)
-    function(**given)
-
-
 def function_of(verb: str) -> Callable[..., Any]:
     """Import the function of a verb."""
     return getattr(_command(str(VERBS[verb].module)), f"run_{verb.replace('-', '_')}")
@@ -274,10 +269,8 @@ def parse_function(verb: str, arguments: list[str]) -> tuple[Callable[..., Any],
     parsed = parser.parse_args(arguments)
     try:
         given = vars(parser.instantiate(parsed))
-    except UserError:
-        raise
     except ValueError as error:  # raised by a record that may be null; the parser wraps our sentence in its own
-        if (own := own_sentence(str(error))) is None:
+        if isinstance(error, UserError) or (own := own_sentence(str(error))) is None:
             raise
         raise InputError(own) from error
     return function, {name: value for name, value in given.items() if name not in ("config", "plugins")}

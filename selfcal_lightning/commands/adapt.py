@@ -30,12 +30,8 @@ SETTINGS = ("base_model", "lr", "rounds", "num_samples", "batch_size", "seed")
 CONFIG, RESULT, TABLES = "config.yaml", "adaptation.json", "adaptation.md"
 SHOWN = ("pass@1", "greedy", "ece", "auroc")  # on the terminal, and the majority
 ROUND_COLUMNS = {
-    "pass@1": "pass@1",
-    "label accuracy": "label_accuracy",
-    "reward accuracy": "reward_accuracy",
-    "agreement with round 0": "agreement",
-    "vote share": "vote_share",
-    "fall of log p": "logprob_fall",
+    "pass@1": "pass@1", "label accuracy": "label_accuracy", "reward accuracy": "reward_accuracy",
+    "agreement with round 0": "agreement", "vote share": "vote_share", "fall of log p": "logprob_fall",
 }  # fmt: skip
 
 
@@ -115,8 +111,7 @@ def run_adapt(
     prompt = None if prompt is None else Prompt.from_json(prompt)
     evaluation = runs.Evaluation(
         model, revision, folder / runs.ADAPTER, slices, sampling, temperatures, evaluation_samples, engine, seed,
-        query, prompt,
-        Path(base_samples or folder / "evaluation"), folder / "evaluation",
+        query, prompt, Path(base_samples or folder / "evaluation"), folder / "evaluation",
     )  # fmt: skip
     check_begun(folder / CONFIG, settings)
     # Written settings cannot be changed, so those that `fit` refuses are not written.
@@ -125,30 +120,27 @@ def run_adapt(
     if check:
         return {}
     write_settings(folder / CONFIG, settings)
-    if one.reward in ANNOTATIONS:
-        _scored_round(one, folder / runs.SAMPLES, engine, query, prompt)
+    if one.reward in ANNOTATIONS:  # round 0 and the statistics of its tokens, unless they are there
+        own = runs.sampling_run(
+            questions, model, str(folder / runs.SAMPLES), split="train", num_samples=num_samples,
+            engine=engine.of(revision=revision), seed=seed, query=query, prompt=prompt,
+            sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=sampling.max_new_tokens),
+        )  # fmt: skip
+        sample_questions(own)
+        run_score(ANNOTATIONS[one.reward], str(folder / runs.SAMPLES), engine=engine, revision=revision)
     fit_stage("adapt", folder)
     store = Path(store_dir or folder / runs.SAMPLES)
     found = measures.round_labels(store, asked[runs.TRANSDUCTIVE])
     compared = evaluation.compare(measures.cost_in_samples(store, asked[runs.TRANSDUCTIVE], found))
     result = _result(one, folder, compared, found)
     write_atomically(folder / RESULT, json.dumps(result, indent=1).encode())
-    write_atomically(folder / TABLES, _markdown(result, compared).encode())
+    columns = ["round", *ROUND_COLUMNS]
+    table = markdown_table(columns, _round_rows(result), rule="|---" * len(columns) + "|")
+    page = "\n".join([*_facts(result), "", measures.adaptation_markdown(compared), table, ""])
+    write_atomically(folder / TABLES, page.encode())
     _show(result, compared)
     sys.stdout.write(f"All tables are in {folder / TABLES}, all figures in {folder / RESULT}.\n")
     return result
-
-
-def _scored_round(one: runs.Adaptation, store: Path, engine: EngineSettings, query: str, prompt: Prompt | None) -> None:
-    """Sample round 0 and store the statistics of its tokens, unless that is done."""
-    sample_questions(
-        runs.sampling_run(
-            one.questions, one.base_model, str(store), split="train", num_samples=one.num_samples,
-            engine=engine.of(revision=one.revision), seed=one.seed, query=query, prompt=prompt,
-            sampling=SamplingSettings(temperature=1.0, edt_scale=None, max_new_tokens=one.max_new_tokens),
-        )
-    )  # fmt: skip
-    run_score(ANNOTATIONS[one.reward], str(store), engine=engine, revision=one.revision)
 
 
 def _result(
@@ -191,12 +183,6 @@ def _round_rows(result: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-def _markdown(result: Mapping[str, Any], compared: Sequence[measures.SetComparison]) -> str:
-    columns = ["round", *ROUND_COLUMNS]
-    rounds = markdown_table(columns, _round_rows(result), rule="|---" * len(columns) + "|")
-    return "\n".join([*_facts(result), "", measures.adaptation_markdown(compared), rounds, ""])
-
-
 def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison]) -> None:
     """Print one screen: what each set of questions shows, the changes that matter, and the rounds."""
     console = Console()
@@ -209,12 +195,8 @@ def _show(result: Mapping[str, Any], compared: Sequence[measures.SetComparison])
         for name, change in one.changes.items():
             if name in SHOWN or name.startswith("majority@"):
                 ends = ["-" if value is None else f"{value:.3f}" for value in (change.before, change.after)]
-                changes.add_row(
-                    heading,
-                    name.upper() if name in measures.CALIBRATION else name,
-                    *ends,
-                    measures.change_cell(change).strip("*"),
-                )
+                metric = name.upper() if name in measures.CALIBRATION else name
+                changes.add_row(heading, metric, *ends, measures.change_cell(change).strip("*"))
                 heading = ""
     console.print(changes)
     rounds = rich_table(("round", *ROUND_COLUMNS), left=("round",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,6 @@ from selfcal_lightning.rewards.answering import check_live_rewards, check_search
 
 if TYPE_CHECKING:
     from selfcal_lightning.data.steps import StepStops
-    from selfcal_lightning.inference.base import Strategy
     from selfcal_lightning.inference.thresholds import FittedThreshold
 
 
@@ -152,8 +151,9 @@ def answer_questions(
     known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
-    fields = {name: getattr(settings, name) for name in ("threshold", "max_samples", "confidence")}
-    given = {name: value for name, value in fields.items() if value is not None} | (settings.strategy_args or {})
+    fields = ("threshold", "max_samples", "confidence")
+    given = {name: value for name in fields if (value := getattr(settings, name)) is not None}
+    given |= settings.strategy_args or {}
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
         given |= taught.strategy_fields()
     stops: StepStops | None = None
@@ -187,16 +187,37 @@ def answer_questions(
             on_failed=say, max_failures=settings.max_failures,
         )  # fmt: skip
         in_domain = calibrated_in_domain(opened, asked, options.adapter or resolve_model(model))
+        answers: list[answering.Answer] = []
+        early: dict[str, answering.Answer] = {}
+        questions = {question.id: question for question in asked}
+        left = list(reversed(questions))  # answers are passed on in this order, each when those before it have come
+
+        def take(verdict: Verdict, samples: Sequence[Sample]) -> None:
+            bar.update(1, unreadable=verdict.answer is None)
+            best = answering.best_response(verdict, samples, chosen.confidence)
+            early[verdict.question_id] = answering.Answer(
+                questions[verdict.question_id],
+                verdict,
+                chosen.max_samples,
+                response=None if best is None else best.text,
+                withheld_by=_reason_to_withhold(fitted, verdict),
+                finish=None if best is None else best.finish,
+                samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
+                calibrated_in_domain=in_domain.get(verdict.question_id),
+            )
+            while left and left[-1] in early:
+                answers.append(early.pop(left.pop()))
+                on_answer(answers[-1])
+
         with Progress(len(asked), label="Answering", unit="questions", enabled=len(asked) > 1) as bar:
-            answers = _InOrder(asked, chosen, fitted, bar, on_answer, in_domain)
-            run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=answers.take)
+            run_strategy(chosen, asked, source, lookahead=settings.lookahead, on_verdict=take)
     if len(asked) > 1 or source.failed:
-        say(answering.summarise(answers.answers, failed=source.failed))
-    if (note := choices.unreached_note(chosen, [one.verdict for one in answers.answers])) is not None:
+        say(answering.summarise(answers, failed=source.failed))
+    if (note := choices.unreached_note(chosen, [one.verdict for one in answers])) is not None:
         say(note)
-    if source.failed and all(one.answer is None for one in answers.answers):
+    if source.failed and all(one.answer is None for one in answers):
         raise RunError(f"None of {len(asked):,} questions was answered: {source.failed:,} requests failed (see above).")
-    return answers.answers
+    return answers
 
 
 def _read_by(asked: Sequence[Question]) -> str:
@@ -225,45 +246,8 @@ def _print(answer: answering.Answer, *, as_json: bool) -> None:
     sys.stdout.flush()
 
 
-class _InOrder:
-    """Passes answers on in the order of the questions, each as soon as those before it have come."""
-
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        strategy: Strategy,
-        fitted: FittedThreshold | None,
-        bar: Progress,
-        on_answer: Callable[[answering.Answer], None],
-        in_domain: Mapping[str, bool],
-    ) -> None:
-        self.answers: list[answering.Answer] = []
-        self._questions = {question.id: question for question in questions}
-        self._left = list(reversed(self._questions))
-        self._strategy, self._fitted, self._bar = strategy, fitted, bar
-        self._on_answer, self._in_domain = on_answer, in_domain
-        self._early: dict[str, answering.Answer] = {}
-
-    def take(self, verdict: Verdict, samples: Sequence[Sample]) -> None:
-        self._bar.update(1, unreadable=verdict.answer is None)
-        best = answering.best_response(verdict, samples, self._strategy.confidence)
-        self._early[verdict.question_id] = answering.Answer(
-            self._questions[verdict.question_id],
-            verdict,
-            self._strategy.max_samples,
-            response=None if best is None else best.text,
-            withheld_by=self._reason_to_withhold(verdict),
-            finish=None if best is None else best.finish,
-            samples_cut=sum(sample.finish == "length" for sample in samples[: verdict.samples_used]),
-            calibrated_in_domain=self._in_domain.get(verdict.question_id),
-        )
-        while self._left and self._left[-1] in self._early:
-            self.answers.append(self._early.pop(self._left.pop()))
-            self._on_answer(self.answers[-1])
-
-    def _reason_to_withhold(self, verdict: Verdict) -> str | None:
-        fitted = self._fitted
-        if fitted is None or verdict.answer is None or fitted.answers(verdict):
-            return None
-        sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
-        return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"
+def _reason_to_withhold(fitted: FittedThreshold | None, verdict: Verdict) -> str | None:
+    if fitted is None or verdict.answer is None or fitted.answers(verdict):
+        return None
+    sure = "no confidence" if verdict.confidence is None else f"confidence {verdict.confidence:.3f}"
+    return f"{sure}, and {fitted.threshold:.3f} is needed for an error rate of at most {fitted.value:g}"

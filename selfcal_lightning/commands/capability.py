@@ -161,10 +161,10 @@ def run_score_questions(
         engine: Which engine runs the model. Hidden states need transformers; the other estimators take any engine.
         overwrite: Replaces values of the same name that were computed with other settings.
     """
-    _check_source(
-        store_dir, questions, output, task, model,
-        of_stores={"name": name}, of_tasks={"limit": limit, "offset": offset or None}, of_both={"split": split},
-    )  # fmt: skip
+    _check_source({
+        "store_dir": store_dir, "questions": questions, "output": output, "task": task, "model": model, "name": name,
+        "split": split, "limit": limit, "offset": offset or None,
+    })  # fmt: skip
     if output is not None:
         scoring.check_scores_target(output)
     options = engine.of(revision=revision, adapter=adapter)
@@ -208,34 +208,21 @@ def describe_values(name: str, values: Sequence[float | None]) -> str:
     return f"{name}: {len(values):,} questions, mean capability {mean:.3f}{ends}; {len(values) - len(known):,} got none"
 
 
-def _check_source(
-    store_dir: str | None,
-    questions: str | None,
-    output: str | None,
-    task: str | None,
-    model: str | None,
-    *,
-    of_stores: Mapping[str, object],
-    of_tasks: Mapping[str, object],
-    of_both: Mapping[str, object],
-) -> None:
+def _check_source(options: Mapping[str, object]) -> None:
     """Raise InputError unless questions of one source are named, with an output and a model where it has none."""
-    in_store, in_file = store_dir is not None, questions is not None
-    if (in_store and in_file) or not (in_store or (output is not None and (in_file or task is not None))):
-        places = {"store_dir": store_dir, "questions": questions, "output": output}
-        given = {name: place for name, place in places.items() if place is not None} or "none of them"
-        raise InputError(
-            f"Expected either `store_dir`, or `output` with `questions` or with a `task`, but got {given}."
-        )
-    if not in_store and model is None:
+    given = {name: value for name, value in options.items() if value is not None}
+    in_store, in_file = "store_dir" in given, "questions" in given
+    if (in_store and in_file) or not (in_store or ("output" in given and (in_file or "task" in given))):
+        places = {name: given[name] for name in ("store_dir", "questions", "output") if name in given}
+        wanted = "either `store_dir`, or `output` with `questions` or with a `task`"
+        raise InputError(f"Expected {wanted}, but got {places or 'none of them'}.")
+    if not in_store and "model" not in given:
         raise InputError("Expected `model` where there is no `store_dir`, which names one, but got null.")
     source = "`store_dir`" if in_store else "`questions`" if in_file else "a `task`"
-    wrong = {
-        **({} if in_store else of_stores), **(of_tasks if in_store or in_file else {}), **(of_both if in_file else {}),
-    }  # fmt: skip
-    for option, value in wrong.items():
-        if value is not None:
-            raise InputError(f"Expected `{option}` to be left out with {source}, but got {value!r}.")
+    unread = {"`store_dir`": ("limit", "offset"), "`questions`": ("name", "limit", "offset", "split")}
+    for option in unread.get(source, ("name",)):
+        if option in given:
+            raise InputError(f"Expected `{option}` to be left out with {source}, but got {given[option]!r}.")
 
 
 FORMAT = "selfcal_lightning.capability"
@@ -384,12 +371,7 @@ def _show(found: _Found, test: evaluation.TestQuestions, folder: Path) -> None:
 
 
 def run_fit_capability_maps(
-    pool: str,
-    output: str,
-    *,
-    split: str | None = "calibration",
-    estimator: str = "probe",
-    ks: list[int] | None = None,
+    pool: str, output: str, *, split: str | None = "calibration", estimator: str = "probe", ks: list[int] | None = None
 ) -> fitted_maps.KeptMaps:
     """Fit maps of predicted capabilities on labelled questions: isotonic, quantile, per k, Beta and inflated Beta.
 
@@ -452,24 +434,16 @@ def _maps_for(file: str, questions: Sequence[scoring.QuestionScore]) -> fitted_m
 
 @dataclass(frozen=True)
 class PassAtKPrediction:
-    """Predicted pass@k of Q questions.
+    """Predicted pass@k of Q questions for K numbers of samples.
 
-    Attributes:
-        question_id: Their ids.
-        k: Numbers of samples [K].
-        ways: Predictions [K, Q] by how they follow from the capability p: "power" is 1 - (1 - p)^k, "beta" and
-            "inflated_beta" take p for the mean of a distribution, "maps" are isotonic, one for each k; nan where
-            the calibration questions have too few responses for a k.
+    ``ways`` holds predictions [K, Q] by how they follow from the capability p: "power" is 1 - (1 - p)^k, "beta" and
+    "inflated_beta" take p for the mean of a distribution, "maps" are isotonic, one for each k; nan where the
+    calibration questions have too few responses for a k.
     """
 
     question_id: tuple[str, ...]
     k: tuple[int, ...]
     ways: dict[str, Floats]
-
-    @property
-    def curves(self) -> dict[str, list[float]]:
-        """Mean over the questions, by way [K]."""
-        return {way: values.mean(axis=1).tolist() for way, values in self.ways.items()}
 
     def of(self, at: int) -> dict[str, dict[str, float | None]]:
         """Return the predictions for one question, by way and k."""
@@ -553,8 +527,8 @@ def describe_prediction(prediction: PassAtKPrediction) -> str:
     """
     lines = [f"pass@k of {len(prediction.question_id):,} questions, predicted"]
     lines.append(f"{'k':<16}" + "".join(f"{k:>7}" if at == 0 else f"{k:>6}" for at, k in enumerate(prediction.k)))
-    for way, curve in prediction.curves.items():
-        cells = ["-" if np.isnan(value) else f"{value:.3f}".removeprefix("0") for value in curve]
+    for way, values in prediction.ways.items():
+        cells = ["-" if np.isnan(mean) else f"{mean:.3f}".removeprefix("0") for mean in values.mean(axis=1)]
         lines.append(f"{way:<16}" + "".join(f"{cell:>7}" if at == 0 else f"{cell:>6}" for at, cell in enumerate(cells)))
     return "\n".join(lines)
 
@@ -613,7 +587,12 @@ def run_allocate(
     if concentration is not None and not 0.0 < concentration < math.inf:
         raise InputError(f"`concentration` must be above 0 and finite, got {concentration:g}.")
     questions = scoring.read_scores(scores)
-    p = _capabilities(questions)
+    if unknown := [one.id for one in questions if one.capability is None]:
+        raise InputError(
+            f"Expected a capability for every question, but got none for {len(unknown):,}, such as {unknown[0]!r}. "
+            "Take these lines out of `scores`, or score them again."
+        )
+    p = np.array([one.capability for one in questions], dtype=np.float64)
     sources = {"concentration": concentration, "maps": maps, "calibration_pool": calibration_pool}
     given_sources = [name for name, value in sources.items() if value is not None]
     if gain == "geometric" and given_sources:
@@ -668,16 +647,6 @@ def describe_plan(given: Integers) -> str:
         f"{given.sum():,} samples for {len(some):,} of {len(given):,} questions: from {some.min()} to {some.max()} "
         f"each, {int((given == 0).sum()):,} get none"
     )
-
-
-def _capabilities(questions: list[scoring.QuestionScore]) -> Floats:
-    unknown = [one.id for one in questions if one.capability is None]
-    if unknown:
-        raise InputError(
-            f"Expected a capability for every question, but got none for {len(unknown):,}, such as {unknown[0]!r}. "
-            "Take these lines out of `scores`, or score them again."
-        )
-    return np.array([one.capability for one in questions], dtype=np.float64)
 
 
 MOST_SAMPLES = 1_000_000  # a budget above it is a mistake

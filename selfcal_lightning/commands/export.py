@@ -63,7 +63,11 @@ def run_export(
     target = Path(output_dir)
     exports.check_output(target, kinds=("merged",) if merge else ("adapter", "module"), overwrite=overwrite)
     kind = _module_class(adapter, module)
-    token = _token() if push else None
+    token = os.environ.get(TOKEN_VARIABLE)
+    if push and not token:
+        raise InputError(
+            f"`push` needs a token for the hub in the environment variable {TOKEN_VARIABLE}. Set it first."
+        )
     if merge:
         _write_merged(adapter, target, base_model, dtype, kind)
     else:
@@ -80,10 +84,8 @@ def _write_merged(
 
     is_checkpoint = Path(adapter).is_file()
     if not is_checkpoint and not (Path(adapter) / folders.ADAPTER_CONFIG).is_file():
-        raise InputError(
-            f"Expected `adapter` to be a checkpoint file or a folder with an {folders.ADAPTER_CONFIG}, but got "
-            f"{adapter!r}."
-        )
+        wanted = f"a checkpoint file or a folder with an {folders.ADAPTER_CONFIG}"
+        raise InputError(f"Expected `adapter` to be {wanted}, but got {adapter!r}.")
     _check_can_merge(adapter)
     say(f"Merging {adapter} into its base model, for {target}")
     if kind is not None:
@@ -242,19 +244,8 @@ def _hyper_parameters(path: str) -> dict[str, Any]:
 
     stored = read_checkpoint(Path(path)).get("hyper_parameters", {})
     if "base_model" not in stored:
-        raise InputError(
-            f"Expected `adapter` to be a checkpoint of `selfcal fit`, but got {path!r}, which names no base model."
-        )
+        raise InputError(f"Expected `adapter` to be a checkpoint of `selfcal fit`, but {path!r} names no base model.")
     return stored
-
-
-def _token() -> str:
-    token = os.environ.get(TOKEN_VARIABLE)
-    if not token:
-        raise InputError(
-            f"`push` needs a token for the hub in the environment variable {TOKEN_VARIABLE}. Set it first."
-        )
-    return token
 
 
 def _push(folder: Path, repository: str, *, private: bool, token: str | None) -> None:

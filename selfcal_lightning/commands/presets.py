@@ -76,15 +76,15 @@ class PreparedCase:
 
     case: CommonCase
     configuration: Mapping[str, Any]
-    counts: Mapping[Part, int]
+    counts: Mapping[str, int]
 
     @property
     def description(self) -> str:
-        parts = self.counts
+        case, parts = self.case, self.counts
         return (
-            f"preset {self.case.preset_name}. {self.case.questions}: {sum(parts.values()):,} questions, "
-            f"{parts['train']:,} to train on, {parts['validation']:,} to validate on, {parts['calibration']:,} set "
-            f"aside for calibration (`part: calibration`). All that is written goes to {self.case.folder}"
+            f"preset {case.preset_name}. {case.questions}: {sum(parts.values()):,} questions, {parts['train']:,} to "
+            f"train on, {parts['validation']:,} to validate on, {parts['calibration']:,} set aside for calibration "
+            f"(`part: calibration`). All that is written goes to {case.folder}"
         )
 
 
@@ -92,15 +92,21 @@ def prepare(case: CommonCase) -> PreparedCase:
     """Read the questions and return the configuration. Only questions of the hub or of named columns are written."""
     resolve_model(case.model)
     configuration = read_preset(case.preset_name)
-    case = _with_local_questions(case)
+    if case.columns is not None or is_hub_name(case.questions):  # write them as a file of our format
+        place = case.folder / QUESTIONS_FILE
+        check_questions_target(place, inputs=[case.questions])
+        found = ({"id": row.id, "question": row.text, "answer": row.answer, "task": row.task}
+                 for row in read_question_file(case.questions, columns=case.columns))  # fmt: skip
+        write_json_lines(place, found)
+        case = replace(case, questions=str(place), columns=None)
     questions = by_task(case)
     counts = count_parts(questions, origin=case.questions)
     _place_outputs(configuration, case.folder)
     model, data = (configuration[section].setdefault("init_args", {}) for section in ("model", "data"))
     model["base_model"] = case.model
     if case.prompt is not None:
-        for found in questions.values():
-            put_prompt(found, case.prompt)
+        for asked in questions.values():
+            put_prompt(asked, case.prompt)
         model["prompt"] = case.prompt.as_json()
     for part in ("train", "validation"):
         data[part] = [{"task": task, "split": "train", "path": case.questions, "part": part} for task in questions]
@@ -109,46 +115,28 @@ def prepare(case: CommonCase) -> PreparedCase:
     is_joint = isinstance(lora, dict) and lora.get("activated") is False
     if is_joint and data.get("total_tuples") is None and "num_samples" in data:
         data["total_tuples"] = counts["train"] * data["num_samples"]  # joint training has no such default
-    _set_sampling(configuration, case)
-    return PreparedCase(case, configuration, counts)
-
-
-def _set_sampling(configuration: Mapping[str, Any], case: CommonCase) -> None:
-    """Pass engine and sampling to the callback that samples."""
     name = (case.engine or {}).get("name", ENGINES[0])
     if name not in ENGINES:
         raise unknown_name("engine.name", str(name), ENGINES)
-    given = {name: dict(one) for name, one in (("engine", case.engine), ("sampling", case.sampling)) if one}
     generation = _callback(configuration, "SSCGeneration")
-    if generation is not None:
-        for record, settings in given.items():
+    for record, settings in {"engine": case.engine, "sampling": case.sampling}.items():
+        if settings and generation is None:
+            raise InputError(f"The preset has no SSCGeneration, which takes `{record}`. Take one that samples.")
+        if settings:
             generation.setdefault("init_args", {}).setdefault(record, {}).update(settings)
-    elif given:
-        raise InputError(f"The preset has no SSCGeneration, which takes `{next(iter(given))}`. Take one that samples.")
+    return PreparedCase(case, configuration, counts)
 
 
-def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> dict[Part, int]:
+def count_parts(questions: Mapping[str, Sequence[Question]], *, origin: str) -> dict[str, int]:
     """Return how many questions, given by task, each part has; refuse too few."""
-    counts: dict[Part, int] = dict.fromkeys(get_args(Part), 0)
+    counts: dict[str, int] = dict.fromkeys(get_args(Part), 0)
     for task, found in questions.items():
-        for part in counts:
+        for part in get_args(Part):
             try:
                 counts[part] += len(take_part(found, part))
             except InputError as error:
                 raise InputError(f"{origin}, task {task}: {error}") from error
     return counts
-
-
-def _with_local_questions(case: CommonCase) -> CommonCase:
-    """Write questions of the hub, or of named columns, as a file of our format, and return the case with it."""
-    if case.columns is None and not is_hub_name(case.questions):
-        return case
-    place = case.folder / QUESTIONS_FILE
-    check_questions_target(place, inputs=[case.questions])
-    found = ({"id": row.id, "question": row.text, "answer": row.answer, "task": row.task}
-             for row in read_question_file(case.questions, columns=case.columns))  # fmt: skip
-    write_json_lines(place, found)
-    return replace(case, questions=str(place), columns=None)
 
 
 def check_questions_target(place: Path, *, inputs: Sequence[str] = ()) -> None:
@@ -212,12 +200,10 @@ def _place_outputs(configuration: dict[str, Any], folder: Path) -> None:
     logger = trainer.get("logger")
     if isinstance(logger, dict) and "save_dir" in logger.get("init_args", {}):
         logger["init_args"]["save_dir"] = str(folder)
-    for name, option, place in (
-        ("AdapterExport", "output_dir", "adapter"),
-        ("ModelCheckpoint", "dirpath", "checkpoints"),
-    ):
-        if (callback := _callback(configuration, name)) is not None:
-            callback.setdefault("init_args", {})[option] = str(folder / place)
+    if (export := _callback(configuration, "AdapterExport")) is not None:
+        export.setdefault("init_args", {})["output_dir"] = str(folder / "adapter")
+    if (checkpoints := _callback(configuration, "ModelCheckpoint")) is not None:
+        checkpoints.setdefault("init_args", {})["dirpath"] = str(folder / "checkpoints")
 
 
 def _callback(configuration: Mapping[str, Any], name: str) -> dict[str, Any] | None:
@@ -246,8 +232,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]
     except argparse.ArgumentError as error:
         raise InputError(f"{error}.") from error
     given = {name: values for name, values in vars(known).items() if values}
-    if twice := [name for name, values in given.items() if len(values) > 1]:
-        raise InputError(f"Expected `--{twice[0]}` once, but got {' and '.join(map(repr, given[twice[0]]))}.")
+    for name, values in given.items():
+        if len(values) > 1:
+            raise InputError(f"Expected `--{name}` once, but got {' and '.join(map(repr, values))}.")
     return {name: values[0] for name, values in given.items()}, rest
 
 
@@ -263,10 +250,9 @@ def common_case(arguments: Sequence[str]) -> tuple[PreparedCase, list[str]] | No
             others = ", ".join(f"`--{other}`" for other in given)
             raise InputError(f"Expected `--{name}` (such as {example}) with {others}, but got none.")
     read: dict[str, Any] = {}
-    for record in RECORDS:
-        found = {name: given.pop(name) for name in list(given) if name.startswith(f"{record}.")}
-        if found:
-            read[record] = {name.partition(".")[2]: _value(name, text) for name, text in found.items()}
+    for name in [one for one in given if "." in one]:
+        record, _, field = name.partition(".")
+        read.setdefault(record, {})[field] = _value(name, given.pop(name))
     if "prompt" in given:
         read["prompt"] = {**read_config(Path(given["prompt"])), **read.get("prompt", {})}
     if "prompt" in read:

@@ -10,19 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from selfcal_lightning.commands import presets
 from selfcal_lightning.commands.answer import AnswerSettings, answer_questions
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.lightning_cli import RaisingParser, run_trainer
-from selfcal_lightning.commands.presets import (
-    QUESTIONS_FILE,
-    CommonCase,
-    as_arguments,
-    by_task,
-    check_questions_target,
-    count_parts,
-    own_task,
-    prepare,
-)
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import write_json_lines
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -134,28 +125,22 @@ def calibrate(
     else:
         engine_fields = {} if engine is None else {"name": engine}
     sampling = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
-    case = CommonCase(model, "", task, preset, folder, engine_fields, sampling, prompt)
+    case = presets.CommonCase(model, "", task, preset, folder, engine_fields, sampling, prompt)
     questions = _spelt_out(questions)
     if not isinstance(questions, str | Path):
         asked = read_questions(questions, task=case.default_task)
         names = dict.fromkeys(question.task for question in asked)
-        count_parts({name: [one for one in asked if one.task == name] for name in names}, origin="`questions`")
-    file = _as_file(questions, case.folder / QUESTIONS_FILE, task=case.default_task)
-    prepared = prepare(replace(case, questions=str(file)))
+        presets.count_parts({name: [one for one in asked if one.task == name] for name in names}, origin="`questions`")
+    file = _as_file(questions, case.folder / presets.QUESTIONS_FILE, task=case.default_task)
+    prepared = presets.prepare(replace(case, questions=str(file)))
     overrides = []
     for name, value in (settings or {}).items():
         overrides += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
-    done = run_trainer(["fit", *as_arguments(prepared), *overrides], parser_class=RaisingParser)
+    done = run_trainer(["fit", *presets.as_arguments(prepared), *overrides], parser_class=RaisingParser)
     logged = done.trainer.callback_metrics
     metrics = {name: value.item() for name, value in logged.items() if name.startswith("val/")}
     store_dir = Path(done.datamodule.store_dir)
-    return Calibration(
-        model,
-        case.folder / "adapter",
-        store_dir,
-        metrics,
-        {str(part): number for part, number in prepared.counts.items()},
-    )
+    return Calibration(model, case.folder / "adapter", store_dir, metrics, dict(prepared.counts))
 
 
 def answer(
@@ -261,8 +246,8 @@ def evaluate(
         return Evaluation(folder, run_evaluate(output_dir=str(folder), pools=pools, task=task, **options))
     if not isinstance(subject, str):
         raise InputError(f"Expected one model with `questions`, but got {subject!r}. Name the other one by `after`.")
-    file = _as_file(_spelt_out(questions), folder / QUESTIONS_FILE, task=task or default_task(subject))
-    tasks = by_task(CommonCase(subject, str(file), task))
+    file = _as_file(_spelt_out(questions), folder / presets.QUESTIONS_FILE, task=task or default_task(subject))
+    tasks = presets.by_task(presets.CommonCase(subject, str(file), task))
     options |= {"adapter": None if adapter is None else str(adapter), "after": after}
     options["model" if adapter is None and after is None else "before"] = subject
     options["tests"] = [TestSet("test" if len(tasks) == 1 else name, name, path=str(file)) for name in tasks]
@@ -283,13 +268,13 @@ def _as_file(questions: Questions, place: Path, *, task: str) -> Path:
     if isinstance(questions, str | Path):
         return check_question_file(questions)
     asked = read_questions(questions, task=task)
-    check_questions_target(place)
+    presets.check_questions_target(place)
     write_json_lines(place, (_as_row(one, number) for number, one in enumerate(asked, start=1)))
     return place
 
 
 def _as_row(question: Question, number: int) -> dict[str, Any]:
-    task, origin = own_task(question.task), f"questions[{number}]"
+    task, origin = presets.own_task(question.task), f"questions[{number}]"
     row = QuestionRow(question.text, question.reference, question.id, task, origin, number)
     if put_question(row, task=task, question_id=question.id).messages != question.messages:
         raise InputError(

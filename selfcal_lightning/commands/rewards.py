@@ -123,14 +123,24 @@ def run_rollout(
     _check_exports(export, export_trl)
     if Path(store_dir).exists() and Path(store_dir).samefile(samples_dir):
         raise InputError(f"Expected `store_dir` to be another folder than `samples_dir`, but got {store_dir!r} twice.")
-    _check_number(Path(store_dir), split, num_rollouts, extend=extend)
+    check_at_least(1, num_rollouts=num_rollouts)
+    if not extend and round_file(Path(store_dir), 0).is_file():
+        known = SampleStore(store_dir).round_manifest().samples_of(split)
+        if known is not None and num_rollouts > known:
+            raise InputError(
+                f"Expected `num_rollouts` to be at most {known}, the rollouts of a prefix in {store_dir}, but got "
+                f"{num_rollouts}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
+            )
     chat = settings.chat()
     wanted = source.read(chat, longest=settings.sampling.max_new_tokens)
     if (export is not None or export_trl is not None) and all(one.question.reference is None for one in wanted):
         option = "export_trl" if export is None else "export"
         raise InputError(f"`{option}` needs reference answers, but no question in {samples_dir} has one. Leave it out.")
     sample_questions(settings, devices=devices, shard=shard)
-    _keep_prefixes(Path(store_dir) / PREFIXES_FILE, {line["id"]: line for line in describe_prefixes(wanted, chat)})
+    kept = Path(store_dir) / PREFIXES_FILE
+    earlier = {line["id"]: line for _, line in read_json_lines(kept)} if kept.is_file() else {}
+    described = {line["id"]: line for line in describe_prefixes(wanted, chat)}
+    write_json_lines(kept, list({**earlier, **described}.values()))
     counts, rates = read_rollouts(store_dir) if (Path(store_dir) / "manifest.json").is_file() else ({}, {})
     found = [counts[one.question.id] for one in wanted if one.question.id in counts]
     shares = [rates[one.question.id].share for one in wanted if one.question.id in rates]
@@ -146,11 +156,8 @@ def run_rollout(
             f"Wrote the steps of {len(rows):,} responses to {export_trl}; left out {len(labelled) - len(rows):,} "
             "without steps or a label, or of which some steps are not rolled out"
         )
-    mean = sum(shares) / len(shares) if shares else None
-    report = RolloutReport(len(wanted), len(found), sum(found), mean)
-    done = f"{report.rolled_out:,} of {report.prefixes:,} distinct prefixes"
-    say(f"{done} have {report.rollouts:,} rollouts in {store_dir}")
-    return report
+    say(f"{len(found):,} of {len(wanted):,} distinct prefixes have {sum(found):,} rollouts in {store_dir}")
+    return RolloutReport(len(wanted), len(found), sum(found), sum(shares) / len(shares) if shares else None)
 
 
 def _check_exports(export: str | None, export_trl: str | None) -> None:
@@ -163,19 +170,6 @@ def _check_exports(export: str | None, export_trl: str | None) -> None:
     ):
         if path is not None:
             check_replaceable(path, partial(has_first_keys, keys), option=option, kind=kind)
-
-
-def _check_number(store: Path, split: str, num_rollouts: int, *, extend: bool) -> None:
-    """Refuse more rollouts of each prefix than there are, which only ``extend`` draws."""
-    check_at_least(1, num_rollouts=num_rollouts)
-    if extend or not round_file(store, 0).is_file():
-        return
-    known = SampleStore(store).round_manifest().samples_of(split)
-    if known is not None and num_rollouts > known:
-        raise InputError(
-            f"Expected `num_rollouts` to be at most {known}, the rollouts of a prefix in {store}, but got "
-            f"{num_rollouts}. Set `extend` to draw the others, use another `store_dir`, or ask for fewer."
-        )
 
 
 def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | None) -> str:
@@ -193,11 +187,6 @@ def _policy_of(policy: StoreFingerprint, model: str | None, *, revision: str | N
             "other weights. Leave `model` out, or sample responses of this one first."
         )
     return place
-
-
-def _keep_prefixes(path: Path, lines: dict[str, dict[str, object]]) -> None:
-    earlier = {line["id"]: line for _, line in read_json_lines(path)} if path.is_file() else {}
-    write_json_lines(path, list({**earlier, **lines}.values()))
 
 
 def run_import_prefixes(

@@ -38,18 +38,17 @@ COMMON = {
     "--trainer.accelerator NAME": "cpu, gpu or auto",
     "--trainer.devices N": "number of devices",
 }
-COMMON_CASE = (
-    "usage: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]",
-    "                   [--output_dir FOLDER] [--prompt FILE.yaml] [--check]",
-    "                   [--engine.OPTION, --sampling.OPTION, --prompt.OPTION, --columns.OPTION]",
-    "   or: selfcal fit --config FILE.yaml [options that override it]",
-    "",
-    "FILE holds JSON lines, Parquet or CSV with `question` and, if you have it, `answer`,",
-    "or plain text with a question a line; or it is a data set on the hub, such as",
-    "hf:openai/gsm8k:main:train. 80 % of the questions are trained on, 10 % validate,",
-    "10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.",
-    "OPTION is as in `selfcal generate --help`, such as --sampling.max_new_tokens 512.",
-)
+COMMON_CASE = """\
+usage: selfcal fit --model NAME --questions FILE [--task TASK] [--preset PRESET]
+                   [--output_dir FOLDER] [--prompt FILE.yaml] [--check]
+                   [--engine.OPTION, --sampling.OPTION, --prompt.OPTION, --columns.OPTION]
+   or: selfcal fit --config FILE.yaml [options that override it]
+
+FILE holds JSON lines, Parquet or CSV with `question` and, if you have it, `answer`,
+or plain text with a question a line; or it is a data set on the hub, such as
+hf:openai/gsm8k:main:train. 80 % of the questions are trained on, 10 % validate,
+10 % are set aside for calibration. PRESET is activated, small, joint or a YAML.
+OPTION is as in `selfcal generate --help`, such as --sampling.max_new_tokens 512."""
 ONLY_FIT = ("--model.lr X", "--model.omega X", "--data.total_tuples N", "--data.batch_size N", "--trainer.max_epochs N")
 HELP, FULL = ("--help", "-h"), ("full", "all")
 EXPLAINED = {"--model.help": MODULE, "--data.help": DATA_MODULE}
@@ -59,27 +58,14 @@ def short_help(verb: str, arguments: Sequence[str]) -> str | None:
     """Return a help that fits on a screen; None where another help or none is asked for."""
     if not set(arguments) & set(HELP) or wants_full_help(arguments):
         return None
-    width = max(map(len, COMMON))
-    rows = [
-        f"  {option:<{width}}  {text}" for option, text in COMMON.items() if verb == "fit" or option not in ONLY_FIT
-    ]
-    return "\n".join(
-        [
-            *(
-                COMMON_CASE
-                if verb == "fit"
-                else (f"usage: selfcal {verb} --config FILE.yaml [options that override it]",)
-            ),
-            "",
-            textwrap.fill(DESCRIPTIONS[verb], 80),
-            "",
-            *rows,
-            "",
-            f"All options: `selfcal {verb} --help=full`. What a class takes: `--model.help`,",
-            "`--data.help`, `--trainer.callbacks.help CLASS`. `--print_config` prints the settings",
-            "that result from all files and options. configs/ has YAML files to start from.",
-            "",
-        ]
+    shown, width = [one for one in COMMON if verb == "fit" or one not in ONLY_FIT], max(map(len, COMMON))
+    rows = "\n".join(f"  {option:<{width}}  {COMMON[option]}" for option in shown)
+    usage = COMMON_CASE if verb == "fit" else f"usage: selfcal {verb} --config FILE.yaml [options that override it]"
+    return (
+        f"{usage}\n\n{textwrap.fill(DESCRIPTIONS[verb], 80)}\n\n{rows}\n\n"
+        f"All options: `selfcal {verb} --help=full`. What a class takes: `--model.help`,\n"
+        "`--data.help`, `--trainer.callbacks.help CLASS`. `--print_config` prints the settings\n"
+        "that result from all files and options. configs/ has YAML files to start from.\n"
     )
 
 

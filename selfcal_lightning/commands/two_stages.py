@@ -94,11 +94,10 @@ def check_begun(path: Path, settings: Settings) -> None:
     if not path.exists():
         return
     before, now = (dict(flatten(one)) for one in (yaml.safe_load(path.read_text()), yaml.safe_load(_as_yaml(settings))))
-    absent = object()
     changed = [
         f"`{name}` was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name, absent) != now.get(name, absent)
+        if before.get(name, ...) != now.get(name, ...)  # null is not absence
     ]
     if changed:
         raise InputError(
@@ -115,10 +114,8 @@ def check_fit(stages: Mapping[str, Settings]) -> None:
             write_settings(path, settings)
             say(f"Checking the stage {name}")
             if processes.run_step(["fit", "--config", str(path), "--ckpt_path", "last", "--check", "true"]):
-                raise RunError(
-                    f"The settings of the stage {name} did not pass their check; its own message stands above. Nothing "
-                    "was sampled or written."
-                )
+                failed = f"The settings of the stage {name} did not pass their check; its own message stands above."
+                raise RunError(f"{failed} Nothing was sampled or written.")
 
 
 def fit_stage(number: str, folder: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from selfcal_lightning.confidence import judging
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
-from selfcal_lightning.data.store.manifest import Reread
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.base import Task, verifier_form
 from selfcal_lightning.data.tasks.registry import TASKS, get_task
@@ -76,7 +75,13 @@ def run_verify(
     if max_new_tokens < 1:
         raise InputError(f"Expected `max_new_tokens` to be at least 1, but got {max_new_tokens}.")
     judging.KeptVerdicts(store_dir, name)  # refuses a bad name before the work
-    _check_has_verifier(SampleStore(store_dir), split, task)
+    tasks = sorted(one for one in set(SampleStore(store_dir).index(split=split).task.tolist()) if task in (None, one))
+    if not any(verifier_form(get_task(one)) for one in tasks):
+        known = ", ".join(sorted(one for one in TASKS if verifier_form(TASKS[one])))
+        raise InputError(
+            f"Expected {store_dir} to hold questions of split {split!r} and of a task that a model can verify "
+            f"({known}), but got {', '.join(tasks) or 'none'}: comparing answers decides there."
+        )
     options, resolved = engine.of(revision=revision), resolve_model(model)
     check_engine(options, resolved)
     chat = load_chat(options, resolved, query=DEFAULT_QUERY)
@@ -119,42 +124,22 @@ def verify_store(
         kept.write(grades, origin=origin, overwrite=overwrite)
 
     judging.grade_candidates(engine, chat, asked, max_new_tokens=max_new_tokens, keep=keep)
-    done = _apply(store, {key: grades[key] for key in found}, name=name, tasks=tasks)
-    counts = Counter(grades[key] for key in found)
-    return VerificationReport(
-        len(found), len(asked), counts["right"], counts["wrong"], counts["not_attempted"], counts[None],
-        done.responses, done.verdicts_changed,
-    )  # fmt: skip
-
-
-def _apply(
-    store: SampleStore, grades: Mapping[judging.Key, judging.Grade | None], *, name: str, tasks: Callable[[str], Task]
-) -> Reread:
-    """Give every response the verdict on its answer, if there is one."""
     readers: dict[str, str] = {}
 
     def verified(group: QuestionSamples, sample: Sample) -> Sample:
         form = verifier_form(tasks(group.question.task))
         key = None if form is None else judging.key_of(group, sample, form)
-        grade = None if key is None else grades.get(key)
-        if grade is None:
+        if key is None or key not in found or grades[key] is None:
             return sample
         readers[group.question.task] = f"the model that gave verdicts/{name}"
-        return replace(sample, correct=grade == "right")
+        return replace(sample, correct=grades[key] == "right")
 
     def read(group: QuestionSamples) -> QuestionSamples:
         return replace(group, samples=tuple(verified(group, sample) for sample in group.samples))
 
-    return store.reread(read, readers=readers)
-
-
-def _check_has_verifier(store: SampleStore, split: str | None, task: str | None) -> None:
-    """Raise InputError unless a model can verify a task of the store; no model is loaded for it."""
-    index = store.index(split=split)
-    names = {one for one in set(index.task.tolist()) if task in (None, one)}
-    if not any(verifier_form(get_task(one)) for one in names):
-        known = ", ".join(sorted(one for one in TASKS if verifier_form(TASKS[one])))
-        raise InputError(
-            f"Expected {store.path} to hold questions of split {split!r} and of a task that a model can verify "
-            f"({known}), but got {', '.join(sorted(names)) or 'none'}: comparing answers decides there."
-        )
+    done = store.reread(read, readers=readers)
+    counts = Counter(grades[key] for key in found)
+    return VerificationReport(
+        len(found), len(asked), counts["right"], counts["wrong"], counts["not_attempted"], counts[None],
+        done.responses, done.verdicts_changed,
+    )  # fmt: skip

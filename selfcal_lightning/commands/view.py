@@ -111,12 +111,14 @@ def _write(
     colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
 ) -> None:
     pools = {name: _load(place, split, task, limit, token_ids=colours is not None) for name, place in places.items()}
-    tests = {}
+    tests, results = {}, {}
     for test in dict.fromkeys(test for found in pools.values() for test in found):
-        tests[test] = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
-    results = {key: value for test, found in tests.items() for key, value in _results(test, found).items()}
-    sentences = verdict(results)
-    title = " and ".join(places.values())
+        shared = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
+        samples = [sample for pool in shared.values() for entry in pool.entries for sample in entry.samples]
+        if all(sample.correct is not None for sample in samples):
+            results |= pool_keys(test, shared, own_confidence(list(shared.values())), num_resamples=1000)
+        tests[test] = shared
+    sentences, title = verdict(results), " and ".join(places.values())
     write_page(
         file, tests, results, title=title, sentences=sentences, threshold=threshold, redact=redact, colours=colours
     )
@@ -135,20 +137,18 @@ def _token_colours(
     scoring = ScoringModel(ModelSettings(model, None, EngineSettings().of(adapter=adapter)), fingerprint)
     reader = scoring.tokens()
 
-    def read(groups: Sequence[QuestionSamples]) -> list[list[TokenColours]]:
-        found: list[list[TokenColours]] = []
-        for group in groups:
-            (rows,) = reader.read([group])
-            texts = [sample.text for sample in group.samples]
-            found.append([None if row is None else coloured(text, row) for text, row in zip(texts, rows, strict=True)])
-        return found
-
     def coloured(text: str, row: Any) -> TokenColours:
+        if row is None:
+            return None
         pieces = token_pieces(scoring.chat.decode, row.token_ids)
         values = [round(value, 2) for value in row.tokens.logprob.tolist()]
         return ([len(piece) for piece in pieces], values) if "".join(pieces) == text else None
 
-    return read
+    def colour(group: QuestionSamples) -> list[TokenColours]:
+        (rows,) = reader.read([group])
+        return [coloured(sample.text, row) for sample, row in zip(group.samples, rows, strict=True)]
+
+    return lambda groups: [colour(group) for group in groups]
 
 
 def _load(
@@ -157,21 +157,9 @@ def _load(
     """Return the samples of each split of a store, or of a pool as one test set."""
     if not Path(path).is_dir():
         return {split or "test": load_recorded_pool(path, split=split, task=task, limit=limit)}
-    names = annotation_names(path)
-    index = SampleStore(path).index()
-    splits = sorted(set(index.split.tolist())) if split is None else [split]
-    return {
-        one: load_recorded_pool(path, split=one, task=task, limit=limit, confidences=names, token_ids=token_ids)
-        for one in splits
-    }
-
-
-def _results(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, Any]:
-    """Return the keys of ``results.json`` for one test set, as far as all its questions have references."""
-    samples = [sample for pool in pools.values() for entry in pool.entries for sample in entry.samples]
-    if any(sample.correct is None for sample in samples):
-        return {}
-    return pool_keys(test, pools, own_confidence(list(pools.values())), num_resamples=1000)
+    splits = sorted(set(SampleStore(path).index().split.tolist())) if split is None else [split]
+    options: dict[str, Any] = {"task": task, "limit": limit, "token_ids": token_ids}
+    return {one: load_recorded_pool(path, split=one, confidences=annotation_names(path), **options) for one in splits}
 
 
 def _shared(test: str, pools: Mapping[str, RecordedPool]) -> dict[str, RecordedPool]:

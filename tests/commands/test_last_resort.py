@@ -29,7 +29,7 @@ EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
 
 def replace_verb(monkeypatch: pytest.MonkeyPatch, work: Callable[..., Any]) -> None:
     """Let ``work`` be what verbs do."""
-    monkeypatch.setattr("selfcal_lightning.cli.run_function", work)
+    monkeypatch.setattr("selfcal_lightning.cli._run_verb", work)
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:

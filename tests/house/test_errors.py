@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from selfcal_lightning.cli import run
-from selfcal_lightning.core.errors import (
-    InputError,
-    MissingPackageError,
-    RunError,
-    UserError,
-    unknown_name,
-)
+from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError, UserError, unknown_name
 
 
 def test_the_family_keeps_what_python_calls_them() -> None:

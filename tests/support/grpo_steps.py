@@ -16,9 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from selfcal_lightning.adaptation.rewards import (
-    rlcr_reward,
-)
+from selfcal_lightning.adaptation.rewards import rlcr_reward
 from selfcal_lightning.data.tasks.word_problems import WordProblems, stream_problems, write_solution
 from selfcal_lightning.models.folders import BUNDLED_MODEL
 

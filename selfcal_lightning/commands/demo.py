@@ -16,22 +16,6 @@ NEEDED_BYTES = 100 * 2**20
 LARGER = "train/qwen2.5-7b-instruct.yaml"
 
 
-def demo_commands(output_dir: str = "runs/demo") -> list[list[str]]:
-    folder, adapter = Path(output_dir), f"{Path(output_dir) / 'adapter'}"
-    return [
-        [
-            "fit", "--config", config_path("demo.yaml"),
-            "--data.init_args.store_dir", str(folder / "samples"),
-            "--trainer.logger.init_args.save_dir", str(folder),
-            "--trainer.callbacks.output_dir", adapter,
-        ],
-        [
-            "evaluate", "--config", config_path("evaluate/demo.yaml"),
-            "--adapter", adapter, "--output_dir", str(folder / "evaluation"),
-        ],
-    ]  # fmt: skip
-
-
 def run_demo(output_dir: str = "runs/demo") -> None:
     """Calibrate the bundled model and compare it with itself before, on questions that it has not seen.
 
@@ -46,10 +30,17 @@ def run_demo(output_dir: str = "runs/demo") -> None:
         )
     started = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # so small a model trains 1.6 times as fast on one core as on two
-    commands = demo_commands(output_dir)
-    for step, arguments in enumerate(commands, start=1):
-        run_shown(f"{step}/{len(commands)}", arguments)
-    sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(Path(output_dir))}")
+    folder = Path(output_dir)
+    adapter = str(folder / "adapter")
+    run_shown("1/2", [
+        "fit", "--config", config_path("demo.yaml"), "--data.init_args.store_dir", str(folder / "samples"),
+        "--trainer.logger.init_args.save_dir", str(folder), "--trainer.callbacks.output_dir", adapter,
+    ])  # fmt: skip
+    run_shown("2/2", [
+        "evaluate", "--config", config_path("evaluate/demo.yaml"), "--adapter", adapter,
+        "--output_dir", str(folder / "evaluation"),
+    ])  # fmt: skip
+    sys.stdout.write(f"\nDone in {time.monotonic() - started:.0f} s. {what_next(folder)}")
 
 
 # From one of the templates that the bundled model was trained on, so that it gets this right.

@@ -216,7 +216,11 @@ def run_evaluate(
         with Stage("Writing the report"):
             write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
     remove_earlier(earlier)
-    _say_where(folder, results)
+    console = Console()
+    for sentence in verdict(results):
+        console.print(sentence, highlight=False, style="bold")
+    first = [name for name in (REPORT, "results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
+    console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)
     return results
 
 
@@ -301,11 +305,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _say_where(folder: Path, results: Mapping[str, Any]) -> None:
-    console = Console()
-    for sentence in verdict(results):
-        console.print(sentence, highlight=False, style="bold")
-    first = [name for name in (REPORT, "results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
-    console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)

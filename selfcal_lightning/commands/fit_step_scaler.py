@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.inference.vectorised import SEED
 from selfcal_lightning.metrics.group_rewards import majority_answer
-from selfcal_lightning.records import Dtype, QuestionSamples
+from selfcal_lightning.records import Dtype
 from selfcal_lightning.rewards import rates as success_rates
 from selfcal_lightning.rewards.metrics import PREFIXES, STEP_BIAS, STEP_BRIER, STEP_ECE, StepMetrics
 from selfcal_lightning.rewards.reading import check_rewards, completed, open_rewards
@@ -84,12 +83,11 @@ def run_fit_step_scaler(
         rates = success_rates.by_text(rollouts, success_rates.read_rates(rollouts, policy=policy))
     reader = open_rewards(reward, dtype=dtype)
     steps = completed(reward).steps
-
-    def rows_of(entries: Sequence[QuestionSamples]) -> StepRows:
-        return step_rows(entries, reader.read(entries), target=target, steps=steps, rates=rates)
-
     halves = [pool] if use_all else halve_pool(pool, seed=seed)
-    rows = {name: rows_of(entries) for name, entries in zip(("fitted", "held out"), halves, strict=False)}
+    rows = {
+        name: step_rows(entries, reader.read(entries), target=target, steps=steps, rates=rates)
+        for name, entries in zip(("fitted", "held out"), halves, strict=False)
+    }
     fit = rows["fitted"]
     map_ = fit_step_map(kind, fit)
     fitted_on = FittedOn.from_questions(

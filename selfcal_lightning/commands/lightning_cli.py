@@ -66,22 +66,18 @@ def plan_training_run(
         own = Plan(places=tuple(places), stopped=(stopped_text(trainer, ckpt_path),))
     else:
         untrained = ckpt_path is None and adapter is None
-        own = Plan(places=tuple(places), notes=(untrained_note(verb),) if untrained else ())
-    parts = [one.plan_run(verb, trainer, module, data) for one in _participants(trainer, module, data)]
+        own = Plan(places=tuple(places), notes=(UNTRAINED.format(verb=verb),) if untrained else ())
+    there: list[object] = [module, data, *callbacks_of(trainer)]
+    parts = [one.plan_run(verb, trainer, module, data) for one in there if isinstance(one, Participant)]
     plan = merge_plans([*parts, own])
     check_places(plan)
     return plan
 
 
-def _participants(trainer: Trainer, *more: object) -> list[Participant]:
-    return [one for one in (*more, *callbacks_of(trainer)) if isinstance(one, Participant)]
-
-
-def untrained_note(verb: str) -> str:
-    return (
-        f"No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. "
-        "Give `--ckpt_path FILE.ckpt` for a calibrated one."
-    )
+UNTRAINED = (
+    "No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. Give "
+    "`--ckpt_path FILE.ckpt` for a calibrated one."
+)
 
 
 def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
@@ -90,12 +86,10 @@ def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:
     files = _checkpoints(trainer)
     if not files:
         return f"{kept}; training starts over, since no ModelCheckpoint with a `dirpath` is among `trainer.callbacks`."
-    folder = files[0].dirpath
+    newest = f"from the newest checkpoint in {files[0].dirpath}"
     if ckpt_path == LAST:
-        return f"{kept}, and with training from the newest checkpoint in {folder}."
-    return (
-        f"{kept}; training resumes from the newest checkpoint in {folder} with `--ckpt_path last`, else from the start."
-    )
+        return f"{kept}, and with training {newest}."
+    return f"{kept}; training resumes {newest} with `--ckpt_path last`, else from the start."
 
 
 def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
@@ -153,10 +147,8 @@ class ConfigKeeper(SaveConfigCallback):
         if not self.already_saved and log_dir is not None and not is_address(log_dir):
             text = self.parser.dump(self.config, skip_none=False)
             names = ("config.yaml", *(f"config-{number}.yaml" for number in range(2, 1000)))
-            places = ((name, Path(log_dir) / name) for name in names)
-            self.config_filename = next(
-                name for name, place in places if not place.exists() or place.read_text() == text
-            )
+            places = (Path(log_dir) / name for name in names)
+            self.config_filename = next(one.name for one in places if not one.exists() or one.read_text() == text)
         super().setup(trainer, pl_module, stage)
 
 
@@ -215,19 +207,16 @@ class SelfCalibrationCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:
-            own = None if isinstance(error, InputError) else parsing.own_sentence(str(error))
-            if own is None:
+            if isinstance(error, InputError) or (own := parsing.own_sentence(str(error))) is None:
                 raise
             raise InputError(own) from error
 
     def before_predict(self) -> None:
         """Load the weights of ``--adapter``."""
-        adapter = self.config["predict"].adapter
-        if adapter is None:
-            return
-        if not isinstance(self.model, TrainedModule):
-            raise InputError(f"Expected a TrainedModule for `--adapter`, but got {type(self.model).__name__}.")
-        self.model.load_export(Path(adapter))
+        if (adapter := self.config["predict"].adapter) is not None:
+            if not isinstance(self.model, TrainedModule):
+                raise InputError(f"Expected a TrainedModule for `--adapter`, but got {type(self.model).__name__}.")
+            self.model.load_export(Path(adapter))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Write checkpoints atomically and explain errors in reading them, unless the user named a plugin for it."""
@@ -260,7 +249,7 @@ class SelfCalibrationCLI(LightningCLI):
         with keeping(lambda: kept), untrained_folders_removed(self.trainer):
             super()._run_subcommand(subcommand)
         if subcommand != FIT and ckpt_path is None and adapter is None and self.trainer.is_global_zero:
-            say(untrained_note(subcommand))
+            say(UNTRAINED.format(verb=subcommand))
 
 
 def links_of(arguments: Sequence[str]) -> tuple[str, ...]:

@@ -39,7 +39,11 @@ def explain_parsing(message: str, known: Sequence[str]) -> str:
         'unrecognized option --modle. Did you mean --model?'
     """
     if message.startswith("unrecognized arguments: --"):
-        return _unknown_option(message.split()[2].partition("=")[0], known)
+        option = message.split()[2].partition("=")[0]
+        name = option.lstrip("-")
+        longer = sorted({one for one in known if one.startswith(name) or one.endswith(f".{name}")}, key=len)
+        meant = did_you_mean(name, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
+        return f"unrecognized option {option}." + re.sub("'(.*)'", r"--\1", meant)
     if (foreign := re.search(r"Importing '([^']+)' is not allowed", message)) is not None:
         package = foreign[1].partition(".")[0]
         return f"{foreign[1]} is not imported: name its package in `--{OPTION} {package}` if you trust it."
@@ -49,9 +53,10 @@ def explain_parsing(message: str, known: Sequence[str]) -> str:
     lines = (line.strip().removeprefix("- ") for line in _KEY.sub("", message).splitlines())
     words = " ".join(line for line in lines if line and not line.startswith(_ATTEMPTS))
     words = re.sub(r"<class '([^']+)'>|typing\.(?=Literal)", r"\1", words)
-    if owners and (option := re.search(r"Option '([^']+)' is not accepted", words)) is not None:
-        hint = did_you_mean(option[1], _settings_of(owners[-1]))
-        words = f"{option[0]} by {owners[-1].rpartition('.')[2]}.{hint}"
+    if owners and (wrong := re.search(r"Option '([^']+)' is not accepted", words)) is not None:
+        module, _, name = owners[-1].rpartition(".")
+        settings = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        words = f"{wrong[0]} by {name}.{did_you_mean(wrong[1], settings)}"
     elif value is not None:
         hint = did_you_mean(value[1], _QUOTED.findall(words)) if "Literal[" in words else ""
         words = f"{words.partition(' Got value: ')[0].rstrip('.')}. Got value: {value[1]:.120}.{hint}"
@@ -67,13 +72,6 @@ def own_sentence(message: str) -> str | None:
     """
     lines = (line.strip().removeprefix("- ") for line in message.splitlines())
     return next((line for line in lines if "`" in line and not line.startswith("Given value")), None)
-
-
-def _unknown_option(option: str, known: Sequence[str]) -> str:
-    name = option.lstrip("-")
-    longer = sorted({one for one in known if one.startswith(name) or one.endswith(f".{name}")}, key=len)
-    meant = did_you_mean(name, longer[:1] or known) or (f" Did you mean {longer[0]!r}?" if longer else "")
-    return f"unrecognized option {option}." + re.sub("'(.*)'", r"--\1", meant)
 
 
 def import_named_packages_only() -> None:
@@ -101,7 +99,12 @@ class ShortErrors(ArgumentParser):
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from ex
         parser = getattr(ex, "subcommand_parser", None) or self
-        self.refuse(explain_parsing(message, _options_of(parser)), parser)
+        names = [name for action in parser._actions for name in action.option_strings]
+        known = [name.lstrip("-") for name in names if name.startswith("--") and not name.endswith("+")]
+        # The parser sees a record that may be null as one option, though it takes those of its fields.
+        records = [(a.dest, kind) for a in parser._actions for kind in get_args(getattr(a, "_typehint", None))]
+        known += [f"{name}.{one.name}" for name, kind in records if is_dataclass(kind) for one in fields(kind)]
+        self.refuse(explain_parsing(message, known), parser)
 
     def refuse(self, sentence: str, parser: ArgumentParser) -> NoReturn:
         """End the process with a sentence and the usage of the verb."""
@@ -141,17 +144,3 @@ def let_flags_stand_alone(parser: ArgumentParser) -> None:
 def add_plugins_option(parser: ArgumentParser) -> None:
     """Add ``--plugins``. They are loaded before the parser exists, since they add choices of other options."""
     parser.add_argument(f"--{OPTION}", type=list[str] | str | None, default=None, help=HELP)
-
-
-def _options_of(parser: ArgumentParser) -> list[str]:
-    """Return the names of all options, without dashes."""
-    names = [name for action in parser._actions for name in action.option_strings]
-    known = [name.lstrip("-") for name in names if name.startswith("--") and not name.endswith("+")]
-    # The parser sees a record that may be null as one option, though it takes those of its fields.
-    records = [(a.dest, kind) for a in parser._actions for kind in get_args(getattr(a, "_typehint", None))]
-    return known + [f"{name}.{one.name}" for name, kind in records if is_dataclass(kind) for one in fields(kind)]
-
-
-def _settings_of(class_path: str) -> list[str]:
-    module, _, name = class_path.rpartition(".")
-    return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)

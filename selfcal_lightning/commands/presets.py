@@ -120,10 +120,11 @@ def prepare(case: CommonCase) -> PreparedCase:
         raise unknown_name("engine.name", str(name), ENGINES)
     generation = _callback(configuration, "SSCGeneration")
     for record, settings in {"engine": case.engine, "sampling": case.sampling}.items():
-        if settings and generation is None:
+        if not settings:
+            continue
+        if generation is None:
             raise InputError(f"The preset has no SSCGeneration, which takes `{record}`. Take one that samples.")
-        if settings:
-            generation.setdefault("init_args", {}).setdefault(record, {}).update(settings)
+        generation.setdefault("init_args", {}).setdefault(record, {}).update(settings)
     return PreparedCase(case, configuration, counts)
 
 

@@ -136,18 +136,16 @@ def run_extract_steps(
             f"Expected `model` with `backend` engine, and there alone, but got {model!r} with {backend!r}."
         )
     chosen = selection_files.read_selection(selection)
-    if model is not None:
-        check_engine(engine.of(revision=revision), model)
     with ExitStack() as ends:
         extractor: key_steps.RuleExtractor | key_steps.EngineExtractor = key_steps.RuleExtractor()
         if model is not None:
             options = engine.of(revision=revision)
+            check_engine(options, model)
             chat = load_chat(options, model, query=DEFAULT_QUERY)
             opened = open_engine(options, model, chat=chat)
             ends.callback(opened.close)
-            extractor = key_steps.EngineExtractor(
-                opened, chat, max_new_tokens=max_new_tokens, max_failures=max_failures
-            )
+            limits = {"max_new_tokens": max_new_tokens, "max_failures": max_failures}
+            extractor = key_steps.EngineExtractor(opened, chat, **limits)
         described = extractor.describe()
         found: list[key_steps.Extracted] = key_steps.check_extractor(chosen, described, overwrite=overwrite)
         known = {one.key for one in found}
@@ -175,16 +173,14 @@ def describe_steps(steps: key_steps.KeySteps) -> str:
     rates = steps.rates
     total = rates["responses"] or 1
     without = ", ".join(f"{number:,} {reason}" for reason, number in rates["without_steps"].items()) or "none"
-    lines = [
+    return (
         f"{rates['with_steps']:,} of {rates['responses']:,} responses have key steps "
-        f"({rates['with_steps'] / total:.1%}), {rates['repaired']:,} of them after a second request.",
-        f"Without: {without}.",
+        f"({rates['with_steps'] / total:.1%}), {rates['repaired']:,} of them after a second request.\n"
+        f"Without: {without}.\n"
         f"{rates['steps']:,} steps in {rates['forms']:,} forms; left out: {rates['ungrounded_forms']:,} forms with a "
-        f"number that the response lacks, {rates['leaking_forms']:,} that are the answer.",
-        f"{rates['true_steps']:,} of {rates['checked_steps']:,} steps with arithmetic are true.",
-        "",
-    ]
-    return "\n".join(lines)
+        f"number that the response lacks, {rates['leaking_forms']:,} that are the answer.\n"
+        f"{rates['true_steps']:,} of {rates['checked_steps']:,} steps with arithmetic are true.\n"
+    )
 
 
 def run_export_rl(

@@ -111,7 +111,8 @@ def _write(
     colours: Callable[[Sequence[QuestionSamples]], list[list[TokenColours]]] | None = None,
 ) -> None:
     pools = {name: _load(place, split, task, limit, token_ids=colours is not None) for name, place in places.items()}
-    tests, results = {}, {}
+    tests: dict[str, dict[str, RecordedPool]] = {}
+    results: dict[str, Any] = {}
     for test in dict.fromkeys(test for found in pools.values() for test in found):
         shared = _shared(test, {name: found[test] for name, found in pools.items() if test in found})
         samples = [sample for pool in shared.values() for entry in pool.entries for sample in entry.samples]

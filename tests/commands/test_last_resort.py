@@ -27,9 +27,7 @@ INTERRUPTED, FAILED = 130, 1
 EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
 
 
-def replace_verb(monkeypatch: pytest.MonkeyPatch, work: Callable[..., Any]) -> None:
-    """Let ``work`` be what verbs do."""
-    monkeypatch.setattr("selfcal_lightning.cli._run_verb", work)
+RUN = "selfcal_lightning.cli._run_verb"  # what verbs do
 
 
 def raising(error: BaseException) -> Callable[..., NoReturn]:
@@ -64,7 +62,7 @@ def status_of(arguments: list[str]) -> int | None:
 def test_a_defect_is_told_from_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    replace_verb(monkeypatch, raising(error))
+    monkeypatch.setattr(RUN, raising(error))
     assert run(EVALUATE) == FAILED
     shown = capsys.readouterr().err
     assert f"{type(error).__name__}: {error}" in shown, "what happened, by class and message"
@@ -91,7 +89,7 @@ def test_a_defect_is_told_from_a_mistake(
 def test_a_mistake_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
 ) -> None:
-    replace_verb(monkeypatch, raising(error))
+    monkeypatch.setattr(RUN, raising(error))
     assert run(EVALUATE) == FAILED
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("selfcal evaluate: error: ")
@@ -214,7 +212,7 @@ def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
         except KeyboardInterrupt:
             raise ImportError("numpy.core.multiarray failed to import") from None
 
-    replace_verb(monkeypatch, load)
+    monkeypatch.setattr(RUN, load)
     assert status_of(EVALUATE) == INTERRUPTED
     shown = capsys.readouterr().err.strip()
     assert shown.startswith("selfcal evaluate: stopped by Ctrl-C. ")
@@ -240,11 +238,9 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
 def test_a_failed_test_leaves_no_empty_logs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise errors.InputError("Expected something else.")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", fail)
+    refuse = raising(errors.InputError("Expected something else."))
+    monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
     small = ["--data.test", "[{task: word_problems, split: test_id, limit: 2}]", "--data.num_samples", "2"]
     assert status_of(["test", "--config", config_path("demo.yaml"), *small]) != 0
     assert "Expected something else" in capsys.readouterr().err
@@ -256,26 +252,17 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def started(arguments: list[str], folder: Path) -> subprocess.Popen[str]:
-    """A process of its own, with output to files, so that nobody waits for anybody."""
-    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
-        return subprocess.Popen(
+def interrupted(arguments: list[str], folder: Path, when: Callable[[], bool]) -> str:
+    """Start a command, press Ctrl-C once ``when`` holds, and return its last line."""
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:  # files: nobody waits for anybody
+        process = subprocess.Popen(
             [sys.executable, "-m", "selfcal_lightning", *arguments], stdout=out, stderr=err, text=True, cwd=folder,
             start_new_session=True, preexec_fn=hear_ctrl_c,
         )  # fmt: skip
-
-
-def wait_for(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while process.poll() is None and not happened():
-        time.sleep(0.05)
-    assert process.returncode is None, "it ended before it could be interrupted"
-
-
-def interrupted(arguments: list[str], folder: Path, when: Callable[[], bool]) -> str:
-    """Start a command, press Ctrl-C once ``when`` holds, and return its last line."""
-    process = started(arguments, folder)
     try:
-        wait_for(when, process)
+        while process.poll() is None and not when():
+            time.sleep(0.05)
+        assert process.returncode is None, "it ended before it could be interrupted"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == INTERRUPTED
     finally:

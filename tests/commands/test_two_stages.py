@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocat
 from selfcal_lightning.records import SamplingSettings
 from selfcal_lightning.training.stages import lay_out, read_stage
 
-SMALL: dict[str, Any] = {
-    "num_samples": 4,
-    "batch_size": 4,
-    "train": [{"task": "word_problems", "split": "train", "limit": 6}],
-    "validation": [],
-}
+SOURCE = {"task": "word_problems", "split": "train", "limit": 6}
+SMALL: dict[str, Any] = {"num_samples": 4, "batch_size": 4, "train": [SOURCE], "validation": []}
 OPTIONS: dict[str, Any] = {
     "tune_options": {
         "trainer": {"precision": "32-true", "logger": False},
@@ -125,10 +122,8 @@ def test_the_same_command_goes_on(
     stops_at: str | None, again: list[str], steps: Callable[..., Steps], tmp_path: Path
 ) -> None:
     steps(stops_at=stops_at)
-    if stops_at is not None:
-        with pytest.raises(RuntimeError, match="with status 137"):
-            start(tmp_path)
-    else:
+    stops = nullcontext() if stops_at is None else pytest.raises(RuntimeError, match="with status 137")
+    with stops:
         start(tmp_path)
     made = steps()
     start(tmp_path)
@@ -296,11 +291,6 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     assert read_manifest(adapter)["base_model"]["model"] == str(merged)
     assert read_invocation_ids(str(adapter)) is not None
     question = "Tom has 3 boxes of 4 pens. How many pens has he?"
-    (answer,) = run_answer(
-        str(merged),
-        adapter=str(adapter),
-        question=question,
-        sampling=SamplingSettings(max_new_tokens=60),
-        max_samples=2,
-    )
+    settings = {"sampling": SamplingSettings(max_new_tokens=60), "max_samples": 2}
+    (answer,) = run_answer(str(merged), adapter=str(adapter), question=question, **settings)
     assert 1 <= answer.verdict.samples_used <= 2

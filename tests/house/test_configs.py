@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from support.command_lines import ON_CPU, given_to, instantiated
+from support.house import ROOT
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import VERBS
 from selfcal_lightning.commands.presets import PRESETS, CommonCase, as_arguments, prepare
 from selfcal_lightning.records import SamplingSettings
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 DEMOS = [ROOT / "configs" / name for name in ("demo.yaml", "demo-joint.yaml")]
 REWARDS = ROOT / "configs" / "rewards" / "demo.yaml"
@@ -30,21 +30,16 @@ CAPABILITY = [path for path in CONFIGS if path.parent.name == "capability"]
 # One of each kind.
 ADAPT = [ROOT / "configs" / "adapt" / f"{name}.yaml" for name in ("demo", "calibrated", "gspo", "rent", "sft")]
 TRAINING = [path for path in CONFIGS if path.parent.name == "train" or path in DEMOS]
-PUBLISHED = {
-    "llama-3.1-8b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
-    "llama-3.1-70b-instruct-qlora.yaml": (100_000, 0.7, 1, 0.65, 64),
-    "llama-3.1-8b-instruct-ddp8.yaml": (100_000, 0.7, 1, 0.65, 64),
-    "qwen2.5-7b-instruct.yaml": (200_000, 0.8, 1, 0.45, 64),
-    "deepseek-r1-distill-qwen-1.5b.yaml": (200_000, 0.8, 2, 0.40, 64),
-    "llama-3.1-8b-instruct-torchrun.yaml": (100_000, 0.7, 1, 0.65, 64),
-    "llama-3.3-70b-instruct-fsdp8.yaml": (100_000, 0.7, 1, 0.65, 64),
-    "slurm-llama-3.3-70b-instruct.yaml": (100_000, 0.7, 1, 0.65, 64),
-}
-WAYS_OF_CONFIGS = {
-    "llama-3.1-8b-instruct-ddp8.yaml": "DDP",
-    "llama-3.1-8b-instruct-torchrun.yaml": "DDP",
-    "llama-3.3-70b-instruct-fsdp8.yaml": "FSDP2",
-    "slurm-llama-3.3-70b-instruct.yaml": "FSDP2",
+LLAMA = (100_000, 0.7, 1, 0.65)
+PUBLISHED = {  # total tuples, generation ratio, epochs and the sum of the shares; and how processes are used
+    "llama-3.1-8b-instruct.yaml": (*LLAMA, "one process"),
+    "llama-3.1-70b-instruct-qlora.yaml": (*LLAMA, "one process"),
+    "llama-3.1-8b-instruct-ddp8.yaml": (*LLAMA, "DDP"),
+    "qwen2.5-7b-instruct.yaml": (200_000, 0.8, 1, 0.45, "one process"),
+    "deepseek-r1-distill-qwen-1.5b.yaml": (200_000, 0.8, 2, 0.40, "one process"),
+    "llama-3.1-8b-instruct-torchrun.yaml": (*LLAMA, "DDP"),
+    "llama-3.3-70b-instruct-fsdp8.yaml": (*LLAMA, "FSDP2"),
+    "slurm-llama-3.3-70b-instruct.yaml": (*LLAMA, "FSDP2"),
 }
 BATCH_SCRIPT = "configs/train/slurm.sbatch"
 # What srun gives to a process; Lightning's SLURMEnvironment reads it as soon as it is made.
@@ -66,6 +61,12 @@ def _command(path: Path) -> list[str]:
     launcher = re.match(r"# (selfcal|torchrun .* -m selfcal_lightning) ", first)
     assert launcher, f"{path} must begin with the command that runs it"
     return first.removeprefix(launcher[0]).split()
+
+
+def generated(path: Path) -> list[dict[str, Any]]:
+    """Return what the `selfcal generate` commands in a file's comments would be called with."""
+    lines = re.findall(r"^#   selfcal generate (.*)$", path.read_text(), flags=re.MULTILINE)
+    return [given_to("generate", shlex.split(line)) for line in lines]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -115,11 +116,7 @@ def test_training_from_a_public_reward_model_instantiates(
     names = {type(callback).__name__ for callback in cli.trainer.callbacks}
     assert "AdapterExport" in names
     assert "SSCGeneration" not in names, "a reward model answers no questions"
-    made: dict[str, dict[str, Any]] = {}
-    for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
-        verb, *arguments = shlex.split(line)
-        given = given_to(verb, arguments)
-        made[given["store_split"] or given["split"]] = given
+    made = {given["store_split"] or given["split"]: given for given in generated(path)}
     for split, given in made.items():
         (source,) = document["data"]["init_args"][split]
         assert ([source["task"]], source.get("offset", 0), source["limit"]) == (
@@ -154,15 +151,15 @@ def test_training_config_instantiates(
     names = [type(callback).__name__ for callback in cli.trainer.callbacks]
     assert {"SSCGeneration", "CalibrationCurve", "AdapterExport"} <= set(names)
     if path.name in PUBLISHED:
-        total, ratio, epochs, shares, rows = PUBLISHED[path.name]
+        total, ratio, epochs, shares, way = PUBLISHED[path.name]
         document: dict[str, Any] = yaml.safe_load(path.read_text())
         data, trainer = document["data"]["init_args"], document["trainer"]
         assert (data["total_tuples"], data["generation_ratio"], trainer["max_epochs"]) == (total, ratio, epochs)
         assert sum(source["share"] for source in data["train"]) == pytest.approx(shares)
         world = trainer["devices"] * trainer.get("num_nodes", 1)
         assert cli.trainer.num_devices * cli.trainer.num_nodes == world
-        assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == rows
-        assert way_of(cli.trainer.strategy) == WAYS_OF_CONFIGS.get(path.name, "one process")
+        assert trainer["accumulate_grad_batches"] * world * data["batch_size"] == 64
+        assert way_of(cli.trainer.strategy) == way
         model, sampling = cli.model, next(c for c in cli.trainer.callbacks if isinstance(c, SSCGeneration)).sampling
         assert model.lora == LoraSettings(32, 16, 0.05, target_modules=("q_proj", "v_proj"), activated=False)
         assert model.optimization == OptimizerSettings(5e-5, weight_decay=0.01, warmup_steps=0)
@@ -336,14 +333,12 @@ def test_a_warning_that_comes_before_the_step_has_a_number_is_passed_on(tmp_path
     assert (tmp_path / "calls").read_text() == "requeue 79\n"
 
 
-def test_commands_in_comments_fill_the_store_that_training_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_in_comments_fill_the_store_that_training_reads() -> None:
     found = 0
     for path in TRAINING:
         document = yaml.safe_load(path.read_text())
         made: dict[str, list[str]] = {}
-        for line in re.findall(r"^#   selfcal (generate .*)$", path.read_text(), flags=re.MULTILINE):
-            verb, *arguments = shlex.split(line)
-            given = given_to(verb, arguments)
+        for given in generated(path):
             data, sources = document["data"]["init_args"], document["data"]["init_args"][given["split"]]
             assert given["model"] == document["model"]["init_args"]["base_model"]
             assert given["store_dir"] == data["store_dir"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -16,6 +18,12 @@ from selfcal_lightning.core.imports import is_installed, require
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TOPS = ("selfcal_lightning", "datamodules", "callbacks", "configs")
+DOCTESTED = [
+    ".".join(["selfcal_lightning", *path.relative_to(ROOT).with_suffix("").parts])
+    for folder in ("datamodules", "callbacks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if ">>>" in path.read_text()
+]
 EXTRAS = ("vllm", "bitsandbytes", "aiohttp")
 
 
@@ -23,6 +31,14 @@ def test_package_list_is_that_of_the_folders() -> None:
     folders = [path.relative_to(ROOT).parent.parts for top in TOPS for path in (ROOT / top).rglob("__init__.py")]
     names = [".".join(parts if parts[0] == "selfcal_lightning" else ("selfcal_lightning", *parts)) for parts in folders]
     assert PROJECT["tool"]["setuptools"]["packages"] == sorted(names)
+
+
+@pytest.mark.parametrize("name", DOCTESTED)
+def test_examples_of_mapped_folders_hold(name: str) -> None:
+    """`make test` runs those of the package itself."""
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 @pytest.mark.parametrize("name", ["datamodules", "callbacks"])

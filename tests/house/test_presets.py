@@ -12,6 +12,7 @@ import yaml
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare, split_arguments
 from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.models.folders import config_path
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -40,29 +41,19 @@ def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path:
     assert CommonCase("some/model", questions).preset_name == "activated"
     assert prepare(CommonCase("some/model", questions)).configuration["model"]["init_args"]["lora"]["r"] == 16
     assert prepare(CommonCase("m", questions, preset="joint")).configuration["model"]["init_args"]["lora"]["r"] == 32
-    own = yaml.safe_load(
-        Path(prepare.__code__.co_filename).parent.joinpath("../../configs/presets/small.yaml").read_text()
-    )
+    own = yaml.safe_load(Path(config_path("presets/small.yaml")).read_text())
     own["model"]["init_args"]["lr"] = 0.5
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     configuration = prepare(CommonCase("m", questions, preset=str(tmp_path / "own.yaml"))).configuration
     assert configuration["model"]["init_args"] == {**own["model"]["init_args"], "base_model": "m"}
 
 
-def test_engine_and_length_reach_the_callback_that_samples(questions: str) -> None:
-    case = CommonCase("m", questions, engine={"name": "vllm"}, sampling={"max_new_tokens": 77})
-    callbacks = prepare(case).configuration["trainer"]["callbacks"]
-    assert callbacks[0]["init_args"] == {"engine": {"name": "vllm"}, "sampling": {"max_new_tokens": 77}}
-
-
 def test_questions_of_several_tasks_are_a_source_each(questions: str, tmp_path: Path) -> None:
     rows = [{"question": f"Is it {n}? (A) yes (B) no", "answer": "A", "task": "local_choice"} for n in range(10)]
     rows += [{"question": f"{n}+1?", "answer": n + 1, "task": "local_number"} for n in range(10)]
     prepared = prepare(CommonCase("m", write(tmp_path / "two.jsonl", *rows)))
-    assert [source["task"] for source in prepared.configuration["data"]["init_args"]["train"]] == [
-        "local_choice",
-        "local_number",
-    ]
+    sources = prepared.configuration["data"]["init_args"]["train"]
+    assert [source["task"] for source in sources] == ["local_choice", "local_number"]
     assert prepared.counts == {"train": 16, "validation": 2, "calibration": 2}
 
 
@@ -108,14 +99,15 @@ def test_a_bad_question_is_named(
 
 
 def test_engine_sampling_and_prompt_are_set_field_by_field(questions: str) -> None:
-    options = ["--engine.dtype", "bfloat16", "--sampling.temperature", "0.5", "--prompt.format", "plain"]
-    found = common_case(["--model", "bundled", "--questions", questions, *options])
+    options = ["--engine.name", "vllm", "--engine.dtype", "bfloat16", "--sampling.max_new_tokens", "77"]
+    options += ["--prompt.format", "plain"]
+    found = common_case(["--model", "m", "--questions", questions, *options])
     assert found is not None
     configuration, rest = found[0].configuration, found[1]
     assert not rest
     (sampled,) = (one for one in configuration["trainer"]["callbacks"] if one["class_path"].endswith("SSCGeneration"))
-    assert sampled["init_args"]["engine"]["dtype"] == "bfloat16"
-    assert sampled["init_args"]["sampling"]["temperature"] == 0.5
+    engine = {"name": "vllm", "dtype": "bfloat16"}
+    assert sampled["init_args"] == {"engine": engine, "sampling": {"max_new_tokens": 77}}
     assert configuration["model"]["init_args"]["prompt"]["format"] == "plain"
 
 

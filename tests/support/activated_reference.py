@@ -12,13 +12,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from support.engine_reference import EDT, QUESTIONS, Reference
+from support.engine_reference import EDT, QUESTIONS, Reference, masses
 from support.other_models import plain_copy
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import ConfidenceQuery, Request, Response, SamplingSettings
+from selfcal_lightning.records import Request, Response, SamplingSettings
 
 SHORT = SamplingSettings(max_new_tokens=9)
 
@@ -27,9 +27,8 @@ def write_adapter(tiny_model: str, folder: Path, query_ids: tuple[int, ...], **c
     """Write an adapter as PEFT does, that is woken by ``query_ids``."""
     torch.manual_seed(0)
     settings = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj", "down_proj"], **changes}
-    config = LoraConfig(
-        **settings, task_type="CAUSAL_LM", init_lora_weights=False, alora_invocation_tokens=list(query_ids)
-    )
+    settings |= {"task_type": "CAUSAL_LM", "init_lora_weights": False, "alora_invocation_tokens": list(query_ids)}
+    config = LoraConfig(**settings)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), config)
     model.save_pretrained(folder)
     return str(folder)
@@ -46,11 +45,6 @@ class ReferencePeft:
     def next_probabilities(self, ids: tuple[int, ...]) -> torch.Tensor:
         """Return the probabilities of the next token [V]."""
         return self.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
-
-
-def masses(p: torch.Tensor, query: ConfidenceQuery) -> tuple[float, float]:
-    """Return the masses on Yes and on No of probabilities [V]."""
-    return p[list(query.yes_ids)].sum().item(), p[list(query.no_ids)].sum().item()
 
 
 def without_confidence(response: Response) -> tuple[Any, ...]:

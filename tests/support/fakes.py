@@ -55,12 +55,8 @@ class FakeEngine:
     def __init__(
         self, *, slots: int = 4, seconds_per_poll: float = 0.0, max_context: int = 4096, weights: str = "0" * 64
     ) -> None:
-        self.slots, self.seconds_per_poll, self.max_context, self.weights = (
-            slots,
-            seconds_per_poll,
-            max_context,
-            weights,
-        )
+        self.slots, self.seconds_per_poll = slots, seconds_per_poll
+        self.max_context, self.weights = max_context, weights
         self.requests: list[Request] = []
         self.largest_queue = self.drained = 0
         self._waiting: dict[str, Request] = {}
@@ -115,14 +111,8 @@ class FakeEngine:
         return [[random.Random(f"{list(prompt)}/{token}").random() / 512 for token in token_ids] for prompt in prompts]
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "engine": "fake",
-            "dtype": "float32",
-            "model": "fake",
-            "revision": None,
-            "weights_sha256": self.weights,
-            "adapter_sha256": None,
-        }
+        facts = {"engine": "fake", "dtype": "float32", "model": "fake", "revision": None}
+        return {**facts, "weights_sha256": self.weights, "adapter_sha256": None}
 
     def close(self) -> None:
         self._closed = True
@@ -135,31 +125,19 @@ class FakeEngine:
         stream = random.Random(request.seed)
         number = stream.choice([3, 3, 5, 7, None])
         text = "I do not know." if number is None else f"Step {stream.random():.6f}. The answer is {number}."
-        ids = tuple(text.encode())
-        ids = ids[len(request.prefix_ids) :]
+        ids = tuple(text.encode())[len(request.prefix_ids) :]
         cut = ids[: request.sampling.max_new_tokens - 1 - len(request.prefix_ids)]
         finish = "stop" if cut == ids else "length"
         if (end := next((i for i, token in enumerate(cut) if token in request.step_ids), None)) is not None:
             cut, finish = cut[: end + 1], "step"
         yes = stream.random()
-        return Response(
-            request_id=request.id,
-            text=bytes(cut).decode(errors="replace"),
-            token_ids=cut,
-            finish=finish,
-            logprob=-stream.random() * len(cut),
-            yes_mass=None if request.query is None else yes,
-            no_mass=None if request.query is None else (1.0 - yes) * 0.5,
-        )
+        masses = (None, None) if request.query is None else (yes, (1.0 - yes) * 0.5)
+        text = bytes(cut).decode(errors="replace")
+        return Response(request.id, text, cut, finish, -stream.random() * len(cut), *masses)
 
 
 class ReplyingEngine(FakeEngine):
-    """Says what ``reply`` makes of the text of the prompt; each text is kept in ``asked``.
-
-    Args:
-        reply: Returns the response to a prompt, control tokens left out.
-        options: Of the fake engine.
-    """
+    """Says what ``reply`` makes of the text of the prompt, control tokens left out; each text is kept in ``asked``."""
 
     def __init__(self, reply: Callable[[str], str], **options: Any) -> None:
         super().__init__(**options)

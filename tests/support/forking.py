@@ -28,9 +28,7 @@ def forking_tests(path: Path) -> set[str]:
 def _definitions(module: ast.Module) -> list[tuple[str, ast.AST]]:
     """Return the functions, methods and values of a module by their names."""
     found: list[tuple[str, ast.AST]] = []
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef):
-            found.append((node.name, node))
+    found += [(node.name, node) for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     for node in module.body:
         if isinstance(node, ast.Assign):
             found += [(target.id, node.value) for target in node.targets if isinstance(target, ast.Name)]

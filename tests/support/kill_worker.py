@@ -24,18 +24,8 @@ def sample_share(path: Path, *, shard: tuple[int, int] = (0, 1), seconds_per_pol
     engine, chat = FakeEngine(seconds_per_poll=seconds_per_poll), FakeChat()
     fingerprint = store_fingerprint(engine, chat, SAMPLING, SEED)
     store = SampleStore.create_or_open(path, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
-    return generate_samples(
-        QUESTIONS,
-        split="train",
-        engine=engine,
-        chat=chat,
-        store=store,
-        num_samples=NUM_SAMPLES,
-        tasks=lambda name: FakeTask(name),
-        shard=shard,
-        questions_per_shard=2,
-        progress=False,
-    )
+    work = {"split": "train", "num_samples": NUM_SAMPLES, "shard": shard, "questions_per_shard": 2}
+    return generate_samples(QUESTIONS, engine=engine, chat=chat, store=store, tasks=FakeTask, progress=False, **work)
 
 
 def die_at(step: int) -> None:

@@ -53,9 +53,9 @@ def batch_of(
         input_ids=torch.tensor([one + [chat.pad_id] * (length - len(one)) for one in ids]),
         attention_mask=torch.tensor([[1] * len(one) + [0] * (length - len(one)) for one in ids]),
         query_position=torch.tensor([index * length + position for index, position in enumerate(positions)]),
-        label_position=_longs([index * length + t - 1 for index, t in labels]),
-        label_id=_longs([ids[index][t] for index, t in labels]),
-        label_row=_longs([index for index, _ in labels]),
+        label_position=torch.tensor([index * length + t - 1 for index, t in labels], dtype=torch.long),
+        label_id=torch.tensor([ids[index][t] for index, t in labels], dtype=torch.long),
+        label_row=torch.tensor([index for index, _ in labels], dtype=torch.long),
         target=torch.tensor([row.target for row in rows]),
         correct=torch.tensor([row.correct for row in rows]),
         calibration_weight=calibration,
@@ -66,10 +66,6 @@ def batch_of(
         task=tuple("apples" for _ in rows),
         row=torch.tensor([row.number for row in rows]),
     )
-
-
-def _longs(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long)
 
 
 MIXED = tuple(
@@ -91,18 +87,10 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 
 
 def quiet_trainer(tmp_path: Path | None = None, **settings: Any) -> Trainer:
-    arguments = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "default_root_dir": None if tmp_path is None else str(tmp_path),
-    }
-    return Trainer(**{**arguments, **settings})
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    folder = None if tmp_path is None else str(tmp_path)
+    arguments = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": folder}
+    return Trainer(**{**dict.fromkeys(off, False), **arguments, **settings})
 
 
 def trained_state(module: LightningModule) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,18 +25,6 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-
-
-class Model(Protocol):
-    """What stands behind the server."""
-
-    def sample(self, body: dict[str, Any]) -> Future[Completion]: ...
-
-    def score(self, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> Future[list[float]]: ...
-
-    def cancel(self, future: Future[Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class CannedModel:

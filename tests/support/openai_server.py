@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from support.openai_models import Model
+from support.openai_models import CannedModel, RealModel
 from transformers import PreTrainedTokenizerBase
 
 _FIELDS = {
@@ -25,6 +26,7 @@ _FIELDS = {
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 }  # fmt: skip
 
+Model = CannedModel | RealModel
 ADAPTER = "confidence"  # the server's name for an adapter, which is asked and samples nothing
 
 
@@ -280,26 +282,20 @@ def says(content: bytes, *, kind: str = "application/json") -> Fault:
     return fault
 
 
-def hangs_up(*, after: bytes = b"") -> Fault:
-    """Close the connection in the middle of an answer, or before it."""
-
-    async def fault(exchange: Exchange) -> None:
-        if after:
-            exchange.head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
-            exchange.chunk(after)
-        exchange.writer.close()
-
-    return fault
-
-
-def is_silent(*, after: bytes = b"") -> Fault:
-    """Never finish the answer."""
+def is_silent(*, after: bytes = b"", hangs_up: bool = False) -> Fault:
+    """Never finish the answer; or close the connection in the middle of it, or before it."""
 
     async def fault(exchange: Exchange) -> None:
         if after:
             exchange.head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"})
             exchange.chunk(after)
             await exchange.writer.drain()
-        await asyncio.Event().wait()
+        if hangs_up:
+            exchange.writer.close()
+        else:
+            await asyncio.Event().wait()
 
     return fault
+
+
+hangs_up = partial(is_silent, hangs_up=True)

@@ -14,15 +14,20 @@ from typing import Any
 import torch
 
 
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
 def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:
     """Return what ``work(*arguments)`` returns in each of ``count`` processes, by rank; fail when one of them does.
 
     Lightning finds the environment of a launcher there, so strategies start no processes of their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_work, args=(work, folder, rank, count, port, arguments), daemon=True)
@@ -47,16 +52,9 @@ def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count
 
 
 def _work(work: Callable[..., Any], folder: Path, rank: int, count: int, port: int, arguments: tuple) -> None:
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="tests",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(count),
-        LOCAL_WORLD_SIZE=str(count),
-        GROUP_RANK="0",
-    )
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     try:
         torch.save(work(*arguments), folder / f"result-{rank}.pt")
     except BaseException:

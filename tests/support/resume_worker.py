@@ -26,7 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from support.kill_worker import die_at
-from support.training_runs import data_module, generation, module_of
+from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
@@ -67,35 +67,23 @@ class Trace(Callback):
             file.write(json.dumps(line) + "\n")
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        loops = trainer.fit_loop.state_dict()
-        counters = {name: loops[name] for name in loops if "val_loop" not in name}
+        loops, schedule = trainer.fit_loop.state_dict(), trainer.lr_scheduler_configs[0].scheduler.state_dict()
         end = {
             "global_step": trainer.global_step,
             "current_epoch": trainer.current_epoch,
-            "counters": counters,
+            "counters": {name: loops[name] for name in loops if "val_loop" not in name},
             "optimizer": digest(trainer.strategy.optimizer_state(trainer.optimizers[0])),
-            "scheduler": {
-                name: value
-                for name, value in trainer.lr_scheduler_configs[0].scheduler.state_dict().items()
-                if name != "lr_lambdas"
-            },
+            "scheduler": {name: value for name, value in schedule.items() if name != "lr_lambdas"},
             "random": digest(random_states(trainer.strategy.root_device)),
         }
         (self.folder / f"end-{trainer.global_rank}.json").write_text(json.dumps(end))
 
 
 class Strike(Callback):
-    """Sends a signal from inside at a given place, on the first start only.
+    """Sends a signal from inside the process of a rank, or from its parent, the launcher; on the first start only.
 
-    Args:
-        folder: Remembers that it has struck.
-        name: The signal, such as "SIGKILL".
-        place: "batch" (before micro-batch ``number``, counted over all epochs), "setup" (before the store is filled),
-            "generation" or "disk" (before flush or rename number ``number`` from there, or since training began; by
-            SIGKILL).
-        number: See ``place``.
-        rank: The process that it strikes.
-        parent: Send it to the parent, the launcher, instead.
+    ``place`` is "batch" (before micro-batch ``number``, counted over all epochs), "setup" (before the store is filled),
+    "generation" or "disk" (before flush or rename ``number`` from there, or since training began; by SIGKILL).
     """
 
     def __init__(self, folder: Path, name: str, place: str, number: int, rank: int, parent: bool) -> None:
@@ -151,17 +139,11 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--store", type=Path)
-    parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--strike", default="")
-    parser.add_argument("--place", default="batch")
-    parser.add_argument("--number", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--parent", action="store_true")
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--checkpoint-every", type=int, default=1)
-    parser.add_argument("--linger", type=float, default=0.0)
-    parser.add_argument("--activated", action="store_true")
+    for flag in ("parent", "activated"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    options = {"strategy": "auto", "strike": "", "place": "batch", "number": 0, "rank": 0, "accumulate": 2}
+    for name, default in {**options, "num-workers": 0, "checkpoint-every": 1, "linger": 0.0}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -184,27 +166,13 @@ def main() -> None:
             folder / "checkpoints", "{step}", every_n_train_steps=arguments.checkpoint_every, save_last=True
         ),
     ]
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=processes,
-        strategy=strategy_of(arguments.strategy),
-        plugins=[AtomicCheckpointIO()],
-        max_epochs=2,
-        accumulate_grad_batches=arguments.accumulate,
-        callbacks=callbacks,
-        logger=False,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    data = data_module(
-        arguments.model,
-        arguments.store or folder / "store",
-        total_tuples=4 * ROWS_PER_STEP - 3,  # the last step of an epoch is not full
-        batch_size=ROWS_PER_STEP // (processes * arguments.accumulate),
-        num_workers=arguments.num_workers,
-    )
+    changes = {"devices": processes, "strategy": strategy_of(arguments.strategy), "plugins": [AtomicCheckpointIO()]}
+    changes |= {"max_epochs": 2, "accumulate_grad_batches": arguments.accumulate, "enable_checkpointing": True}
+    trainer = trainer_with(*callbacks, **changes)
+    rows = ROWS_PER_STEP // (processes * arguments.accumulate)
+    sizes = {"total_tuples": 4 * ROWS_PER_STEP - 3, "batch_size": rows}  # the last step of an epoch is not full
+    store = arguments.store or folder / "store"
+    data = data_module(arguments.model, store, num_workers=arguments.num_workers, **sizes)
     module = module_of(arguments.model, lora=LoraSettings(r=4, dropout=0.2, activated=arguments.activated), lr=5e-3)
     trainer.fit(module, datamodule=data, ckpt_path="last")
     if torch.distributed.is_initialized():

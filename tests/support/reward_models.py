@@ -39,14 +39,9 @@ def stand_in(
     head: Mapping[str, Tensor] | None = None,
     words: Sequence[str] | None = None,
 ) -> str:
-    """Write a reward model of ``format`` to ``folder`` and return its path.
+    """Write a reward model of ``format`` with the trunk of ``model`` to ``folder`` and return its path.
 
-    Args:
-        model: The tiny model, whose trunk it gets.
-        folder: Where it goes.
-        format: What it is.
-        head: Its head; None makes one at random.
-        words: Tokens to add to the vocabulary in place of trained ones; None adds those that the format names.
+    Without a head one is made at random. ``words`` are added to the vocabulary; None adds those that the format names.
     """
     shutil.copytree(model, folder)
     weights = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}

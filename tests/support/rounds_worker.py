@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.training_runs import data_module, generation, module_of
+from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.data.store.parts import ShardWriter
 from selfcal_lightning.models.folders import weights_sha256
@@ -51,20 +50,10 @@ def main() -> None:
     module = module_of(options.model, lora=LoraSettings(r=4, dropout=0.2, activated=False))
     settings: dict[str, Any] = {"max_new_tokens": 60, "questions_per_shard": 1, "shard_by_shard": True}
     checkpoints = ModelCheckpoint(options.folder / "checkpoints", filename="{step}", every_n_train_steps=2)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=options.devices,
-        strategy="ddp" if options.devices > 1 else "auto",
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-        reload_dataloaders_every_n_epochs=1,
-        callbacks=[generation(**settings), checkpoints],
-    )
+    strategy = "ddp" if options.devices > 1 else "auto"
+    changes = {"devices": options.devices, "strategy": strategy, "max_epochs": 2, "enable_checkpointing": True}
+    changes |= {"limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
+    trainer = trainer_with(generation(**settings), checkpoints, **changes)
     data = data_module(options.model, options.folder / "store", regenerate_every_n_epochs=1, total_tuples=12)
     trainer.fit(module, datamodule=data, ckpt_path=options.resume)
     if not trainer.is_global_zero:

@@ -28,21 +28,9 @@ def sums_entry(number: int, *, right: int = 3, num_samples: int = NUM_SAMPLES, s
         is_right, is_readable = index < right, index < max(right, num_samples - 1)
         answer = gold if is_right else str(number + 8 + index) if is_readable else None
         text = "I do not know." if answer is None else f"{number}+7={answer}. So the answer is {answer}."
-        samples.append(
-            Sample(
-                question_id=name,
-                index=index,
-                round=0,
-                text=text,
-                token_ids=tuple(text.encode()),
-                finish="stop",
-                answer=answer,
-                correct=is_right,
-                logprob=-len(text) * (0.1 - 0.01 * index if is_right else 0.5 + draw.random()),
-                yes_mass=0.8 if is_right else 0.3,
-                no_mass=0.2 if is_right else 0.7,
-            )
-        )
+        logprob = -len(text) * (0.1 - 0.01 * index if is_right else 0.5 + draw.random())
+        masses = (0.8, 0.2) if is_right else (0.3, 0.7)
+        samples.append(Sample(name, index, 0, text, tuple(text.encode()), "stop", answer, is_right, logprob, *masses))
     chat = (Message("system", "Add."), Message("user", f"What is {number}+7?"))
     question = Question(name, "local_number", chat, gold, f"What is {number}+7?")
     return QuestionSamples(question, tuple(samples), split, (1, 2, 3))

@@ -49,12 +49,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Population:
-    """``size`` questions with as many responses as anybody asks for.
-
-    Attributes:
-        size: Questions.
-        seed: Another one is another population of the same kind.
-    """
+    """``size`` questions with as many responses as anybody asks for; another seed is another population of the kind."""
 
     size: int
     seed: int = 0
@@ -91,19 +86,13 @@ class Population:
     def line(self, number: int, width: int) -> dict[str, object]:
         """Return a question with its first ``width`` responses as a line of a pool, without an id."""
         responses = [self.response(number, index) for index in range(width)]
-        return {
-            "task": "local_number",
-            "reference": REFERENCE,
-            "responses": [
-                {"text": one.text, "answer": one.answer, "confidence": {"p_true": one.p_true}} for one in responses
-            ],
-        }
+        rows = [{"text": one.text, "answer": one.answer, "confidence": {"p_true": one.p_true}} for one in responses]
+        return {"task": "local_number", "reference": REFERENCE, "responses": rows}
 
     def live(self, strategy: Strategy, *, scorers: Sequence[object] = ()) -> list[Verdict]:
         """Return what ``strategy`` does on every question, by the driver over an engine."""
-        source = EngineSource(
-            ScriptedEngine(self), FakeChat(), sampling=SamplingSettings(max_new_tokens=60), scorers=scorers, seed=5
-        )  # type: ignore[arg-type]
+        sampling = SamplingSettings(max_new_tokens=60)
+        source = EngineSource(ScriptedEngine(self), FakeChat(), sampling=sampling, scorers=scorers, seed=5)
         return run_strategy(strategy, self.questions, source)
 
 
@@ -125,10 +114,7 @@ class ScriptedEngine(FakeEngine):
 class PoolWriter:
     """Writes pools of questions that are drawn from a population, independently and with replacement.
 
-    Args:
-        population: What is drawn from.
-        widths: Responses of the first, the second ... question drawn, in turn.
-        folder: Where the pool goes.
+    ``widths`` are the numbers of responses of the first, the second ... question drawn, in turn.
     """
 
     def __init__(self, population: Population, widths: Sequence[int], folder: Path) -> None:

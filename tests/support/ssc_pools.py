@@ -77,16 +77,8 @@ class Pool:
         return str(self.folder / name)
 
     def data(self, store_dir: str, **changes: Any) -> SSCDataModule:
-        settings: dict[str, Any] = {
-            "base_model": self.model,
-            "store_dir": store_dir,
-            "train": TRAIN,
-            "validation": VALIDATION,
-            "num_samples": 8,
-            "total_tuples": 22,
-            "batch_size": 2,
-            "max_length": 256,
-        }
+        settings: dict[str, Any] = {"base_model": self.model, "store_dir": store_dir, "train": TRAIN}
+        settings |= {"validation": VALIDATION, "num_samples": 8, "total_tuples": 22, "batch_size": 2, "max_length": 256}
         return SSCDataModule(**{**settings, **changes})
 
 

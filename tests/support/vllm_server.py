@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,17 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.processes import free_port
 
 from selfcal_lightning.engines.base import EDT_PROCESSOR
 
 START_SECONDS = 480.0
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -52,10 +45,8 @@ def vllm_serving(model: str, folder: Path, environment: Mapping[str, str], *word
         "logits-processors": EDT_PROCESSOR,
     }  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--enforce-eager"]
-    command += [
-        "--no-enable-chunked-prefill",
-        *(word for name, value in options.items() for word in (f"--{name}", value)),
-    ]
+    command += ["--no-enable-chunked-prefill"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

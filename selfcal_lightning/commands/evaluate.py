@@ -16,6 +16,7 @@ from selfcal_lightning.core.files import to_json, write_atomically
 from selfcal_lightning.core.plugins import loaded_plugins
 from selfcal_lightning.core.progress import Stage, say
 from selfcal_lightning.engines.settings import EngineSettings
+from selfcal_lightning.evaluation import plan as planning
 from selfcal_lightning.evaluation.calibration import compare_calibration, compare_votes
 from selfcal_lightning.evaluation.curves import THRESHOLDS, StrategySettings, known_labels, reads_texts, settings_json
 from selfcal_lightning.evaluation.inputs import (
@@ -37,16 +38,6 @@ from selfcal_lightning.evaluation.metrics import SIDES, verdict
 from selfcal_lightning.evaluation.outputs import report_json, show_briefly, show_strategies, write_strategies
 from selfcal_lightning.evaluation.page import REPORT, write_page
 from selfcal_lightning.evaluation.paper import check_one_confidence, run_paper
-from selfcal_lightning.evaluation.plan import (
-    RESULTS,
-    check_evaluation_folder,
-    check_sampled,
-    check_share,
-    open_evaluation_folder,
-    plan_models,
-    plan_pools,
-    remove_earlier,
-)
 from selfcal_lightning.evaluation.strategies import (
     SideStrategies,
     TrainingCost,
@@ -167,9 +158,9 @@ def run_evaluate(
     if pools is not None:
         models = {"before": before, "after": after, "model": model, "adapter": adapter}
         _refuse("pools", **models, tests=tests, calibration=calibration, prompt=prompt)
-        check_share(calibration_share)
+        planning.check_share(calibration_share)
         sources = _sources(pools, task), _sources(calibration_pools or [], task)
-        plan = plan_pools(*sources, folder)
+        plan = planning.plan_pools(*sources, folder)
     else:
         _refuse("models", calibration_pools=calibration_pools, calibration_share=calibration_share, task=task)
         engine.check_local()
@@ -182,13 +173,13 @@ def run_evaluate(
         options = SamplingOptions(num_samples, engine, sampling, prompt, query, devices, seed)
         sides = model_sides(before, after, model, adapter)
         sampled = ModelInputs(sides, tests or [], calibration, folder, options)
-        check_sampled(sampled, settings, given, list(chosen.values()))
-        plan = plan_models(sampled)
-    check_evaluation_folder(folder)
+        planning.check_sampled(sampled, settings, given, list(chosen.values()))
+        plan = planning.plan_models(sampled)
+    planning.check_evaluation_folder(folder)
     if check:
         sys.stdout.write(f"selfcal evaluate: checked; nothing is sampled or written. The plan:\n{plan}\n")
         return {}
-    earlier = open_evaluation_folder(folder, _plain(arguments))
+    earlier = planning.open_evaluation_folder(folder, _plain(arguments))
     replayed = reads_texts(settings.strategies)
     results: dict[str, Any] = {"settings": _plain(arguments) | settings_json(settings)}
     if pools is not None:
@@ -209,18 +200,20 @@ def run_evaluate(
             results |= compare_votes(inputs, folder, **resampled)
         if strategies != []:
             results |= _run_strategies(inputs, settings, given, chosen, folder, is_short=tables == "short")
-    write_atomically(folder / RESULTS, to_json(results))
+    write_atomically(folder / planning.RESULTS, to_json(results))
     systems = list(dict.fromkeys(name for pools in inputs.tests.values() for name in pools))
     if len(systems) <= len(SIDES):
         title = f"Evaluation of {' and '.join(systems)}"
         with Stage("Writing the report"):
             write_page(folder / REPORT, inputs.tests, results, title=title, sentences=verdict(results))
-    remove_earlier(earlier)
+    planning.remove_earlier(earlier)
     console = Console()
     for sentence in verdict(results):
         console.print(sentence, highlight=False, style="bold")
     first = [name for name in (REPORT, "results.md", "reliability.png", "strategies.md") if (folder / name).is_file()]
-    console.print(f"All figures and tables are in {folder}; begin with {', '.join(first) or RESULTS}.", highlight=False)
+    console.print(
+        f"All figures and tables are in {folder}; begin with {', '.join(first) or planning.RESULTS}.", highlight=False
+    )
     return results
 
 

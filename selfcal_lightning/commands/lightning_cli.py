@@ -37,6 +37,10 @@ from selfcal_lightning.training.modules import TrainedModule
 FIT, LAST = "fit", "last"
 OF_LOGGERS = ("events.*", "hparams.yaml", "metrics.csv", "config*.yaml")
 CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
+UNTRAINED = (
+    "No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. Give "
+    "`--ckpt_path FILE.ckpt` for a calibrated one."
+)
 
 
 def plan_training_run(
@@ -72,12 +76,6 @@ def plan_training_run(
     plan = merge_plans([*parts, own])
     check_places(plan)
     return plan
-
-
-UNTRAINED = (
-    "No checkpoint is loaded: `selfcal {verb}` scores the base model, with an adapter that was never trained. Give "
-    "`--ckpt_path FILE.ckpt` for a calibrated one."
-)
 
 
 def stopped_text(trainer: Trainer, ckpt_path: str | None) -> str:

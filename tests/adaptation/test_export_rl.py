@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -36,16 +36,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Selection:
     return selection
 
 
-def load(path: Path) -> ModuleType:
-    """Import a file as a trainer does: by its path."""
-    spec = importlib.util.spec_from_file_location(f"reward_{abs(hash(path))}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load(path: Path) -> SimpleNamespace:
+    """Run a file by its path, as a trainer does."""
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 @pytest.fixture(scope="module")
-def reward(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+def reward(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The reward file of one task of each type of answers, and of the bundled one."""
     file = tmp_path_factory.mktemp("reward") / "reward.py"
     names = ("local_number", "math500", "commonsense_qa", "winogrande", "local_text", "word_problems")
@@ -112,12 +109,11 @@ def test_the_manifest_says_whose_labels_these_are(made: Selection, tmp_path: Pat
     assert (manifest["label_kind"], manifest["reads_reference"]) == ("majority", False)
     assert manifest["counts"] == {"rows": len(made.kept), "without_label": 0, "without_key_steps": 0}
     assert set(manifest["files"]) == {"train.parquet", "reward.py"}
+    assert load(tmp_path / "a" / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
     bare = run_export_rl(str(made.path), str(tmp_path / "b"), "verl", label="none").manifest
     assert bare["counts"]["without_label"] == len(made.kept)
-    truths = {
-        row["ground_truth"] for row in pq.read_table(tmp_path / "b" / "train.parquet")["reward_model"].to_pylist()
-    }
-    assert truths == {""}, "verl reads the field of every row"
+    rewards = pq.read_table(tmp_path / "b" / "train.parquet")["reward_model"].to_pylist()
+    assert {row["ground_truth"] for row in rewards} == {""}, "verl reads the field of every row"
     picked = run_export_rl(str(made.path), str(tmp_path / "c"), "trl", label="picked", reward_file=False)
     answers = pq.read_table(picked.path / "train.parquet")["answer"].to_pylist()
     assert answers == [row.answer for row in made.kept]
@@ -147,7 +143,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_reward_file_agrees_with_the_task(reward: ModuleType, name: str) -> None:
+def test_the_reward_file_agrees_with_the_task(reward: SimpleNamespace, name: str) -> None:
     task, (responses, labels) = get_task(name), CASES[name]
     seen = set()
     for response in responses:
@@ -159,7 +155,7 @@ def test_the_reward_file_agrees_with_the_task(reward: ModuleType, name: str) -> 
     assert seen == {True, False}
 
 
-def test_recorded_responses_get_the_reward_that_they_were_judged_by(shared: Path, reward: ModuleType) -> None:
+def test_recorded_responses_get_the_reward_that_they_were_judged_by(shared: Path, reward: SimpleNamespace) -> None:
     judged = 0
     task = get_task("word_problems")
     for line in (shared / "data" / "trial_responses.jsonl").read_text().splitlines():
@@ -171,7 +167,7 @@ def test_recorded_responses_get_the_reward_that_they_were_judged_by(shared: Path
     assert judged == 7200
 
 
-def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
+def test_each_trainer_calls_it_in_its_own_way(reward: SimpleNamespace) -> None:
     torch = pytest.importorskip("torch")
     source, right, wrong = "selfcal/local_number", "The answer is 7.", "The answer is 8."
     scored = reward.compute_score(source, right, "7", {"index": 0}, reward_router=None)
@@ -189,13 +185,8 @@ def test_each_trainer_calls_it_in_its_own_way(reward: ModuleType) -> None:
     queries = [said + end for end in ends]
     assert reward.reward_func(queries, ["P? "] * 6, [label] * 6)["rewards"].tolist() == [1.0] * 6
     assert set(found) == {"rewards", "scores", "extra_logs"}
-
-
-def test_the_exported_file_is_loaded_by_its_path(made: Selection, reward: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data_source.*'gsm8k'"):
         reward.judge("gsm8k", "Answer: 7", "7")
-    export = run_export_rl(str(made.path), str(tmp_path / "out"), "trl")
-    assert load(export.path / "reward.py").judge("selfcal/local_number", "Answer: 7", "7.0") == 1.0
 
 
 def test_the_file_loads_the_plugins_of_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,7 @@ def test_a_probe_without_labels_knows_other_questions(place: Path) -> None:
 
 def test_states_are_kept_with_what_they_are_of(place: Path, no_engine: None) -> None:
     (folder,) = (place / "store" / "features").iterdir()
-    origin = FeatureFolder(folder).origin
-    assert origin is not None
+    origin: Any = FeatureFolder(folder).origin
     assert origin["states"] == {"levels": None, "average": True, "final_norm": True}
     assert set(origin) == {"model", "prompt", "states"}
     assert set(origin["model"]) == {"weights_sha256", "adapter_sha256"}
@@ -114,8 +113,7 @@ def test_a_damaged_file_is_named(place: Path) -> None:
 def test_values_stand_beside_the_rows_and_are_of_one_origin(place: Path) -> None:
     store, probe = str(place / "store"), str(place / "probe")
     values = run_score_questions(probe=probe, store_dir=store, split="test")
-    record = QuestionAnnotation(store, "probe").record
-    assert record is not None
+    record: Any = QuestionAnnotation(store, "probe").record
     assert sorted(record.values.values(), key=str) == sorted(values, key=str)
     assert record.origin["probe"] == load_probe(probe).digest
     other = str(place / "labelled")
@@ -160,22 +158,27 @@ def test_p_true_before_is_the_query_after_an_empty_response(place: Path, tiny_mo
     assert values[0] == pytest.approx(yes / (yes + no), abs=1e-5)
 
 
-# --- what cannot be -------------------------------------------------------------------------------------------------
-
-
-def test_responses_of_another_model_are_refused(place: Path, tiny_model: str, tmp_path: Path) -> None:
+def test_what_cannot_be_fitted(place: Path, tiny_model: str, tmp_path: Path) -> None:
     other = changed_copy(tiny_model, tmp_path / "other")
-    with pytest.raises(InputError, match="Expected the model and adapter that gave the responses"):
-        run_fit_probe(str(place / "store"), str(place / "second"), model=other)
-    assert not (place / "second").exists()
-
-
-def test_prompts_of_another_template_are_refused(place: Path, tiny_model: str, tmp_path: Path) -> None:
-    other = Path(plain_copy(tiny_model, tmp_path / "other"))
-    template = next(file for file in other.iterdir() if file.name == "chat_template.jinja")
+    retold = Path(plain_copy(tiny_model, tmp_path / "retold"))
+    template = retold / "chat_template.jinja"
     template.write_text(template.read_text() + "{# another #}")
-    with pytest.raises(InputError, match="sampled with another chat template"):
-        run_fit_probe(str(place / "store"), str(place / "second"), model=str(other))
+    pool = tmp_path / "pool.jsonl"
+    pool.write_text('{"question": "1 + 1?", "answer": "2", "responses": []}\n')
+    store, output = str(place / "store"), tmp_path / "probe"
+    options: dict[str, Any]
+    for options, message in (
+        ({"model": other}, "Expected the model and adapter that gave the responses"),
+        ({"model": str(retold)}, "sampled with another chat template"),
+        ({"split": "none"}, "questions of split 'none' .* but got none. It holds the split calibration"),
+        ({"pool": str(pool), "task": "gsm8k", "model": "bundled", "split": None}, r"pool.jsonl"),
+        ({"engine": EngineSettings("vllm")}, "to be transformers where hidden states are read"),
+        ({"engine": EngineSettings("openai")}, "to be transformers where hidden states are read"),
+        ({"output": store}, "which is no probe"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_fit_probe(**{"pool": store, "output": str(output), **options})
+    assert not output.exists()
 
 
 def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: str, tmp_path: Path) -> None:
@@ -187,9 +190,6 @@ def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: 
     warmer = capability_store(tmp_path / "warmer", temperature=1.0)
     with pytest.raises(InputError, match=r"sampled differently: temperature: 0\.8 in the fit, 1.0 now"):
         run_score_questions(probe=str(place / "probe"), store_dir=str(warmer))
-
-
-def test_a_probe_belongs_to_its_adapter(place: Path) -> None:
     probe = load_probe(place / "probe")
     origin = {**probe.origin, "model": {**probe.origin["model"], "adapter_sha256": "that of another"}}
     with pytest.raises(InputError, match=r"model\.adapter_sha256: None in the probe, 'that of another'"):
@@ -206,15 +206,6 @@ def test_a_model_that_is_gone_is_asked_for(tiny_model: str, tmp_path: Path) -> N
     with pytest.raises(InputError, match=words):
         run_score("mean_logprob", store)
     assert not (tmp_path / "probe").exists()
-
-
-def test_questions_without_responses_are_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"questions of split 'none' .* but got none. It holds the split calibration"):
-        run_fit_probe(str(place / "store"), str(tmp_path / "probe"), split="none")
-    pool = tmp_path / "pool.jsonl"
-    pool.write_text('{"question": "1 + 1?", "answer": "2", "responses": []}\n')
-    with pytest.raises(InputError, match=r"pool.jsonl"):
-        run_fit_probe(str(pool), str(tmp_path / "probe"), task="gsm8k", model="bundled", split=None)
 
 
 def test_targets_that_teach_nothing_are_refused(tmp_path: Path, no_engine: None) -> None:
@@ -251,17 +242,8 @@ def test_a_probe_without_labels_ranks_the_responses_to_other_questions() -> None
     confidence = [sample.confidences["probe"] for entry in found for sample in entry.samples]
     assert (auroc(confidence, [sample.answer == "7" for entry in test for sample in entry.samples]) or 0.0) > 0.75
     assert confidence[:6] == [values[0]] * 6
-
-
-def test_too_few_questions() -> None:
     with pytest.raises(InputError, match="at least 10 questions to fit a probe on, but got 3"):
         fit_probe(*questions_with_states(3, 0, "q"), origin={}, sampling=None)
-
-
-@pytest.mark.parametrize("name", ["vllm", "openai"])
-def test_engines_without_states_are_refused(place: Path, name: str) -> None:
-    with pytest.raises(InputError, match="to be transformers where hidden states are read"):
-        run_fit_probe(str(place / "store"), str(place / "probe"), engine=EngineSettings(name))  # type: ignore[arg-type]
 
 
 def test_options_that_contradict_one_another(place: Path) -> None:
@@ -278,11 +260,6 @@ def test_options_that_contradict_one_another(place: Path) -> None:
             run_score_questions(**options)  # type: ignore[arg-type]
 
 
-def test_another_folder_is_left_alone(place: Path) -> None:
-    with pytest.raises(InputError, match="which is no probe"):
-        run_fit_probe(str(place / "store"), str(place / "store"))
-
-
 def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, probe = str(place / "store"), str(place / "probe")
     assert run(["fit-probe", "--pool", store, "--output", probe, "--levels", "[0,-1]", "--average", "false"]) == 0
@@ -293,10 +270,10 @@ def test_the_command_line(place: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "from 0, the embedding, to 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["probe.safetensors", "probe.json"])
-def test_a_damaged_probe_is_refused(place: Path, name: str) -> None:
-    content = bytearray((place / "probe" / name).read_bytes())
-    content[-40] ^= 1
-    (place / "probe" / name).write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name} was changed or is damaged"):
-        load_probe(place / "probe")
+def test_a_damaged_probe_is_refused(place: Path) -> None:
+    for name in ("probe.safetensors", "probe.json"):
+        content = (place / "probe" / name).read_bytes()
+        (place / "probe" / name).write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
+        with pytest.raises(InputError, match=rf"{name} was changed or is damaged"):
+            load_probe(place / "probe")
+        (place / "probe" / name).write_bytes(content)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,6 @@ def settings_of(folder: str, name: str) -> RewardSettings:
     return RewardSettings(folder, name, "sentence")
 
 
-def _reference_plain_states(folder: str, ids: list[int]) -> torch.Tensor:
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return network.model(torch.tensor([ids])).last_hidden_state[0]
-
-
 @pytest.mark.parametrize("name", list(REWARD_FORMATS))
 def test_every_format_loads_and_gives_a_score_a_step(name: str, tiny_model: str, tmp_path: Path) -> None:
     format = reward_format(name)
@@ -87,7 +82,10 @@ def test_steps_without_a_separator_are_read_at_their_last_token(tiny_model: str,
     asked = f"Question:\n{QUESTION}\nAnswer:\nLet's think step by step.\n"
     pieces = [tokenizer.encode(text, add_special_tokens=False) for text in (asked, *TEXTS[0].split(" The"))]
     pieces[2] = tokenizer.encode("The answer is 109.", add_special_tokens=False)
-    states = _reference_plain_states(folder, [tokenizer.bos_token_id, *chain.from_iterable(pieces)])
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        ids = torch.tensor([[tokenizer.bos_token_id, *chain.from_iterable(pieces)]])
+        states = network.model(ids).last_hidden_state[0]
     ends = [len(pieces[0]) + len(pieces[1]), len(pieces[0]) + len(pieces[1]) + len(pieces[2])]
     outputs = states[ends] @ load_file(Path(folder) / "model.safetensors")["score_head.weight"].T
     assert scores == pytest.approx(outputs.softmax(-1)[:, 1:].sum(-1).tolist(), abs=1e-5)
@@ -167,7 +165,7 @@ def test_a_search_needs_the_words_of_its_policy(tiny_model: str, tmp_path: Path)
         search.scorer.score_paths(pool_of("x")[0].question, [()])  # type: ignore[attr-defined]
 
 
-def test_settings_name_what_there_is(tmp_path: Path) -> None:
+def test_settings_and_formats_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, message in (
         (RewardSettings(), r"`reward\.model`.*--config .*rewards/demo\.yaml"),
         (RewardSettings("m"), r"`reward\.format` with 'm': one of qwen2\.5-math-prm, math-"),
@@ -176,30 +174,22 @@ def test_settings_name_what_there_is(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             check_rewards(settings)
-
-
-def test_formats_are_checked_and_names_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = replace(reward_format("reasoneval"), name="mine")
-    monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", copy(REWARD_FORMATS))
-    assert register_reward_format(mine) is mine
-    with pytest.raises(InputError, match="'mine' is registered already"):
-        register_reward_format(mine)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    changes: dict[str, Any]
+    for changes, message in (
         ({"layout": "rows"}, "`layout` to be one of marked, pieces, turns, chat"),
         ({"layout": "marked"}, "`separator` to be given"),
         ({"layout": "chat"}, '`judges` to be "response"'),
         ({"right": (3,)}, "`right` to be among the 3 outputs"),
         ({"link": "none"}, "one output"),
         ({"question": "Solve."}, "`question` to hold"),
-    ],
-)
-def test_a_format_that_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        replace(reward_format("reasoneval"), **changes)  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError, match=message):
+            replace(reward_format("reasoneval"), **changes)
+    mine = replace(reward_format("reasoneval"), name="mine")
+    monkeypatch.setattr("selfcal_lightning.rewards.formats.REWARD_FORMATS", copy(REWARD_FORMATS))
+    assert register_reward_format(mine) is mine
+    with pytest.raises(InputError, match="'mine' is registered already"):
+        register_reward_format(mine)
 
 
 TWO_LAYERS = reward_format("qwen2.5-math-prm")
@@ -218,20 +208,16 @@ def _without_a_norm(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _with_another_word(folder: Path) -> None:
+def _tokenizer(folder: Path, *words: str, **changed: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["<one>"])
+    tokenizer.add_tokens(list(words))
+    for name, value in changed.items():
+        (folder / f"{name}.jinja").unlink()
+        setattr(tokenizer, name, value)
     tokenizer.save_pretrained(folder)
 
 
-def _with_template(template: str | None) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        (folder / "chat_template.jinja").unlink()
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder)
-
-    return damage
+NO_SYSTEM = "{{ raise_exception('no system turn') }}"
 
 
 @pytest.mark.parametrize(
@@ -242,12 +228,12 @@ def _with_template(template: str | None) -> Callable[[Path], None]:
         (TWO_LAYERS.name, {"head": head_of(replace(TWO_LAYERS, num_outputs=3))}, None, "2 outputs, but .* has 3"),
         (TWO_LAYERS.name, {"head": HEAD | {"score.4.weight": torch.zeros(1, HIDDEN)}}, None, "score.4.weight too"),
         (TWO_LAYERS.name, {"words": []}, None, r"`separator` of 'qwen2\.5-math-prm' must be single tokens"),
-        (TWO_LAYERS.name, {}, _with_template("{{ raise_exception('no system turn') }}"), "roles .*: no system turn"),
-        (TWO_LAYERS.name, {}, _with_template(None), "to have a chat template"),
+        (TWO_LAYERS.name, {}, partial(_tokenizer, chat_template=NO_SYSTEM), "roles .*: no system turn"),
+        (TWO_LAYERS.name, {}, partial(_tokenizer, chat_template=None), "to have a chat template"),
         ("math-shepherd", {}, _without_output_layer, r"lm_head\.weight is missing"),
         ("trl-prm", {}, _without_a_norm, "to hold every weight of its network"),
         ("trl-prm", {"head": NAN_HEAD}, None, "finite scores of the reward model"),
-        ("reasoneval", {}, _with_another_word, "has 629 tokens, but the model 628 embeddings"),
+        ("reasoneval", {}, lambda folder: _tokenizer(folder, "<one>"), "has 629 tokens, but the model 628 embeddings"),
     ],
 )
 def test_a_damaged_model_is_refused(
@@ -334,12 +320,8 @@ def test_a_gemma2_that_classifies_sequences(tiny_model: str, tmp_path: Path) -> 
         attn_logit_softcapping=5.0,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForSequenceClassification.from_pretrained(
-        folder,
-        num_labels=1,
-        dtype=torch.float32,
-        attn_implementation="eager",  # which alone caps the scores
-    ).eval()
+    options: dict[str, Any] = {"num_labels": 1, "attn_implementation": "eager"}  # which alone caps the scores
+    network = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **options).eval()
     for text, scores in zip(TEXTS[:2], _scores(folder, "sequence-classifier"), strict=True):
         chat = f"<|bos|><|user|>{QUESTION}<|end|><|assistant|>{text}<|end|>"
         ids = torch.tensor([tokenizer.encode(chat, add_special_tokens=False)])

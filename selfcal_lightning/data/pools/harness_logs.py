@@ -78,9 +78,10 @@ class Log:
     questions: Path | None = None
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def rows(self) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    def rows(self, *, tables: bool = False) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+        """Yield (file, number, row) of JSON lines, or of any files that hold ``tables``."""
         for path in self.paths:
-            for number, row in read_json_lines(path):
+            for number, row in enumerate(read_table(path), start=1) if tables else read_json_lines(path):
                 yield path, number, row
 
     def skip_empty(self, *, after_error: object) -> None:
@@ -183,23 +184,18 @@ def _inspect_samples(path: Path) -> tuple[Any, list[dict[str, Any]]]:
             if not members:
                 raise InputError(f"Expected {path} to hold finished samples, but got none: the run ended before one.")
             if any(one.compress_type == ZSTANDARD for one in members.values()):
-                _allow_zstandard(path)
+                import zipfile_zstd  # noqa: F401
             largest = max(members.values(), key=lambda one: one.file_size)
             if largest.file_size > LARGEST_MEMBER:
                 raise InputError(f"Expected samples below {LARGEST_MEMBER:,} bytes, but {largest.filename} is larger.")
             read = [parse_json(archive.read(one), origin=f"{path}, {name}") for name, one in members.items()]
             name = next((name for name in INSPECT_HEADS if name in archive.namelist()), None)
             head = None if name is None else parse_json(archive.read(name), origin=f"{path}, {name}")
+    except ImportError as error:
+        raise InputError(f"{path} is compressed by Zstandard. `pip install zipfile-zstd` makes it readable.") from error
     except (zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
         raise InputError(f"Expected {path} to be a log of inspect_ai (a zip file), but got: {error}.") from error
     return _at(head, "eval", "task"), [sample for sample in read if isinstance(sample, dict)]
-
-
-def _allow_zstandard(path: Path) -> None:
-    try:
-        import zipfile_zstd  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"{path} is compressed by Zstandard. `pip install zipfile-zstd` makes it readable.") from error
 
 
 def read_every_eval_ever(log: Log) -> Iterator[LoggedResponse]:
@@ -320,10 +316,7 @@ def read_openai_batch(log: Log) -> Iterator[LoggedResponse]:
         rows = read_question_file(log.questions, columns=log.columns)
         known = {row.id or f"line-{row.number}": row for row in rows}
     if not asked and not known:
-        raise InputError(
-            "The output of a batch does not hold its questions. Name the file of requests by `--requests`, or a file "
-            "of questions with the same ids by `--questions`."
-        )
+        raise InputError("A batch's output lacks its questions: name their file by `--requests` or `--questions`.")
     for path, number, row in log.rows():
         name = str(_needed(path, number, row, "custom_id"))
         body = _at(row, "response", "body") or {}
@@ -370,51 +363,43 @@ def read_verl(log: Log) -> Iterator[LoggedResponse]:
         prompt, text = _needed(path, number, row, "input"), _needed(path, number, row, "output")
         verdict = _verdict(row["acc"] if "acc" in row else row.get("score"))
         name = f"step-{row.get('step', path.stem)}/{_digest(prompt)}"
-        yield LoggedResponse(
-            name, str(prompt), str(text), str(prompt), _listed(row.get("gts")),
-            correct=UNSTATED if verdict is None else verdict,
-        )  # fmt: skip
+        correct = UNSTATED if verdict is None else verdict
+        yield LoggedResponse(name, str(prompt), str(text), str(prompt), _listed(row.get("gts")), correct=correct)
 
 
 def read_trl(log: Log) -> Iterator[LoggedResponse]:
     """Read `completions_*.parquet` of TRL; the rows of a step with the same prompt answer one question."""
-    for path in log.paths:
-        for number, row in enumerate(read_table(path), start=1):
-            prompt, completion = (_needed(path, number, row, name) for name in ("prompt", "completion"))
-            turns = [{"content": completion}] if isinstance(completion, str) else completion
-            text = "".join(_text(turn.get("content")) or "" for turn in turns)
-            asked = _chat(prompt)
-            question = _last_question(asked)
-            step = row.get("step", path.stem.removeprefix("completions_"))
-            verdict = _stated(path, number, row.get(log.columns.correct or ""))
-            reference = row.get(log.columns.answer or "answer")
-            yield LoggedResponse(
-                f"step-{step}/{_digest(asked)}", question, text, asked, reference, correct=verdict,
-            )  # fmt: skip
+    for path, number, row in log.rows(tables=True):
+        prompt, completion = (_needed(path, number, row, name) for name in ("prompt", "completion"))
+        turns = [{"content": completion}] if isinstance(completion, str) else completion
+        text = "".join(_text(turn.get("content")) or "" for turn in turns)
+        asked = _chat(prompt)
+        name = f"step-{row.get('step', path.stem.removeprefix('completions_'))}/{_digest(asked)}"
+        verdict = _stated(path, number, row.get(log.columns.correct or ""))
+        reference = row.get(log.columns.answer or "answer")
+        yield LoggedResponse(name, _last_question(asked), text, asked, reference, correct=verdict)
 
 
 def read_dataset(log: Log) -> Iterator[LoggedResponse]:
     """Read a data set with a list of responses in each row, by the names of its columns."""
     columns = log.columns
     question_column, responses_column = columns.question or "question", columns.responses or "responses"
-    for path in log.paths:
-        for number, row in enumerate(read_table(path), start=1):
-            question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
-            texts = [texts] if isinstance(texts, str) else list(texts)
-            verdicts = row.get(columns.correct) if columns.correct else None
-            verdicts = [None] * len(texts) if verdicts is None else list(verdicts)
-            if len(verdicts) != len(texts):
-                expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
-                raise line_error(path, number, expected, str(len(verdicts)))
-            name = str(_needed(path, number, row, columns.id)) if columns.id else f"{path.stem}/{number:06d}"
-            for text, verdict in zip(texts, verdicts, strict=True):
-                if not isinstance(text, str):
-                    log.skipped["without text"] += 1
-                    continue
-                yield LoggedResponse(
-                    name, str(question), text, None, row.get(columns.answer or "answer"),
-                    correct=_stated(path, number, verdict),
-                )  # fmt: skip
+    for path, number, row in log.rows(tables=True):
+        question, texts = (_needed(path, number, row, name) for name in (question_column, responses_column))
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        verdicts = row.get(columns.correct) if columns.correct else None
+        verdicts = [None] * len(texts) if verdicts is None else list(verdicts)
+        if len(verdicts) != len(texts):
+            expected = f"`{columns.correct}` of the length of `{responses_column}`, {len(texts)}"
+            raise line_error(path, number, expected, str(len(verdicts)))
+        name = str(_needed(path, number, row, columns.id)) if columns.id else f"{path.stem}/{number:06d}"
+        reference = row.get(columns.answer or "answer")
+        for text, verdict in zip(texts, verdicts, strict=True):
+            if isinstance(text, str):
+                correct = _stated(path, number, verdict)
+                yield LoggedResponse(name, str(question), text, None, reference, correct=correct)
+            else:
+                log.skipped["without text"] += 1
 
 
 # ---- values as the tools write them
@@ -507,7 +492,7 @@ def _last_question(turns: Sequence[Mapping[str, str]]) -> str:
 
 
 def _finish(reason: Any) -> str | None:
-    return FINISHES.get(reason) if isinstance(reason, str) else None
+    return FINISHES.get(str(reason))
 
 
 def _count(value: Any) -> int | None:

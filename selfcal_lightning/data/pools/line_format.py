@@ -260,10 +260,8 @@ def _read_rows(path: Path, task: Task, split: str) -> Iterator[tuple[int, PoolLi
         texts.append([{"text": text} for text in responses])
     questions = task.load(split, path=str(path))
     if len(questions) != len(texts):
-        raise InputError(
-            f"Expected task {task.name!r} to read all {len(texts)} rows of {path}, but got {len(questions)} questions. "
-            "Remove the rows that it warns of."
-        )
+        found = f"{len(questions)} of {len(texts)} rows of {path}"
+        raise InputError(f"Task {task.name!r} reads only {found}. Remove the rows that it warns of.")
     for number, (question, responses) in enumerate(zip(questions, texts, strict=True), start=1):
         yield number, PoolLine(question, split, responses)
 

@@ -246,9 +246,13 @@ def round_file(root: Path, round: int) -> Path:
     return root / "rounds" / f"round-{round:03d}.json"
 
 
+def round_files(root: Path) -> list[Path]:
+    return sorted((root / "rounds").glob("round-*.json"))
+
+
 def check_place(root: Path) -> None:
     """Refuse a folder that holds something other than a store, such as a model."""
-    if not root.exists() or any((root / "rounds").glob("round-*.json")):
+    if not root.exists() or round_files(root):
         return
     if not root.is_dir():
         raise InputError(f"Expected `store_dir` to be a folder, but got {root}, which is a file.")
@@ -258,10 +262,6 @@ def check_place(root: Path) -> None:
             f"Expected `store_dir` to be a sample store or a new or empty folder, but got {root}, which holds "
             f"{', '.join(others[:3])}{' ...' if others[3:] else ''}. Choose another, such as {root / 'samples'}."
         )
-
-
-def round_files(root: Path) -> list[Path]:
-    return sorted((root / "rounds").glob("round-*.json"))
 
 
 def read_round(file: Path) -> RoundRecord:

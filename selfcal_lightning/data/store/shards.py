@@ -76,10 +76,7 @@ def question_digest(question: Question) -> str:
 def encode_question(group: QuestionSamples) -> pa.Table:
     question, samples = group.question, group.samples
     if any(sample.prefix_tokens for sample in samples):
-        raise InputError(
-            f"Expected whole samples of question {question.id!r}, but got some that continue a prefix, which a store "
-            "does not record. Keep these elsewhere."
-        )
+        raise InputError(f"Expected whole samples of question {question.id!r}, but got some that continue a prefix.")
     same = {
         "question_id": question.id,
         "task": question.task,

@@ -103,10 +103,8 @@ def test_without_a_list_of_names_as_much_is_read_as_with_one(facts: Task, shared
     lines = (shared / "data" / "countries" / "smollm2_responses.jsonl").read_text().splitlines()
     questions = {q.id.split("/")[-1]: q for split in NUM_QUESTIONS for q in facts.load(split)}
     rows = [json.loads(line) for line in lines]
-    verdicts = [
-        facts.verify(facts.extract(row["text"]), str(questions[row["question_id"].split("/")[-1]].reference))
-        for row in rows
-    ]
+    golds = [str(questions[row["question_id"].split("/")[-1]].reference) for row in rows]
+    verdicts = [facts.verify(facts.extract(row["text"]), gold) for row, gold in zip(rows, golds, strict=True)]
     lost = sum(row["correct"] and not verdict for row, verdict in zip(rows, verdicts, strict=True))
     assert lost <= 0.03 * len(rows)  # such as "the Horn of Africa", in which only a list of names finds a continent
     assert np.mean(verdicts) > np.mean([row["correct"] for row in rows])
@@ -125,10 +123,9 @@ def test_wikidata_is_read_like_facts_and_shares_no_subject(facts: Task, example:
     task = example("wikidata")
     questions = {split: task.load(split) for split in ("train", "validation", "test")}
     assert [len(found) for found in questions.values()] == [160, 40, 160]
-    assert all(task.verify(question.reference, str(question.reference)) or question.reference.startswith("[")
-               for found in questions.values() for question in found)  # fmt: skip
-    texts = [question.text for found in questions.values() for question in found]
-    assert len(set(texts)) == len(texts)
+    asked = [question for found in questions.values() for question in found]
+    assert all(task.verify(one.reference, one.reference) or one.reference.startswith("[") for one in asked)
+    assert len({one.text for one in asked}) == len(asked)
     assert task.extract("The native language of Li Wenliang is Chinese.") == "chinese"
 
 

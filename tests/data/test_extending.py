@@ -95,9 +95,8 @@ def test_values_of_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert len(values) == 12 * 5, "no response was scored twice"
     with caplog.at_level(logging.WARNING):
         index = SampleStore(tmp_path).index(confidences=["mine"])
-    found = dict(
-        zip(zip(index.question_id, index.sample_index.tolist(), strict=True), index.confidences["mine"], strict=True)
-    )
+    keys = zip(index.question_id, index.sample_index.tolist(), strict=True)
+    found = dict(zip(keys, index.confidences["mine"], strict=True))
     assert found == values
     assert "hidden" not in caplog.text
 

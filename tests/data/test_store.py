@@ -18,6 +18,7 @@ from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, mak
 from selfcal_lightning.data.store import maintenance
 from selfcal_lightning.data.store.manifest import StoreManifest
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.records import Question
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -99,9 +100,7 @@ def test_fewer_samples_are_a_view_and_more_are_refused(tmp_path: Path) -> None:
 def test_another_fingerprint_is_refused_field_by_field(tmp_path: Path) -> None:
     make_store(tmp_path)
     other = replace(FINGERPRINT, sampling=replace(FINGERPRINT.sampling, temperature=1.0), seed=3)
-    both = (
-        r"got sampling.temperature: 0.8 in the store, 1.0 asked for; seed: 0 in the store, 3 asked for\. .*`store_dir`"
-    )
+    both = r"sampling.temperature: 0.8 in the store, 1.0 asked for; seed: 0 in the store, 3 asked for\. .*`store_dir`"
     with pytest.raises(ValueError, match=both):
         SampleStore.create_or_open(tmp_path, other, num_samples=4, engine={})
 
@@ -111,13 +110,12 @@ def test_a_model_may_move_but_not_change(tmp_path: Path) -> None:
     moved = replace(FINGERPRINT, model=replace(MODEL, model="/elsewhere/m", revision="main"))
     assert moved.digest() == FINGERPRINT.digest()
     SampleStore.create_or_open(tmp_path, moved, num_samples=4, engine={"engine": "vllm"})
+    weights = "model.weights_sha256: 'w' in the store, {} asked for"
+    other = {"weights_sha256": "v"}
     for changes, message in (
-        ({"weights_sha256": "v"}, "model.weights_sha256: 'w' in the store, 'v' asked for"),
-        (
-            {"weights_sha256": "v", "model": "n"},
-            "model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'",
-        ),
-        ({"weights_sha256": None}, "model.weights_sha256: 'w' in the store, None asked for"),
+        (other, weights.format("'v'")),
+        (other | {"model": "n"}, "model.model: 'm' in the store, 'n' asked for; model.weights_sha256: 'w'"),
+        ({"weights_sha256": None}, weights.format(None)),
     ):
         changed = replace(FINGERPRINT, model=replace(MODEL, **changes))
         with pytest.raises(ValueError, match=message):
@@ -140,13 +138,6 @@ def test_rounds_have_fingerprints_of_their_own(tmp_path: Path) -> None:
         later.round_manifest(2)
 
 
-def test_opening_writes_nothing(tmp_path: Path) -> None:
-    store = SampleStore(tmp_path / "none")
-    with pytest.raises(FileNotFoundError, match="Expected a sample store"):
-        store.index()
-    assert not (tmp_path / "none").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -166,7 +157,10 @@ def test_a_writer_takes_whole_questions_only(tmp_path: Path, change: object, mes
         writer.append(make_group(fake_questions(1)[0]))
 
 
-def test_join_is_idempotent(tmp_path: Path) -> None:
+def test_opening_writes_nothing_and_a_second_join_neither(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="Expected a sample store"):
+        SampleStore(tmp_path / "none").index()
+    assert not (tmp_path / "none").exists()
     store = make_store(tmp_path)
     assert store.join().shards == ()
     write(store, fake_questions(4))
@@ -215,10 +209,16 @@ def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
     assert not leftovers(SampleStore(tmp_path))
 
 
-def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
-    store, questions = make_store(tmp_path), fake_questions(4)
+def duplicated(path: Path, **options: str) -> tuple[SampleStore, list[Question]]:
+    """Four questions in one part, two of them in another too."""
+    store, questions = make_store(path), fake_questions(4)
     write(store, questions, part="a")
-    write(store, questions[:2], part="b")
+    write(store, questions[:2], part="b", **options)
+    return store, questions
+
+
+def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
+    store, questions = duplicated(tmp_path)
     manifest = store.join()
     assert (manifest.questions, manifest.duplicate_questions) == (4, 2)
     assert len(store.index()) == 16
@@ -226,9 +226,7 @@ def test_equal_duplicates_are_read_once_and_counted(tmp_path: Path) -> None:
 
 
 def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> None:
-    store, questions = make_store(tmp_path), fake_questions(4)
-    write(store, questions, part="a")
-    write(store, questions[:2], part="b", mark="other ")
+    store, _ = duplicated(tmp_path, mark="other ")
     with pytest.raises(ValueError, match=r"got 2 with different samples in two parts.*parts/b/.*--repair true"):
         store.join()
     assert not (tmp_path / "manifest.json").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fakes import fake_questions
-from support.store_samples import make_group, make_store
+from support.store_samples import make_store, write
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import (
@@ -30,12 +30,9 @@ ORIGIN = {"model": {"sha256": "a"}, "targets": ("q", "v")}
 @pytest.fixture
 def store(tmp_path: Path) -> SampleStore:
     """Three training and two validation questions with four samples each, in two parts."""
-    store = make_store(tmp_path / "store")
-    questions = fake_questions(5)
-    for part, split, chosen in (("a", "train", questions[:3]), ("b", "validation", questions[3:])):
-        with store.writer(part) as writer:
-            for question in chosen:
-                writer.append(make_group(question, split=split))
+    store, questions = make_store(tmp_path / "store"), fake_questions(5)
+    write(store, questions[:3], part="a")
+    write(store, questions[3:], part="b", split="validation")
     store.join()
     return store
 
@@ -135,9 +132,7 @@ def test_rows_that_were_sampled_again_lose_their_values(store: SampleStore) -> N
     shard.write_bytes(shard.read_bytes()[:-9])
     store = SampleStore(store.path)
     store.repair()
-    with store.writer("a") as writer:
-        for question in fake_questions(5)[:3]:
-            writer.append(make_group(question, mark="again "))
+    write(store, fake_questions(5)[:3], part="a", mark="again ")
     store.join()
     assert np.isnan(read(store, split="train")).all()
     assert read(store, split="validation") == [0.1] * 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fakes import fake_questions
-from support.store_samples import FINGERPRINT, MODEL, make_group, make_store, write
+from support.store_samples import FINGERPRINT, MODEL, make_store, write
 
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.parts import part_entries
@@ -107,7 +107,6 @@ def test_a_damaged_round_without_a_copy_is_created_again_and_checked_against_its
 
 def test_more_is_written_after_a_manifest_was_damaged(store: SampleStore) -> None:
     (store.path / "manifest.json").write_bytes((store.path / "manifest.json").read_bytes()[:-9])
-    with store.writer("b") as writer:
-        writer.append(make_group(fake_questions(1, prefix="more")[0]))
+    write(store, fake_questions(1, prefix="more"), part="b")
     store.join()
     assert len(store.question_ids()) == 4

@@ -57,7 +57,14 @@ def policy_gradient_loss(
         Schulman et al., PPO, arXiv 1707.06347, equation 7; Yu et al., DAPO, arXiv 2503.14476, section 3.1 (two bounds);
         Zheng et al., GSPO, arXiv 2507.18071 (one ratio a response).
     """
+    if normalise not in ("tokens", "responses"):
+        raise InputError(f'Expected `normalise` to be "tokens" or "responses", but got {normalise!r}.')
+    if min(clip) < 0.0:
+        raise InputError(f"Expected `clip` to hold two numbers of at least 0, but got {clip}.")
     _check_same(logprob=logprob, row=row, **({} if ratio is None else {"ratio": ratio}))
+    if logprob.dim() != 1 or advantage.dim() != 1:
+        shapes = tuple(logprob.shape), tuple(advantage.shape)
+        raise InputError(f"Expected `logprob` [n] and `advantage` [B], but got shapes {shapes[0]} and {shapes[1]}.")
     logprob = at_least_float32(logprob)
     weight = torch.exp(logprob - logprob.detach())
     if ratio is not None:

@@ -63,8 +63,8 @@ def pass_at_k_curves(
         for way, predicted in ways.items():
             error = estimate_of(np.abs((predicted - actual) @ weights).mean(axis=0))
             squares = tuple(map(estimate_of, (predicted - actual) ** 2 @ weights))
-            means = [tuple(each.mean(axis=1).tolist()) for each in (predicted, actual)]
-            curves.append(PassAtKCurve(name, _WORDS[way], chosen, *means, curve_error=error, instance_mse=squares))
+            mean, truth = (tuple(each.mean(axis=1).tolist()) for each in (predicted, actual))
+            curves.append(PassAtKCurve(name, _WORDS[way], chosen, mean, truth, error, squares))
     return curves
 
 

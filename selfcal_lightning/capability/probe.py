@@ -116,7 +116,9 @@ class CapabilityProbe(ProbeBasis):
 
     def check_sampling(self, sampling: Mapping[str, Any] | None) -> None:
         """Raise InputError if responses were sampled differently from those of the fit; unknown ones pass."""
-        if None not in (self.sampling, sampling) and (differences := origin_differences(self.sampling, sampling)):
+        if self.sampling is None or sampling is None:
+            return
+        if differences := origin_differences(self.sampling, sampling):
             found = "; ".join(differences).replace("in the store", "in the fit")
             raise InputError(f"The probe was fitted on responses that were sampled differently: {found}. Fit another.")
 

@@ -59,7 +59,7 @@ def read_scores(path: str | Path) -> list[QuestionScore]:
     found: dict[str, QuestionScore] = {}
     for number, line in read_json_lines(file):
         value = line.get(CAPABILITY)
-        is_share = type(value) in (int, float) and 0.0 <= value <= 1.0
+        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
         if not isinstance(line.get("id"), str) or not (value is None or is_share):
             raise line_error(file, number, f"`id` and `{CAPABILITY}`, a number in [0, 1] or null", repr(line))
         if line["id"] in found:

@@ -124,7 +124,7 @@ class Rendezvous:
                 told = time.monotonic()
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
-                found = f"no sign of life for {silence:.0f} s. Start the same command again; machines must share a disk"
+                found = f"no sign of life for {silence:.0f} s. The same command continues; machines must share a disk"
                 raise RunError(f"Expected process {rank} to finish its share, but got {found}.")
             time.sleep(POLL_SECONDS)
 

@@ -134,8 +134,8 @@ def check_template(template: str, name: str) -> None:
     except subprocess.TimeoutExpired:
         ended = False
     if not ended:
-        limits = f"{RENDERING_SECONDS} s and {RENDERING_BYTES >> 30} GiB"
-        raise InputError(f"The chat template of {name!r} did not render a short conversation within {limits}.")
+        most = f"{RENDERING_SECONDS} s and {RENDERING_BYTES >> 30} GiB. Take the template of the original model"
+        raise InputError(f"The chat template of {name!r} did not render a short conversation within {most}.")
 
 
 _TOO_LARGE = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.core.files import read_json_lines
+from selfcal_lightning.core.files import line_error, read_json_lines
 from selfcal_lightning.core.progress import Progress, Stage, counted, say
 from selfcal_lightning.data.pools.harness_logs import FORMATS, Log, LoggedResponse, guess_task
 from selfcal_lightning.data.pools.line_format import (
@@ -145,11 +145,11 @@ def _response(path: Path, number: int, row: Mapping[str, Any], pool: SampledPool
 def _question(path: Path, number: int, row: Mapping[str, Any], truth: Mapping[str, Any], task: str) -> Question:
     prompt = row.get("prompt")
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    are_turns = isinstance(turns, list) and all(
+    if not isinstance(turns, list) or not all(
         isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
         for turn in turns
-    )
-    check_line(path, number, "`prompt` to be text or a list of {role, content}", prompt, are_turns)
+    ):
+        raise line_error(path, number, "`prompt` to be text or a list of {role, content}", repr(prompt))
     messages = tuple(Message(turn["role"], turn["content"]) for turn in turns)
     text = truth.get("question")
     asked = text if isinstance(text, str) else next((m.content for m in reversed(messages) if m.role == "user"), "")

@@ -2,25 +2,26 @@
 
 pip install reasoning-gym==0.1.25 && python benchmarks/real/make_arithmetic.py
 
-Four kinds of questions, with the same range of numbers in each split. No question is in two splits.
+Three kinds of questions, with the same range of numbers in each split. No two questions differ only in the order of
+their numbers.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import reasoning_gym  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm" / "data" / "arithmetic"
 SPLITS = {"train": 240, "validation": 60, "test": 240}
-SEED = 20251125
+SEED = 20261126
 KINDS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 24},
-    "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 16},
 }
 
 
@@ -28,9 +29,13 @@ def main() -> None:
     """Write the three files."""
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in SPLITS}
     for kind, settings in KINDS.items():
-        made = reasoning_gym.create_dataset(kind, size=4000, seed=SEED, **settings)
+        made = reasoning_gym.create_dataset(kind, size=8000, seed=SEED, **settings)
         count = sum(SPLITS.values()) // len(KINDS)
-        unique = list({entry["question"].strip(): str(entry["answer"]) for entry in made}.items())[:count]
+        distinct: dict[tuple[int, ...], tuple[str, str]] = {}
+        for entry in made:
+            numbers = sorted(map(int, re.findall(r"\d+", entry["question"])))
+            distinct.setdefault(("-" in entry["question"], *numbers), (entry["question"].strip(), str(entry["answer"])))
+        unique = list(distinct.values())[:count]
         # The later a question first comes up, the larger its numbers are.
         random.Random(SEED).shuffle(unique)
         questions = iter(unique)

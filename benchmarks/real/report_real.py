@@ -2,13 +2,15 @@
 
 SmolLM2-135M-Instruct on three tasks, facts about countries, facts from Wikidata and arithmetic in words by
 reasoning-gym, and Gemma 3 270M, a base model, on the first. Responses end where the model ends them. The figures are
-those of the test questions, and nothing is fitted on them. Continues from what is there.
+those of the test questions, and nothing is fitted on them. Continues from what is there; tasks that `--tasks` or
+`--models` leave out keep their figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import sys
 import time
@@ -222,6 +224,8 @@ def assemble(options: Options) -> dict[str, Any]:
     if options.demo:  # too small for targets
         for task in tasks.values():
             task.pop("criteria", None)
+    elif (earlier := options.results / "report_real.json").is_file():  # tasks that were left out keep their figures
+        tasks = json.loads(earlier.read_text())["tasks"] | tasks
     return {
         "tasks": tasks,
         "samples": options.num_samples,
@@ -659,8 +663,9 @@ TITLES = {
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
+    last = "" if report["command"] == "make report-real" else f" (last: `{report['command']}`)"
     lines = [
-        f"Command: `{report['command']}`. Models sampled in bfloat16, "
+        f"Command: `make report-real`{last}. Models sampled in bfloat16, "
         f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
         "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
         "countries, and over training seeds where there are several (in brackets: each). *samples*: how many responses "

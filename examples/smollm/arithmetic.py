@@ -1,4 +1,4 @@
-"""The task ``arithmetic`` as a plug-in: sums, products, common divisors and multiples, answered in free sentences.
+"""The task ``arithmetic`` as a plug-in: sums, products and common divisors, answered in free sentences.
 
 selfcal generate --plugins examples/smollm/arithmetic.py --task arithmetic --model MODEL --store_dir samples
 

@@ -179,7 +179,9 @@ def test_limits_below_what_a_threshold_was_fitted_with_are_refused(tmp_path: Pat
     source.write_text('{"custom_id": "a"}\n')
     guaranteed().save(file)
     with pytest.raises(InputError, match=r"limits\.max_samples.*at least 2"):
-        run_batch("bundled", str(source), "out.jsonl", threshold_file=str(file), limits=Limits(max_samples=1))
+        run_batch(
+            "bundled", str(source), str(tmp_path / "out.jsonl"), threshold_file=str(file), limits=Limits(max_samples=1)
+        )
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 2), (1, 1), (9, 2)])

@@ -124,8 +124,9 @@ class Rendezvous:
                 told = time.monotonic()
             silence = time.monotonic() - since
             if silence > self.stall_timeout:
-                found = f"no sign of life for {silence:.0f} s. The same command continues; machines must share a disk"
-                raise RunError(f"Expected process {rank} to finish its share, but got {found}.")
+                found = f"no sign of life for {silence:.0f} s"
+                way_out = "The same command continues. Several machines need a shared disk."
+                raise RunError(f"Expected process {rank} to finish its share, but got {found}. {way_out}")
             time.sleep(POLL_SECONDS)
 
     def _file(self, rank: int) -> Path:

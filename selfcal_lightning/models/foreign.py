@@ -84,7 +84,8 @@ def check_adapter_config(file: Path, config: Mapping[str, Any]) -> None:
         if config.get(name):
             raise InputError(f"`{name}` in {file} must be empty, got {config[name]!r}: such adapters are not read.")
     if str(config.get("init_lora_weights")).startswith(("loftq", "eva", "corda")):
-        raise InputError(f"`init_lora_weights` in {file} must be true or false, got {config['init_lora_weights']!r}.")
+        found = f"{config['init_lora_weights']!r}, which needs data or weights from before training"
+        raise InputError(f"`init_lora_weights` in {file} must be true or false, but got {found}.")
     for name in ("target_modules", "exclude_modules", "layers_pattern"):
         if isinstance(config.get(name), str) and _repeats_itself(config[name]):
             raise InputError(f"`{name}` in {file} must be a list: {config[name]!r} may take for ever to match.")

@@ -292,7 +292,7 @@ def work() -> int:
         report = sample_share(GenerationSettings.from_plain(job["settings"]), shard=(number, total), progress=False)
     except KeyboardInterrupt:  # the parent, which was asked to stop, says so for all
         return INTERRUPTION.status
-    except Exception as error:
+    except Exception as error:  # the parent hears of it by this message and the status
         if wants_traceback():
             raise
         say(explain(error, who=f"worker {number} of {total}"))

@@ -43,7 +43,7 @@ setup-clients: .venv-clients/.ready  ## add the clients that ask `selfcal serve`
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check "openai==3.54.0" "litellm==1.83.0" "inspect_ai==0.3.285" "lm_eval==0.4.13"
 	touch $@
 
-demo: $(VENV)/.ready  ## calibrate the bundled model and compare before and after (three to four minutes on two idle cores)
+demo: $(VENV)/.ready  ## calibrate the bundled model and compare before and after (about three minutes on two idle cores)
 	$(BIN)/selfcal demo
 
 demo-real: $(VENV)/.ready-smollm  ## the same on SmolLM2-135M-Instruct and country facts (about ten minutes on two cores)

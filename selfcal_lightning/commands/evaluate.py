@@ -98,7 +98,8 @@ def run_evaluate(
     confidences (first half) and choose settings (second half), and nothing is reported on them.
 
     Args:
-        before: Folder or hub name of the base model, or "bundled".
+        before: Folder or hub name of the base model, or "bundled". Evaluated alone, its samples serve the comparison
+            that follows in the same `output_dir`.
         after: Folder or hub name of the calibrated (merged) model.
         adapter: Folder of a LoRA adapter on `before` (instead of `after`), or on `model`. An activated adapter scores
             the same responses again, and none are sampled for it.

@@ -19,6 +19,7 @@ from typing import Any
 
 from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.core.files import to_json, write_atomically
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.core.signals import INTERRUPTION, Interrupt, PreemptedError, never
 
 logger = logging.getLogger(__name__)
@@ -161,14 +162,28 @@ GRACE_SECONDS = 60.0
 
 
 def run_step(arguments: Sequence[str]) -> int:
-    """Run a ``selfcal`` command in a child process and return its exit status.
-
-    After Ctrl-C or SIGTERM the child is still waited for, since it saves finished work before it exits.
-    """
-    command = [sys.executable, "-m", "selfcal_lightning.core.processes", *arguments]
-    step = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603
-    try:
+    """Run a ``selfcal`` command in a child process and return its exit status."""
+    with _started(arguments) as step:
         return step.wait()
+
+
+@contextmanager
+def run_beside(arguments: Sequence[str], log: Path) -> Iterator[None]:
+    """Run a ``selfcal`` command beside the block, with its output in ``log``, and wait for both to end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    say(f"Meanwhile, with its output in {log}: {shlex.join(['selfcal', *arguments])}")
+    with log.open("w") as file, _started(arguments, stdout=file, stderr=subprocess.STDOUT) as step:
+        yield
+        step.wait()
+
+
+@contextmanager
+def _started(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """After Ctrl-C or SIGTERM the child is still waited for, since it saves finished work before it exits."""
+    command = [sys.executable, "-m", "selfcal_lightning.core.processes", *arguments]
+    step = subprocess.Popen(command, stdin=subprocess.PIPE, **options)  # noqa: S603
+    try:
+        yield step
     except KeyboardInterrupt:
         if INTERRUPTION.received == signal.SIGTERM:  # Ctrl-C in a terminal reaches both of us
             step.terminate()

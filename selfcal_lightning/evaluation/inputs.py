@@ -60,14 +60,16 @@ def model_sides(before: str | None, after: str | None, model: str | None, adapte
     """Return the sides that the options of ``selfcal evaluate`` name."""
     if model is not None and before is None and after is None:
         return {MODEL_SIDE: ModelSide(model, adapter)}
-    if model is None and before is not None and (after is None) != (adapter is None):
+    if model is None and before is not None and None in (after, adapter):
         first, second = SIDES
+        if after is None and adapter is None:
+            return {first: ModelSide(before)}
         if after is not None:
             return {first: ModelSide(before), second: ModelSide(after)}
         activated = adapter is not None and read_invocation_ids(adapter) is not None
         return {first: ModelSide(before), second: ModelSide(before, adapter, first if activated else None)}
     given = f"before={before!r}, after={after!r}, model={model!r}, adapter={adapter!r}"
-    ways = "two models (`before` and `after` or `adapter`), one (`model`) or recorded `pools`"
+    ways = "`before` alone or with one of `after` and `adapter`, one `model`, or recorded `pools`"
     raise InputError(f"Expected {ways}, but got {given}.")
 
 

@@ -22,6 +22,7 @@ from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.commands.two_stages import run_tune_and_calibrate
 from selfcal_lightning.core import processes
 from selfcal_lightning.core.config_files import read_config
+from selfcal_lightning.core.errors import RunError
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.folders import MANIFEST, config_path, read_invocation_ids, read_manifest, resolve_model
 from selfcal_lightning.records import SamplingSettings
@@ -240,6 +241,15 @@ def test_a_step_ends_when_its_lifeline_is_cut() -> None:
     step.stdin.close()
     assert step.wait(timeout=120) == -signal.SIGTERM
     step.stdout.close()
+
+
+def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "beside.log"
+    with processes.run_beside(["--version"], log):
+        pass
+    assert log.read_text().startswith("selfcal")
+    with pytest.raises(RunError, match="of the block"), processes.run_beside(["serve", "--help"], log):
+        raise RunError("of the block")
 
 
 def wait_for(happened: Callable[[], bool], *, seconds: float = 1200) -> None:

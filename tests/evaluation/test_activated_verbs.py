@@ -149,17 +149,23 @@ def test_evaluate_scores_the_same_responses_again(
         before=tiny_model, adapter=adapter, output_dir=str(tmp_path / "out"), tests=tests, **nested(**options)
     )
     assert "(16 had it before)" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="`before` and `after` or `adapter`"):
+    with pytest.raises(ValueError, match="`before` alone or with one of `after` and `adapter`"):
         run_evaluate(before=tiny_model, after=tiny_model, adapter=adapter, tests=tests)
 
 
-def test_evaluate_samples_a_joint_adapter_itself(tiny_model: str, tmp_path: Path) -> None:
+def test_evaluate_samples_a_joint_adapter_itself(
+    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     joint = str(write_export(shaken(tiny_model), tmp_path / "joint"))
-    results = run_evaluate(
-        before=tiny_model, adapter=joint, output_dir=str(tmp_path / "out"), num_samples=2,
-        sampling=SamplingSettings(max_new_tokens=20),
-        tests=[TestSet("id", "word_problems", split="test_id", limit=2)], num_resamples=5, strategies=[],
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "output_dir": str(tmp_path / "out"), "num_samples": 2, "sampling": SamplingSettings(max_new_tokens=20),
+        "tests": [TestSet("id", "word_problems", split="test_id", limit=2)], "num_resamples": 5, "strategies": [],
+    }  # fmt: skip
+    alone = run_evaluate(before=tiny_model, **options)
+    capsys.readouterr()
+    results = run_evaluate(before=tiny_model, adapter=joint, **options)
+    assert capsys.readouterr().err.count("nothing is sampled") == 1
+    assert results["own.id.pass_at_1.before"] == alone["own.id.pass_at_1.before"]
     assert sorted(path.name for path in (tmp_path / "out" / "samples").iterdir()) == ["after", "before"]
     assert results["own.id.num_responses.after"] == 4
 

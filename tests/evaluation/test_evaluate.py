@@ -235,8 +235,8 @@ def test_paper_protocol_writes_the_published_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "two models .* one .* or recorded `pools`"),
-        ({"before": "bundled"}, "before='bundled'"),
+        ({}, "`before` alone .* one `model`, or recorded `pools`"),
+        ({"after": "bundled"}, "after='bundled'"),
         ({"model": "bundled"}, "`tests`"),
         ({"pools": {"m": "x"}, "before": "bundled"}, "`before`"),
         ({"model": "bundled", "task": "gsm8k"}, "`task`"),

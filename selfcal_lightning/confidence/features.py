@@ -8,13 +8,14 @@ sampling.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, check_confidence, confidence_of
+from selfcal_lightning.confidence.registry import KnownConfidence, may_be_probability
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.arrays import Floats, Integers
 from selfcal_lightning.metrics.calibration import debiased_calibration_error, expected_calibration_error
@@ -132,12 +133,14 @@ class ConfidenceScores:
     ece_debiased: float | None = None
 
 
-def score_confidence(name: str, confidence: Floats, correct: Floats, question: Integers) -> ConfidenceScores:
-    """Compute the scores of one confidence [N]."""
+def score_confidence(
+    name: str, confidence: Floats, correct: Floats, question: Integers, known: Iterable[KnownConfidence] = ()
+) -> ConfidenceScores:
+    """Compute the scores of one confidence [N]; what its estimator calls no probability has no ECE."""
     known = ~np.isnan(confidence) & ~np.isnan(correct)
     values, labels = confidence[known], correct[known]
     within = within_question_discrimination(values, labels, question[known])
-    is_probability = bool(((values >= 0.0) & (values <= 1.0)).all())
+    is_probability = may_be_probability(name, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
     return ConfidenceScores(
         name=name,
         auroc=auroc(values, labels),

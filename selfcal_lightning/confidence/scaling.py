@@ -276,12 +276,12 @@ def fit_scaler(
     else:
         raise InputError(f"Temperature scaling needs a probability, which {source!r} is not. Use Platt or isotonic.")
     fitted_on = FittedOn.from_pool(pool, used)
-    before, after = _scores(table, source, name, map_)
+    before, after = _scores(table, source, name, map_, known)
     scaler = Scaler(name, source, map_, bool(pool_dependent([source], known)), fitted_on, before, after)
     if held_out is None:
         return scaler
     check_not_fitted_on(held_out, scaler)
-    held_before, held_after = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_)
+    held_before, held_after = _scores(ResponseTable.from_pool(held_out, (source,)), source, name, map_, known)
     return replace(scaler, held_out_before=held_before, held_out_after=held_after)
 
 
@@ -303,7 +303,9 @@ def check_new_name(name: str, sources: Sequence[str]) -> None:
         raise InputError(f"Expected `name` to be a new one, but got {name!r}; taken are {', '.join(taken)}.")
 
 
-def _scores(table: ResponseTable, source: str, name: str, map_: ScalerMap) -> tuple[ConfidenceScores, ConfidenceScores]:
+def _scores(
+    table: ResponseTable, source: str, name: str, map_: ScalerMap, known: Sequence[KnownConfidence]
+) -> tuple[ConfidenceScores, ConfidenceScores]:
     values = table.values[:, 0]
-    before = score_confidence(source, values, table.correct, table.question)
+    before = score_confidence(source, values, table.correct, table.question, known)
     return before, score_confidence(name, map_.transform(values), table.correct, table.question)

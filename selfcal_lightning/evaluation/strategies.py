@@ -18,6 +18,7 @@ from selfcal_lightning.confidence.fusion import (
     is_probability,
     weigh_pool,
 )
+from selfcal_lightning.confidence.registry import recorded_confidences
 from selfcal_lightning.confidence.splits import halve_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import Progress, Stage
@@ -286,7 +287,9 @@ def report_on(test: EvaluatedTest, resampled: Sequence[Resampled], settings: Str
     }
     scores = {
         side: [
-            score_confidence(name, values, table.correct, table.question)
+            score_confidence(
+                name, values, table.correct, table.question, recorded_confidences(test.pools[side].pool.estimators)
+            )
             for name, values in zip(test.pools[side].confidences, table.values.T, strict=True)
         ]
         for side, table in tables.items()

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
-from selfcal_lightning.confidence.features import ResponseTable, feature_value
+from selfcal_lightning.confidence.features import ResponseTable, feature_value, score_confidence
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer
 from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
@@ -118,6 +118,9 @@ def test_fusion_ranks_within_a_question_where_p_true_cannot() -> None:
     assert fused.auroc > max(p_true.auroc, sequence.auroc, mean.auroc)  # type: ignore[operator, type-var]
     assert fused.ece < 0.06  # type: ignore[operator]
     assert sequence.ece is None
+    labels, question = np.array([1.0, 0.0]), np.array([0, 1])
+    assert score_confidence("self_certainty", labels, labels, question).ece is None, "in [0, 1] by chance"
+    assert score_confidence("p_true", labels, labels, question).ece == 0.0
 
 
 def test_a_missing_feature_gives_no_confidence_and_is_counted() -> None:

@@ -373,7 +373,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, row: dict[str, Any], optio
 @pytest.mark.parametrize(
     ("references", "task"),
     [
-        (["4", "1,200", "so\n#### 3"], "local_number"),
+        (["4", "1,200", "1e-05", "so\n#### 3"], "local_number"),
         (["A", "d"], "local_choice"),
         ([r"\frac{1}{2}", "2"], "local_expression"),
         (["Paris", ["Rome", "Roma"]], "local_text"),

@@ -110,6 +110,7 @@ def test_a_run_is_refused_before_anything_is_sampled(tiny_model: str, tmp_path: 
     assert not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="but got '64-true'"):
         quiet_trainer(precision="64-true").validate(module_of(tiny_model), [])
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("callback", [generation, AdapterExport, ConfidenceWriter])

@@ -577,6 +577,7 @@ def guess_task(references: Iterable[Any]) -> str:
     texts = [str(one[0] if isinstance(one, list | tuple) else one).strip() for one in known]
     if all(len(text) == 1 and text.upper() in CHOICE_LETTERS for text in texts):
         return "local_choice"
-    if all(re.fullmatch(r"-?[$]?[\d,]*\.?\d+%?", text.rpartition("####")[2].strip()) for text in texts):
+    number = re.compile(r"-?[$]?[\d,]*\.?\d+(e[+-]?\d+)?%?", re.IGNORECASE)
+    if all(number.fullmatch(text.rpartition("####")[2].strip()) for text in texts):
         return "local_number"
     return "local_expression" if any("\\" in text or "$" in text for text in texts) else "local_text"

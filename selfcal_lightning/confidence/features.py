@@ -137,9 +137,9 @@ def score_confidence(
     name: str, confidence: Floats, correct: Floats, question: Integers, known: Iterable[KnownConfidence] = ()
 ) -> ConfidenceScores:
     """Compute the scores of one confidence [N]; what its estimator calls no probability has no ECE."""
-    known = ~np.isnan(confidence) & ~np.isnan(correct)
-    values, labels = confidence[known], correct[known]
-    within = within_question_discrimination(values, labels, question[known])
+    used = ~np.isnan(confidence) & ~np.isnan(correct)
+    values, labels = confidence[used], correct[used]
+    within = within_question_discrimination(values, labels, question[used])
     is_probability = may_be_probability(name, known) and bool(((values >= 0.0) & (values <= 1.0)).all())
     return ConfidenceScores(
         name=name,
@@ -147,9 +147,9 @@ def score_confidence(
         within_question_auroc=within.mean,
         ece=expected_calibration_error(values, labels) if is_probability else None,
         num_mixed_questions=within.num_questions,
-        num_responses=int(known.sum()),
-        num_left_out=int((~known).sum()),
-        ece_debiased=debiased_calibration_error(values, labels, question[known]) if is_probability else None,
+        num_responses=int(used.sum()),
+        num_left_out=int((~used).sum()),
+        ece_debiased=debiased_calibration_error(values, labels, question[used]) if is_probability else None,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401 - its log handler keeps the standard error of the moment it is imported
 import pytest
+from support.command_lines import Refused, exit_status
+from support.processes import run_python
 
 from selfcal_lightning.cli import VERBS, function_of, run
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
@@ -35,10 +35,8 @@ def test_help_and_generate_help_do_not_import_torch() -> None:
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for option in ("--devices", "--shard", "--num_samples", "--store_dir"):
-        assert option in done.stdout
+    shown = run_python(code)
+    assert all(option in shown for option in ("--devices", "--shard", "--num_samples", "--store_dir"))
 
 
 @pytest.mark.parametrize("verb", FUNCTIONS)
@@ -46,30 +44,23 @@ def test_every_function_verb_has_help_and_takes_whole_names_alone(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A part of one option may be that of another in the next version, and then do something else."""
-    with pytest.raises(SystemExit) as end:
-        run([verb, "--help"])
-    assert end.value.code == 0
+    assert exit_status([verb, "--help"]) == 0
     assert f"selfcal {verb}" in capsys.readouterr().out
     names = inspect.signature(function_of(verb)).parameters
     whole = max((name for name in names if name != "settings"), key=len)
-    with pytest.raises(SystemExit) as end:
-        run([verb, f"--{whole[:-1]}", "x"])
-    assert end.value.code == 2
+    assert exit_status([verb, f"--{whole[:-1]}", "x"]) == 2
     assert f"--{whole[:-1]}. Did you mean --{whole}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", TRAINERS)
 def test_a_part_of_a_trainer_option_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run([verb, "--config", config_path("demo.yaml"), "--ckpt", "last"])
-    assert end.value.code == 2
+    assert exit_status([verb, "--config", config_path("demo.yaml"), "--ckpt", "last"]) == 2
     assert "--ckpt. Did you mean --ckpt_path?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", TRAINERS)
-def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([verb]) == 1
-    assert f"`selfcal {verb} --config FILE.yaml`" in capsys.readouterr().err
+def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, refused: Refused) -> None:
+    assert f"`selfcal {verb} --config FILE.yaml`" in refused([verb])
 
 
 @pytest.mark.parametrize(
@@ -94,10 +85,7 @@ def test_a_trainer_verb_without_settings_says_what_to_give(verb: str, capsys: py
 def test_a_wrong_option_is_one_line_and_a_short_usage(
     capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
 ) -> None:
-    try:
-        status = run([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
-    except SystemExit as end:
-        status = end.code
+    status = exit_status([config_path("demo.yaml") if word == "CONFIG" else word for word in arguments])
     lines = [line for line in capsys.readouterr().err.splitlines() if "Loading PyTorch" not in line]
     assert lines[0].startswith(f"selfcal {arguments[0]}: error: ")
     assert all(word in lines[0] for word in words), lines[0]
@@ -142,10 +130,9 @@ def test_checkpoint_does_not_override_the_user(
 )
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_of_a_model_is_not_the_folder_one_stands_in(
-    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], name: str, refused: Refused
 ) -> None:
-    assert run([*arguments, "--model", name]) == 1
-    assert f"on the hub or 'bundled', but got {name!r}." in capsys.readouterr().err
+    assert f"on the hub or 'bundled', but got {name!r}." in refused([*arguments, "--model", name])
 
 
 def test_flags_stand_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

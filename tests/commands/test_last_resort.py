@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.processes import run_python
+from support.store_samples import write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core import errors
@@ -25,8 +27,6 @@ from selfcal_lightning.models.folders import config_path
 
 INTERRUPTED, FAILED = 130, 1
 EVALUATE = ["evaluate", "--model", "bundled", "--output_dir", "out folder"]
-
-
 RUN = "selfcal_lightning.cli._run_verb"  # what verbs do
 
 
@@ -165,13 +165,10 @@ STOPPED = {
 
 @pytest.mark.parametrize("verb", STOPPED)
 def test_ctrl_c_ends_in_one_line_that_says_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path, verb: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("asked.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
-    line = {"id": "q", "task": "gsm8k", "split": "calibration", "question": "1?", "reference": "7"}
-    line["responses"] = [{"text": "It is 7.", "confidence": {"p_true": 0.5}}]
-    Path("pool.jsonl").write_text(json.dumps(line) + "\n")
+    write_pool(here / "pool.jsonl")
     options, place, kept = STOPPED[verb]
     monkeypatch.setattr(place, raising(KeyboardInterrupt()))
     assert status_of([verb, *options]) == INTERRUPTED
@@ -220,10 +217,9 @@ def test_a_library_that_swallows_ctrl_c_does_not_hide_it(
 
 
 def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, listening: None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path, listening: None
 ) -> None:
     """Lightning makes an exit of it; and each would leave a folder `version_N` that never saw a step."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", press_ctrl_c)
     small = ["--data.train", "[{task: word_problems, split: train, limit: 2}]", "--data.num_samples", "2"]
     assert status_of(["fit", "--config", config_path("demo.yaml"), *small]) == INTERRUPTED
@@ -232,19 +228,18 @@ def test_ctrl_c_in_a_training_says_how_it_goes_on_and_leaves_no_empty_logs(
     assert last.startswith("selfcal fit: stopped by Ctrl-C. Complete samples are kept")
     assert "training starts over, since no ModelCheckpoint" in last
     assert "Traceback" not in shown
-    assert not list(tmp_path.rglob("version_*"))
+    assert not list(here.rglob("version_*"))
 
 
 def test_a_failed_test_leaves_no_empty_logs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     refuse = raising(errors.InputError("Expected something else."))
     monkeypatch.setattr("selfcal_lightning.callbacks.generation.start_engine", refuse)
     small = ["--data.test", "[{task: word_problems, split: test_id, limit: 2}]", "--data.num_samples", "2"]
     assert status_of(["test", "--config", config_path("demo.yaml"), *small]) != 0
     assert "Expected something else" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("version_*"))
+    assert not list(here.rglob("version_*"))
 
 
 def hear_ctrl_c() -> None:
@@ -332,8 +327,7 @@ try:
 except KeyboardInterrupt:
     print("stopped by", INTERRUPTION.name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=25)
-    assert done.stdout == "stopped by SIGTERM\n", done.stderr
+    assert run_python(code, timeout=25) == "stopped by SIGTERM\n"
 
 
 def test_small_parquet_files_are_read_without_threads_of_arrow() -> None:
@@ -347,8 +341,7 @@ pq.write_table(pa.table({"a": [1, 2]}), sink)
 assert read_parquet(sink.getvalue().to_pybytes()).to_pydict() == {"a": [1, 2]}
 assert "pyarrow._dataset" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python(code, timeout=120)
 
 
 @pytest.mark.parametrize(

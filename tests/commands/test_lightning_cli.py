@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from support.command_lines import Refused, exit_status
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.lightning_cli import LIGHTNING_LOGGER, silence_lightning, untrained_folders_removed
@@ -29,23 +30,21 @@ class Evil:
         return os.mkdir, (str(self.folder),)
 
 
-def validate(tiny_model: str, folder: Path, checkpoint: Path) -> int:
-    return run(
-        ["validate", "--trainer.accelerator", "cpu", "--trainer.use_distributed_sampler", "false",
-         "--trainer.logger", "false", "--trainer.default_root_dir", str(folder),
-         "--model", MODULE, "--model.base_model", tiny_model,
-         "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"),
-         "--ckpt_path", str(checkpoint)]
-    )  # fmt: skip
+def validate(tiny_model: str, checkpoint: Path) -> list[str]:
+    folder = checkpoint.parent
+    return [
+        "validate", "--trainer.accelerator", "cpu", "--trainer.use_distributed_sampler", "false",
+        "--trainer.logger", "false", "--trainer.default_root_dir", str(folder),
+        "--model", MODULE, "--model.base_model", tiny_model,
+        "--data", DATA_MODULE, "--data.store_dir", str(folder / "store"),
+        "--ckpt_path", str(checkpoint),
+    ]  # fmt: skip
 
 
-def test_a_checkpoint_that_would_run_code_is_refused(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_would_run_code_is_refused(tiny_model: str, tmp_path: Path, refused: Refused) -> None:
     torch.save({"state_dict": {}, "callbacks": Evil(tmp_path / "taken")}, tmp_path / "evil.ckpt")
-    assert validate(tiny_model, tmp_path, tmp_path / "evil.ckpt") == 1
+    error = refused(validate(tiny_model, tmp_path / "evil.ckpt"))
     assert not (tmp_path / "taken").exists()
-    error = capsys.readouterr().err
     assert "selfcal validate: error: Not a checkpoint that `selfcal fit` wrote" in error
     assert "Traceback" not in error
     torch.load(tmp_path / "evil.ckpt", weights_only=False)
@@ -73,18 +72,15 @@ def test_a_log_folder_loses_only_what_loggers_wrote(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == [run, run / "samples", run / "samples" / "config.yaml"]
 
 
-def test_a_config_of_the_user_is_never_replaced(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_of_the_user_is_never_replaced(tiny_model: str, here: Path) -> None:
     """Without a logger the resolved configuration goes to the folder of the run, where the user's may lie."""
-    monkeypatch.chdir(tmp_path)
     mine = f"# mine\nmodel: {{class_path: {MODULE}, init_args: {{base_model: {tiny_model}}}}}\n"
     Path("config.yaml").write_text(mine)
 
     def validate_by(*options: str) -> set[str]:
         command = ["validate", "--config", "config.yaml", "--trainer.logger", "false", "--trainer.accelerator", "cpu"]
         run([*command, "--data", DATA_MODULE, "--data.store_dir", "absent", *options])
-        return {path.name for path in tmp_path.glob("*.yaml")}
+        return {path.name for path in here.glob("*.yaml")}
 
     assert validate_by() == {"config.yaml", "config-2.yaml"}
     assert validate_by() == {"config.yaml", "config-2.yaml"}, "the same settings are not written twice"
@@ -96,21 +92,17 @@ def test_a_config_of_the_user_is_never_replaced(
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint"])
 def test_a_file_that_is_no_checkpoint_is_refused(
-    tiny_model: str, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+    tiny_model: str, tmp_path: Path, content: bytes, refused: Refused
 ) -> None:
     (tmp_path / "notes.ckpt").write_bytes(content)
-    assert validate(tiny_model, tmp_path, tmp_path / "notes.ckpt") == 1
-    assert "Not a checkpoint that" in capsys.readouterr().err
+    assert "Not a checkpoint that" in refused(validate(tiny_model, tmp_path / "notes.ckpt"))
 
 
-def test_a_checkpoint_of_another_base_model_is_refused(
-    tiny_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_base_model_is_refused(tiny_model: str, tmp_path: Path, refused: Refused) -> None:
     identity = {**base_model_identity(tiny_model), "model": "meta/other", "weights_sha256": "0" * 64}
     kept = {"state_dict": {}, "base_model_identity": identity, "epoch": 0, "global_step": 0}
     torch.save({**kept, "pytorch-lightning_version": "2.6.6"}, tmp_path / "other.ckpt")
-    assert validate(tiny_model, tmp_path, tmp_path / "other.ckpt") == 1
-    error = capsys.readouterr().err
+    error = refused(validate(tiny_model, tmp_path / "other.ckpt"))
     assert f"'{tiny_model}'" in error
     assert "'meta/other'" in error
 
@@ -118,9 +110,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(
 @pytest.mark.parametrize("verb", ["fit", "predict"])
 @pytest.mark.parametrize("full", [["--help=full"], ["--help", "all"]], ids=" ".join)
 def test_the_full_help_begins_with_what_to_type(verb: str, full: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run([verb, *full])
-    assert end.value.code == 0
+    assert exit_status([verb, *full]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(f"usage: selfcal {verb} --config FILE.yaml [--ckpt_path FILE.ckpt]")
     assert f"`selfcal {verb} --model.help {MODULE}`" in text

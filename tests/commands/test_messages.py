@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import multiprocessing
 import os
@@ -14,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
+from support.command_lines import Refused
 from support.options import nested
 from support.ssc_pools import Pool
+from support.store_samples import write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
@@ -24,19 +25,11 @@ from selfcal_lightning.data.store.parts import PartLock
 from selfcal_lightning.models.folders import config_path
 
 
-def write_pool(path: Path, questions: int = 3) -> str:
-    line = {"task": "gsm8k", "split": "calibration", "question": "?", "reference": "7"}
-    responses = [{"text": f"It is {answer}.", "confidence": {"p_true": 0.5}} for answer in (7, 8)]
-    rows = [{**line, "id": f"q{number}", "responses": responses} for number in range(questions)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def test_reading_a_pool_shows_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    pool = write_pool(tmp_path / "pool.jsonl")
+    pool = write_pool(tmp_path / "pool.jsonl", questions=3, samples=2)
     assert run(["import-pool", "--path", pool, "--store_dir", str(tmp_path / "store")]) == 0
     lines = capsys.readouterr().err.splitlines()
     for number in (2, 4, 6):
@@ -72,9 +65,8 @@ def test_who_waits_for_a_store_says_for_whom(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_an_adapter_that_was_never_trained_is_not_scored_in_silence(
-    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+    pool: Pool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     arguments = ["--config", config_path("demo.yaml"), "--data.store_dir", pool.write(f"scored-{verb}")]
     arguments += ["--data.num_samples", "8", "--trainer.logger", "false"]
     arguments += ["--data.test", "[{task: word_problems, split: test_id, limit: 5}]"]
@@ -114,14 +106,11 @@ def test_one_process_alone_says_nothing_of_shares(tmp_path: Path, capsys: pytest
     ],
 )
 def test_a_refused_pool_says_what_is_wrong_and_writes_nothing(
-    command: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+    command: list[str], words: list[str], here: Path, refused: Refused
+) -> None:
     for questions in (3, 4):
-        write_pool(tmp_path / f"{questions}.jsonl", questions)
-    assert run(command) == 1
-    shown = capsys.readouterr().err
+        write_pool(here / f"{questions}.jsonl", questions=questions)
+    shown = refused(command)
     assert all(word in shown for word in words), shown
     assert not Path("t.json").exists()
     assert not Path("out/results.json").exists()

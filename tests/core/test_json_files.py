@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command_lines import Refused
 
 from selfcal_lightning.data.pools.importing import import_pool
 
-Refused = Callable[[list[str]], str]
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "1" * 5_000
 GOOD = '{"id": "a", "task": "gsm8k", "split": "train", "question": "?", "reference": "7", "responses": [{"text": "7"}]}'

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from support.command_lines import Refused
 from support.exported import snapshot
 from support.other_models import plain_copy
+from support.store_samples import write_pool
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run
@@ -19,32 +19,13 @@ from selfcal_lightning.core.files import check_replaceable, check_results_folder
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.store.sample_store import SampleStore
 
-Refused = Callable[[list[str]], str]
 NUM_QUESTIONS = 12
-
-
-def lines() -> list[dict[str, object]]:
-    """Responses of which about half are right, with P(True) and a log-probability."""
-    draw = np.random.default_rng(0)
-    pool = []
-    for number in range(NUM_QUESTIONS):
-        hits = draw.random(4) < 0.5
-        responses = [
-            {"text": f"The answer is {7 if hit else 8}.", "tokens": 5,
-             "confidence": {"p_true": float(draw.uniform(0.2, 0.9)), "logprob": float(-4 + hit)}}
-            for hit in hits
-        ]  # fmt: skip
-        row = {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7"}
-        pool.append({**row, "responses": responses})
-    return pool
 
 
 @pytest.fixture
 def pool(here: Path) -> str:
     """A pool as a user's own script wrote it, in the current folder."""
-    path = here / "pool.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines()))
-    return str(path)
+    return write_pool(here / "pool.jsonl", questions=NUM_QUESTIONS)
 
 
 @pytest.fixture

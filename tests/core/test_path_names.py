@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command_lines import Refused
+from support.store_samples import write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.files import check_path_name, file_name
@@ -16,21 +17,6 @@ ELSEWHERE = [
     "a/b", "../x", "../../..", "..", ".", ".hidden", "/etc/x", "a\\b", "a\nb", "a\0b", "", "x" * 101, "-/x",
 ]  # fmt: skip
 REFUSED = "to be a name that a file can have"
-
-
-def write_pool(path: Path, *, confidence: str = "p_true", questions: int = 24) -> Path:
-    """Questions with three responses each, of which some are right."""
-    rows = []
-    for number in range(questions):
-        responses = [
-            {"text": f"The answer is {number if (number + k) % 3 else 1_000 + k}.", "tokens": 5,
-             "confidence": {confidence: 0.2 + 0.25 * ((number + k) % 4)}}
-            for k in range(3)
-        ]  # fmt: skip
-        rows.append({"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?",
-                     "reference": str(number), "responses": responses})  # fmt: skip
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -72,7 +58,7 @@ def pools(**source: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_verb_refuses_a_name_before_it_samples_or_reads(
-    command: list[str], message: str, here: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[list[str]], str]
+    command: list[str], message: str, here: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
     monkeypatch.setattr("selfcal_lightning.engines.sampling.running.open_engine", lambda *_, **__: pytest.fail("began"))
     import_pool(write_pool(Path("pool.jsonl")), "store")
@@ -82,7 +68,7 @@ def test_a_verb_refuses_a_name_before_it_samples_or_reads(
 
 def test_a_confidence_of_any_name_leaves_its_files_in_the_folder(tmp_path: Path) -> None:
     """A pool's confidences are named by whoever wrote it, and files are named after them."""
-    pool = write_pool(tmp_path / "pool.jsonl", confidence="../../../P(True)/x")
+    pool = Path(write_pool(tmp_path / "pool.jsonl", questions=24, confidence="../../../P(True)/x"))
     output = tmp_path / "deep" / "out"
     arguments = ["--calibration_share", "0.5", "--num_reshuffles", "1", "--num_resamples", "2"]
     assert run(["evaluate", "--pools", f"{{a: {pool}}}", "--output_dir", str(output), *arguments]) == 0

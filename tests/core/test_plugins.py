@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from support.command_lines import ON_CPU, given_to, instantiated
+from support.command_lines import ON_CPU, Refused, given_to, instantiated
+from support.house import ROOT
+from support.processes import run_python
+from support.store_samples import write_lines, write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.registry import ESTIMATORS, pool_dependent
@@ -22,7 +25,6 @@ from selfcal_lightning.data.tasks.registry import TASKS, get_task
 from selfcal_lightning.evaluation.curves import known_labels, plan_of
 from selfcal_lightning.inference.registry import STRATEGIES
 
-ROOT = Path(__file__).resolve().parents[2]
 TASK = """
     from selfcal_lightning.data.tasks.answer_types import NumberAnswers
     from selfcal_lightning.data.tasks.dataset import DatasetTask, LocalQuestions, bare_question
@@ -88,19 +90,7 @@ def write(path: Path, code: str) -> str:
 
 
 def questions(path: Path) -> str:
-    path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": n + 1}) + "\n" for n in range(4)))
-    return str(path)
-
-
-def pool_file(path: Path) -> str:
-    lines = []
-    for number in range(6):
-        texts = ["The answer is 1.", "The answer is 2.", "The answer is 1!", "The answer is 2."]
-        responses = [{"text": text, "confidence": {"p_true": 0.1 * (i + 1)}} for i, text in enumerate(texts)]
-        row = {"id": f"q{number}", "task": "local_number", "question": "?", "reference": str(1 + number % 2)}
-        lines.append(json.dumps(row | {"responses": responses}) + "\n")
-    path.write_text("".join(lines))
-    return str(path)
+    return str(write_lines(path, *({"question": f"{n} + 1?", "answer": n + 1} for n in range(4))))
 
 
 def test_named_by_options_and_by_files_in_their_order(tmp_path: Path) -> None:
@@ -153,7 +143,7 @@ def test_a_file_with_the_name_of_a_module_of_others(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_one_sentence(
-    name: str, code: str | None, words: str, here: Path, refused: Callable[[list[str]], str]
+    name: str, code: str | None, words: str, here: Path, refused: Refused
 ) -> None:
     if code is not None:
         write(here / name, code)
@@ -200,14 +190,13 @@ def test_every_kind_of_verb_takes_the_option(tmp_path: Path, monkeypatch: pytest
     assert "plugins" not in given
     evaluated = given_to("evaluate", ["--config", str(ROOT / "configs/evaluate/demo.yaml")])
     assert [test.name for test in evaluated["tests"]] == ["id", "ood"]  # a part of the settings has no plug-ins
-    cli = instantiated(
-        ["fit", "--config", str(ROOT / "configs" / "demo.yaml"), "--plugins", "a,b.py", *ON_CPU], monkeypatch
-    )
+    demo = str(ROOT / "configs/demo.yaml")
+    cli = instantiated(["fit", "--config", demo, "--plugins", "a,b.py", *ON_CPU], monkeypatch)
     assert cli.config["fit"].plugins == "a,b.py"  # what ConfigKeeper writes
 
 
 def test_a_run_keeps_the_names_of_its_plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["evaluate", "--pools.mine", pool_file(tmp_path / "pool.jsonl"), "--output_dir", str(tmp_path / "out")]
+    arguments = ["evaluate", "--pools.mine", write_pool(tmp_path / "pool.jsonl"), "--output_dir", str(tmp_path / "out")]
     file = write(tmp_path / "mine.py", STRATEGY)
     more = ["--plugins", file, "--strategies", "[last_word]", "--num_resamples", "20", "--num_reshuffles", "3"]
     assert run([*arguments, *more]) == 0, capsys.readouterr().err
@@ -218,7 +207,7 @@ def test_a_run_keeps_the_names_of_its_plugins(tmp_path: Path, capsys: pytest.Cap
 
 def test_an_estimator_scores_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = tmp_path / "scored.jsonl"
-    arguments = ["--pool", pool_file(tmp_path / "pool.jsonl"), "--output", str(scored), "--estimator", "brevity"]
+    arguments = ["--pool", write_pool(tmp_path / "pool.jsonl"), "--output", str(scored), "--estimator", "brevity"]
     assert run(["score", *arguments, "--plugins", write(tmp_path / "mine.py", ESTIMATOR)]) == 0, capsys.readouterr()
     responses = json.loads(scored.read_text().splitlines()[0])["responses"]
     assert responses[0]["confidence"]["brevity"] == pytest.approx(1 / 17)
@@ -251,9 +240,7 @@ def test_the_child_of_vllm_finds_the_plugins(tmp_path: Path) -> None:
         "from selfcal_lightning.core.plugins import load_plugins_of_parent; load_plugins_of_parent()\n"
         "from selfcal_lightning.data.tasks.registry import get_task; print(get_task('my_numbers').name)"
     )
-    environment = worker_environment(os.environ, on_cpu=True)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "my_numbers", done.stderr
+    assert run_python(code, env=worker_environment(os.environ, on_cpu=True)) == "my_numbers\n"
 
 
 def test_a_verb_that_another_one_starts_finds_the_plugins(

@@ -191,13 +191,16 @@ def test_an_overtaken_joiner_writes_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def _create_and_join(path: Path, part: int) -> None:
-    store = make_store(path)
-    for start in range(0, 6, 2):
-        write(store, fake_questions(6, prefix=f"p{part}")[start : start + 2], part=f"part-{part}")
-        store.join()
+    for number, question in enumerate(fake_questions(20, prefix=f"p{part}")):
+        store = make_store(path)
+        write(store, [question], part=f"part-{part}")
+        if number % 6 == 5:
+            store.join()
+    store.join()
 
 
 def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
+    """Each opens the store, which clears abandoned files, while others write: none loses its file."""
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=_create_and_join, args=(tmp_path, part)) for part in range(4)]
     for process in processes:
@@ -205,7 +208,7 @@ def test_many_processes_create_write_and_join_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    assert len(SampleStore(tmp_path).question_ids()) == 24
+    assert len(SampleStore(tmp_path).question_ids()) == 80
     assert not leftovers(SampleStore(tmp_path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
 import signal
@@ -171,23 +170,6 @@ def test_a_resumed_run_clears_what_kills_left_in_all_folders(tmp_path: Path) -> 
     write(store, questions[3:], part="b")
     store.join()
     assert len(SampleStore(tmp_path).index()) == 24
-
-
-def test_a_file_that_is_being_written_is_left_to_its_writer(tmp_path: Path) -> None:
-    """Process after process opens the store while others write: none loses its file."""
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_open_and_write, args=(tmp_path, part)) for part in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 3
-    assert len(make_store(tmp_path).question_ids(include_parts=True)) == 60
-
-
-def _open_and_write(path: Path, part: int) -> None:
-    for question in fake_questions(20, prefix=f"p{part}"):
-        write(make_store(path), [question], part=f"part-{part}")
 
 
 def test_a_part_has_one_writer(tmp_path: Path) -> None:

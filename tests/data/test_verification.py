@@ -6,8 +6,6 @@ import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes import run_python
 
 from selfcal_lightning.data.tasks import math_processes
 from selfcal_lightning.data.tasks.answer_types import (
@@ -273,10 +272,7 @@ def test_it_works_beside_torch_and_in_a_forked_child() -> None:
         assert task.verify("x+4", "4+x")
         print("ok")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.strip() == "ok", done.stderr
+    assert run_python(textwrap.dedent(script), timeout=300) == "ok\n"
 
 
 TASK = get_task("local_text")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import signal
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from support.command_lines import ON_CPU, given_to, instantiated
 from support.house import ROOT
+from support.store_samples import write_lines
 
 from selfcal_lightning.capability.estimators import BEFORE_QUERY
 from selfcal_lightning.cli import VERBS
@@ -85,9 +85,8 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
     from selfcal_lightning.datamodules.rewards import RewardDataModule
     from selfcal_lightning.rewards.module import QuantileRewardModule
 
-    cli = instantiated(
-        ["fit", "--config", str(REWARDS), *ON_CPU, "--model.init_args.target", "vote_share"], monkeypatch
-    )
+    target = ["--model.init_args.target", "vote_share"]
+    cli = instantiated(["fit", "--config", str(REWARDS), *ON_CPU, *target], monkeypatch)
     assert isinstance(cli.model, QuantileRewardModule)
     assert isinstance(cli.datamodule, RewardDataModule)
     # What a class takes over is found although both are named by the face of their package.
@@ -98,7 +97,7 @@ def test_the_demo_of_reward_models_instantiates(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("path", PUBLIC_REWARDS, ids=lambda path: path.name)
 def test_training_from_a_public_reward_model_instantiates(
-    path: Path, shallow_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    path: Path, shallow_model: str, monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
     from support.reward_models import stand_in as public_stand_in
 
@@ -106,8 +105,7 @@ def test_training_from_a_public_reward_model_instantiates(
 
     document = yaml.safe_load(path.read_text())
     format = document["model"]["init_args"]["format"]
-    folder = public_stand_in(shallow_model, tmp_path / "m", reward_format(format))
-    monkeypatch.chdir(tmp_path)
+    folder = public_stand_in(shallow_model, here / "m", reward_format(format))
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", folder], monkeypatch)
     cli.model.configure_model()
     stated = ("base_model", "format", "steps", "target")
@@ -119,18 +117,15 @@ def test_training_from_a_public_reward_model_instantiates(
     made = {given["store_split"] or given["split"]: given for given in generated(path)}
     for split, given in made.items():
         (source,) = document["data"]["init_args"][split]
-        assert ([source["task"]], source.get("offset", 0), source["limit"]) == (
-            given["task"], given["offset"], given["limit"],
-        )  # fmt: skip
+        asked = given["task"], given["offset"], given["limit"]
+        assert ([source["task"]], source.get("offset", 0), source["limit"]) == asked
         assert given["store_dir"] == cli.datamodule.store_dir
     assert sorted(made) == ["train", "validation"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.name)
-def test_training_config_instantiates(
-    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_training_config_instantiates(path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     from selfcal_lightning.callbacks.generation import SSCGeneration
     from selfcal_lightning.datamodules.ssc.datamodule import SSCDataModule
     from selfcal_lightning.models.lora import LoraSettings
@@ -138,7 +133,6 @@ def test_training_config_instantiates(
     from selfcal_lightning.training.settings import OptimizerSettings
     from selfcal_lightning.training.support import way_of
 
-    monkeypatch.chdir(tmp_path)
     for name, value in SLURM.items() if "SLURMEnvironment" in path.read_text() else ():
         monkeypatch.setenv(name, value)
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", tiny_model], monkeypatch)
@@ -170,8 +164,7 @@ def test_training_config_instantiates(
 
 
 @pytest.mark.parametrize("path", CAPABILITY, ids=lambda path: path.name)
-def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_capability_config_instantiates(path: Path, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     cli = instantiated(["fit", "--config", str(path), *ON_CPU, "--model.init_args.base_model", "bundled"], monkeypatch)
     assert cli.datamodule.base_model == "bundled"
     if path.stem == "taught":
@@ -213,10 +206,9 @@ def test_the_training_of_an_adaptation_instantiates(
 
 @pytest.mark.parametrize("path", PRESET_FILES, ids=lambda path: path.name)
 def test_a_preset_instantiates_with_a_model_and_questions(
-    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("q.jsonl").write_text("".join(json.dumps({"question": f"{n}+1?", "answer": n + 1}) + "\n" for n in range(20)))
+    write_lines(here / "q.jsonl", *({"question": f"{n}+1?", "answer": n + 1} for n in range(20)))
     prepared = prepare(CommonCase(tiny_model, "q.jsonl", preset=path.stem, output_dir="out"))
     cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)
     assert (cli.model.base_model, cli.model.activated) == (tiny_model, path.stem != "joint")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.command_lines import Refused
 
-from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError, MissingPackageError, RunError, UserError, unknown_name
 
 
@@ -40,11 +40,9 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
     ids=lambda value: " ".join(value) if value[0] == "--task" else "",
 )
 def test_unknown_tasks_splits_and_files_are_refused_at_once(
-    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    options: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
     for place in ("engines.sampling.running.open_engine", "models.chat_format.load_tokenizer"):
         monkeypatch.setattr(f"selfcal_lightning.{place}", lambda *_, **__: pytest.fail("something was loaded"))
-    assert run(["generate", "--model", "bundled", "--store_dir", f"{tmp_path}/store", *options]) == 1
-    shown = capsys.readouterr().err
+    shown = refused(["generate", "--model", "bundled", "--store_dir", f"{tmp_path}/store", *options])
     assert all(word in shown for word in words), shown

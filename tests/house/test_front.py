@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.store_samples import write_lines
 
 import selfcal_lightning as sc
 
@@ -15,10 +16,8 @@ SETTINGS = {"data.num_samples": 3, "trainer.accelerator": "cpu", "trainer.logger
 
 
 def problems(number: int, split: str = "train") -> list[dict[str, Any]]:
-    return [
-        {"question": one.text, "answer": one.reference}
-        for one in sc.get_task("word_problems").load(split, limit=number)
-    ]
+    found = sc.get_task("word_problems").load(split, limit=number)
+    return [{"question": one.text, "answer": one.reference} for one in found]
 
 
 @pytest.mark.slow
@@ -47,12 +46,11 @@ def test_calibrate_answer_and_evaluate(tmp_path: Path) -> None:
     assert judged.results["own.test.num_questions.before"] == 4
 
 
-def test_it_is_the_verbs_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_verbs_configuration(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from selfcal_lightning.commands import python as front
     from selfcal_lightning.commands.presets import as_arguments, common_case
 
-    monkeypatch.chdir(tmp_path)
-    Path("q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems(12)))
+    write_lines(here / "q.jsonl", *problems(12))
     asked: list[list[str]] = []
 
     class StoppedError(Exception):
@@ -75,17 +73,12 @@ def test_questions_may_be_a_file_mappings_or_records(tmp_path: Path) -> None:
     from selfcal_lightning.commands.python import _as_file
 
     rows = [{"question": f"{n}+1?", "answer": n + 1} for n in range(3)]
-    records = sc.get_task("local_number").load("t", path=write(tmp_path / "q.jsonl", rows))
+    records = sc.get_task("local_number").load("t", path=str(write_lines(tmp_path / "q.jsonl", *rows)))
     for given in (rows, records):
         assert _as_file(given, tmp_path / "out" / "q.jsonl", task="local_number") == tmp_path / "out" / "q.jsonl"
         read = sc.get_task("local_number").load("t", path=str(tmp_path / "out" / "q.jsonl"))
         assert [question.text for question in read] == ["0+1?", "1+1?", "2+1?"]
     assert _as_file(tmp_path / "q.jsonl", tmp_path / "never", task="local_number") == tmp_path / "q.jsonl"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_records_with_a_prompt_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -106,12 +99,8 @@ def test_records_with_a_prompt_of_their_own_are_refused(tmp_path: Path) -> None:
         ({"model": ""}, "or 'bundled', but got ''"),
     ],
 )
-def test_a_mistake_is_raised_and_nothing_is_left(
-    given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = write(tmp_path / "q.jsonl", problems(12))
-    arguments = {"model": "bundled", "questions": file, **given}
+def test_a_mistake_is_raised_and_nothing_is_left(given: dict[str, Any], message: str, here: Path) -> None:
+    arguments = {"model": "bundled", "questions": str(write_lines(here / "q.jsonl", *problems(12))), **given}
     with pytest.raises((sc.InputError, FileNotFoundError), match=message):
         sc.calibrate(arguments.pop("model"), arguments.pop("questions"), **arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["q.jsonl"]
+    assert [path.name for path in here.iterdir()] == ["q.jsonl"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.house import ROOT
+from support.processes import run_python
 
 import selfcal_lightning as sc
 from selfcal_lightning.core.imports import is_installed, require
@@ -54,14 +55,15 @@ def test_importing_the_package_needs_no_extra_and_no_torch() -> None:
     code = (
         "import sys, selfcal_lightning\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), 'the root imports nothing'\n"
+        "import selfcal_lightning.data.tasks.registry\n"
+        "assert not {'torch', 'datasets', 'sympy'} & set(sys.modules), 'the tasks load nothing heavy'\n"
         f"for name in {EXTRAS!r}: sys.modules[name] = None\n"
         "import selfcal_lightning.cli, selfcal_lightning.records, selfcal_lightning.data.store.sample_store\n"
         "import selfcal_lightning.commands.generate, selfcal_lightning.commands.evaluate\n"
         "import selfcal_lightning.commands.export, selfcal_lightning.commands.pools\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.command_lines import Refused
+from support.store_samples import write_lines
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.presets import CommonCase, common_case, prepare, split_arguments
@@ -15,15 +16,10 @@ from selfcal_lightning.data.tasks.registry import load_some
 from selfcal_lightning.models.folders import config_path
 
 
-def write(path: Path, *rows: dict[str, Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
-def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    return write(tmp_path / "q.jsonl", *({"question": f"What is {n}+1?", "answer": n + 1} for n in range(30)))
+def questions(here: Path) -> str:
+    rows = ({"question": f"What is {n}+1?", "answer": n + 1} for n in range(30))
+    return str(write_lines(here / "q.jsonl", *rows))
 
 
 def test_the_parts_hold_every_question_once(questions: str) -> None:
@@ -51,7 +47,7 @@ def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path:
 def test_questions_of_several_tasks_are_a_source_each(questions: str, tmp_path: Path) -> None:
     rows = [{"question": f"Is it {n}? (A) yes (B) no", "answer": "A", "task": "local_choice"} for n in range(10)]
     rows += [{"question": f"{n}+1?", "answer": n + 1, "task": "local_number"} for n in range(10)]
-    prepared = prepare(CommonCase("m", write(tmp_path / "two.jsonl", *rows)))
+    prepared = prepare(CommonCase("m", str(write_lines(tmp_path / "two.jsonl", *rows))))
     sources = prepared.configuration["data"]["init_args"]["train"]
     assert [source["task"] for source in sources] == ["local_choice", "local_number"]
     assert prepared.counts == {"train": 16, "validation": 2, "calibration": 2}
@@ -88,11 +84,10 @@ def test_check_prints_the_plan_and_writes_nothing(
     ],
 )
 def test_a_bad_question_is_named(
-    row: dict[str, Any], expected: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    row: dict[str, Any], expected: str, hint: str, tmp_path: Path, refused: Refused
 ) -> None:
     good = [{"question": f"{n}+1?", "answer": n + 1} for n in range(11)]
-    assert run(["fit", "--model", "m/m", "--questions", write(tmp_path / "b.jsonl", *good, row)]) == 1
-    error = capsys.readouterr().err
+    error = refused(["fit", "--model", "m/m", "--questions", str(write_lines(tmp_path / "b.jsonl", *good, row))])
     assert error.startswith("selfcal fit: error: ")
     assert expected in error
     assert hint in error
@@ -134,12 +129,9 @@ FILE = ["--questions", "q.jsonl"]
         (["--model", "bundled", *FILE, "--engine.engine_args", "{a: b: c}"], "engine.engine_args"),
     ],
 )
-def test_a_bad_command_is_one_sentence(
-    questions: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(Path("few.jsonl"), *({"question": f"{n}?"} for n in range(9)))
-    assert run(["fit", *arguments]) == 1
-    error = capsys.readouterr().err
+def test_a_bad_command_is_one_sentence(questions: str, arguments: list[str], message: str, refused: Refused) -> None:
+    write_lines(Path("few.jsonl"), *({"question": f"{n}?"} for n in range(9)))
+    error = refused(["fit", *arguments])
     assert error.startswith("selfcal fit: error: ")
     assert message in error
     assert "Traceback" not in error

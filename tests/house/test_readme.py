@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -11,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import ON_CPU, given_to, instantiated
+from support.house import ROOT
+from support.processes import run_python
+from support.store_samples import write_lines
 
 from selfcal_lightning.cli import VERBS
 from selfcal_lightning.commands.presets import as_arguments, common_case
 from selfcal_lightning.data.tasks.registry import TASKS
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = "\n".join(page.read_text() for page in PAGES)
 PYTHON_BLOCKS = [  # tests/serving runs what asks a server, tests/adaptation what needs TRL
@@ -69,9 +70,8 @@ def test_verbs_exist() -> None:
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=range(len(COMMANDS)))
-def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_exist(line: str, tiny_model: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verb, *arguments = shlex.split(re.sub(r"(?<!\S)(configs|examples)/", rf"{ROOT}/\1/", line), comments=True)[1:]
-    monkeypatch.chdir(tmp_path)
     if verb == "fit" and "--questions" in arguments:
         write_user_files()
         prepared, overrides = common_case(arguments)
@@ -84,8 +84,7 @@ def test_options_exist(line: str, tiny_model: str, tmp_path: Path, monkeypatch: 
 
 def write_user_files() -> None:
     """Write the files that the commands name as the user's own."""
-    rows = [{"question": f"What is {n}+1?", "answer": n + 1} for n in range(12)]
-    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(Path("questions.jsonl"), *({"question": f"What is {n}+1?", "answer": n + 1} for n in range(12)))
     Path("problems.csv").write_text("problem,gold\n" + "".join(f"What is {n}+1?,{n + 1}\n" for n in range(12)))
     Path("prompt.yaml").write_text("system: Be brief.\n")
 
@@ -96,13 +95,11 @@ def test_every_task_is_listed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: block.splitlines()[0])
-def test_python_runs(block: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gsm8k_test.jsonl").write_text((shared / "data" / "gsm8k" / "test.jsonl").read_text())
-    monkeypatch.chdir(tmp_path)
+def test_python_runs(block: str, shared: Path, here: Path) -> None:
+    (here / "gsm8k_test.jsonl").write_text((shared / "data" / "gsm8k" / "test.jsonl").read_text())
     write_user_files()
-    (tmp_path / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    (here / "mawps.jsonl").write_text('{"text": "Two and two?", "numeric_answer": 4}\n')
+    run_python(block)
 
 
 def test_the_table_of_strategies_is_the_one_that_runs_are_held_against() -> None:

@@ -82,11 +82,7 @@ def test_the_other_readers_leave_cudnn_out(tiny_model: str, chat: ChatFormat, ca
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_training_on_a_gpu_leaves_cudnn_out_in_the_backward_pass_too(
-    tiny_model: str,
-    chat: ChatFormat,
-    calls: list[Any],
-    gradient_checkpointing: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: str, chat: ChatFormat, calls: list[Any], gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = module_of(tiny_model, gradient_checkpointing=gradient_checkpointing)
     assert cuda.cudnn_sdp_enabled()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.other_models import change_json, plain_copy
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models import foreign
@@ -19,7 +19,7 @@ from selfcal_lightning.models.foreign import check_template
 
 @pytest.fixture
 def model(tiny_model: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    return Path(plain_copy(tiny_model, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,7 @@ def model(tiny_model: str, tmp_path: Path) -> Path:
 )  # fmt: skip
 def test_a_configuration_of_other_weights_is_refused(model: Path, name: str, value: object) -> None:
     check_model_folder(str(model))
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    change_json(model / "config.json", **{name: value})
     with pytest.raises(InputError, match=f"`{name}` in .*config.json"):
         check_model_folder(str(model))
 
@@ -56,7 +55,7 @@ def test_an_adapter_that_asks_for_more_is_refused(tmp_path: Path, name: str, val
     save_file({"base.q_proj.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     check_adapter(str(tmp_path))
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {name: value}))
+    change_json(tmp_path / "adapter_config.json", **{name: value})
     with pytest.raises(InputError, match=f"`{name}` in .*adapter_config.json"):
         check_adapter(str(tmp_path))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.other_models import plain_copy
+from support.other_models import change_json, plain_copy
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.engines.transformers.model import load_network
@@ -49,10 +48,6 @@ def adapter(tiny_model: str, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def change_json(path: Path, **values: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 @pytest.fixture
 def with_code(model: Path) -> Path:
     """A model of an unknown type that names files of its own to build it with."""
@@ -67,9 +62,7 @@ def with_code(model: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "loader",
-    [*LOADERS.values(), load_config, generation_end_ids],
-    ids=[*LOADERS, "configuration", "ends of turns"],
+    "loader", [*LOADERS.values(), load_config, generation_end_ids], ids=[*LOADERS, "configuration", "ends of turns"]
 )
 def test_code_in_a_model_folder_is_refused_and_never_runs(
     with_code: Path, monkeypatch: pytest.MonkeyPatch, loader: Callable[[str], object]
@@ -113,11 +106,10 @@ def test_code_of_a_tokenizer_is_refused_too(model: Path, monkeypatch: pytest.Mon
 def test_pickles_are_not_read(model: Path, loader: object) -> None:
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"the only weights that are read, .* has pytorch_model.bin.*save_pretrained"
-    ) as e:
+    named = r"the only weights that are read, .* has pytorch_model.bin.*save_pretrained"
+    with pytest.raises(ValueError, match=named) as raised:
         loader(str(model))
-    assert "weights_only" not in str(e.value)
+    assert "weights_only" not in str(raised.value)
 
 
 def test_pickles_of_an_adapter_are_not_read(tiny_model: str, adapter: Path) -> None:

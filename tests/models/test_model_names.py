@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from support.command_lines import Refused
 
 from selfcal_lightning.models.folders import resolve_model
 
@@ -22,7 +23,6 @@ SLOW = (
     "selfcal_lightning.engines.sampling.running.open_engine",
     "selfcal_lightning.engines.openai.engine.OpenAIEngine.__init__",
 )
-Refused = Callable[[list[str]], str]
 ANSWER = ["answer", "--question", "1?", "--model"]
 TESTS = "[{name: id, task: word_problems, split: test_id, limit: 2}]"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.module_batches import MIXED, batch_of, module_of, quiet_trainer, trained_state
-from support.other_models import plain_copy
+from support.other_models import change_json, plain_copy
 from support.training_runs import data_module, generation
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -69,12 +68,8 @@ def test_every_linear_layer_but_the_last_is_in_nf4(tiny_model: str) -> None:
         assert state.nested
         assert (restored - expected).norm() < 0.02 * expected.norm()
     others = {name: value for name, value in model.named_parameters() if value.dtype != torch.uint8}
-    assert {name.split(".")[-2] for name in others} == {
-        "embed_tokens",
-        "input_layernorm",
-        "post_attention_layernorm",
-        "norm",
-    }
+    kept = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
+    assert {name.split(".")[-2] for name in others} == kept
     for name, value in others.items():
         assert torch.equal(value, plain.get_parameter(name))
 
@@ -91,18 +86,15 @@ def test_models_that_cannot_be_quantised_are_named(tiny_model: str, tmp_path: Pa
     with pytest.raises(ValueError, match="LlamaForCausalLM has no linear layers"):
         load_nf4_causal_lm(small_model(tmp_path / "flat", num_hidden_layers=0), device=CPU)
     folder = Path(plain_copy(tiny_model, tmp_path / "packed"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(ValueError, match=r"packed', which is quantised already"):
         load_nf4_causal_lm(str(folder), device=CPU)
 
 
 def test_only_a_float32_adapter_is_trained(tiny_model: str, chat: ChatFormat) -> None:
     module = qlora(tiny_model, torch_dtype="bfloat16")
-    quiet_trainer(max_steps=1, precision="bf16-mixed").fit(
-        module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
-    )
+    data = DataLoader([batch_of(MIXED[:8], chat)], batch_size=None)
+    quiet_trainer(max_steps=1, precision="bf16-mixed").fit(module, data)
     state = trained_state(module)
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert all(".lora_" in name for name in state)

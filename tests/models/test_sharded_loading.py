@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.other_models import plain_copy
+from support.other_models import change_json, plain_copy
 from support.packed_rows import SIZES
 from support.processes import run_processes
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,10 +67,7 @@ def load_both(model: str, settings: dict[str, Any], lora: LoraSettings | None) -
     tokens = torch.arange(1, 13).view(2, 6)
     with torch.no_grad():
         assert torch.equal(network(tokens).logits, expected(tokens).logits)
-    return {
-        "rows": {name: list(rows) for name, rows in files.rows_read.items()},
-        "bytes": files.bytes_read,
-    }
+    return {"rows": {name: list(rows) for name, rows in files.rows_read.items()}, "bytes": files.bytes_read}
 
 
 @pytest.mark.parametrize(
@@ -137,6 +134,6 @@ def test_files_that_do_not_fit_the_model_are_refused(untied: str, tmp_path: Path
         ("quantised", "config.json", {"quantization_config": {"quant_method": "fp8"}}, "which is quantised"),
     ):
         folder = Path(plain_copy(untied, tmp_path / name))
-        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+        change_json(folder / file, **change)
         for found in run_processes(refuse, tmp_path / f"{name}-run", str(folder)):
             assert message in found[0]

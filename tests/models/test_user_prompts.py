@@ -39,11 +39,8 @@ def test_system_examples_or_none() -> None:
     assert put(Prompt(examples=(SHOT,))) == [("system", own), *shown, user]
     assert put(BRIEF) == [("system", "Be brief."), *shown, user]
     assert put(Prompt(base="none")) == [("user", "What is 2+2?")]
-    assert put(Prompt(base="none", examples=(SHOT,))) == [
-        ("user", "What is 1+1?"),
-        ("assistant", "Answer: 2"),
-        ("user", "What is 2+2?"),
-    ]
+    bare = [("user", "What is 1+1?"), ("assistant", "Answer: 2"), ("user", "What is 2+2?")]
+    assert put(Prompt(base="none", examples=(SHOT,))) == bare
 
 
 @pytest.mark.parametrize(
@@ -65,24 +62,21 @@ def test_a_mistake_in_a_prompt_is_named(content: dict[str, object], message: str
         put(Prompt.from_json(content))
 
 
-def test_the_command_line_takes_options_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "p.yaml").write_text(
-        "system: Be brief.\nexamples:\n  - {question: 'What is 1+1?', response: 'Answer: 2'}\n"
-    )
+def test_the_command_line_takes_options_or_a_file(tmp_path: Path) -> None:
+    text = "system: Be brief.\nexamples:\n  - {question: 'What is 1+1?', response: 'Answer: 2'}\n"
+    (tmp_path / "p.yaml").write_text(text)
     for verb, needed in (("answer", []), ("generate", ["--store_dir", "s", "--task", "t"]), ("evaluate", [])):
         arguments = ["--model", "m", *needed]
         assert given_to(verb, [*arguments, "--prompt", str(tmp_path / "p.yaml")])["prompt"] == BRIEF
-        named = given_to(verb, [*arguments, "--prompt.system", "Be brief."])["prompt"]
-        assert named == Prompt(system="Be brief.")
+        assert given_to(verb, [*arguments, "--prompt.system", "Be brief."])["prompt"] == Prompt(system="Be brief.")
         assert given_to(verb, arguments)["prompt"] is None
 
 
 def test_a_configuration_states_it_once_for_model_and_data(
-    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from selfcal_lightning.commands.presets import CommonCase, as_arguments, prepare
 
-    monkeypatch.chdir(tmp_path)
     Path("q.txt").write_text("".join(f"What is {n}+3?\n" for n in range(10)))
     prepared = prepare(CommonCase(tiny_model, "q.txt", prompt=BRIEF))
     cli = instantiated(["fit", *as_arguments(prepared), *ON_CPU], monkeypatch)

@@ -110,10 +110,7 @@ def test_without_a_key_pages_in_a_browser_are_refused(host: str, origin: str | N
         ({"scorers": "other.json"}, "verbalized"),
     ],
 )
-def test_a_batch_that_could_answer_nothing_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, options: dict[str, str], said: str) -> None:
     Path("in.jsonl").write_text('{"custom_id": "a"}')
     none = ConfidenceScores("other", None, None, None, 0, 0, 0)
     fitted = PlattMap(1.0, 0.0, takes_logit=True), False, guaranteed().fitted_on, none, none

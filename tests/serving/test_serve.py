@@ -6,16 +6,16 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.serving import Reply, Server
+from support.processes import run_python
+from support.serving import QUESTION, Reply, Server
 
 from selfcal_lightning.commands.fit_confidence import run_fit_confidence
 from selfcal_lightning.commands.serve import run_serve
@@ -30,7 +30,6 @@ from selfcal_lightning.records import Message, Question, SamplingSettings
 
 pytestmark = pytest.mark.slow  # a process that loads a model, and clients that wait on purpose
 
-QUESTION = "Anna travels 27 miles an hour for 9 hours. She walks 43 miles more. How many miles is that?"
 VOTE = {"strategy": "self_consistency", "max_samples": 5, "seed": 7, "return": "all"}
 
 
@@ -64,9 +63,9 @@ def test_samples_answer_and_costs_are_those_of_the_library(server: Server) -> No
     assert [one["answer"] for one in found] == [sample.answer for sample in samples]
     assert [one["confidence"] for one in found] == pytest.approx([sample.p_true for sample in samples], abs=1e-5)
     assert reply.json["usage"]["completion_tokens"] == verdict.tokens_generated
-    plain = run_plain_votes(samples)
-    assert reply.selfcal["answer"] == max(plain, key=lambda answer: plain[answer])
-    assert reply.selfcal["confidence"] == pytest.approx(max(plain.values()) / sum(plain.values()))
+    votes = Counter(sample.answer for sample in samples if sample.answer is not None)
+    ((answer, most),) = votes.most_common(1)
+    assert (reply.selfcal["answer"], reply.selfcal["confidence"]) == (answer, pytest.approx(most / votes.total()))
     assert reply.headers["x-selfcal-samples"] == "5"
     assert reply.headers["x-selfcal-request-id"] == reply.json["id"]
     assert float(reply.headers["x-selfcal-confidence"]) == pytest.approx(reply.selfcal["confidence"], abs=1e-6)
@@ -76,17 +75,7 @@ def test_the_python_of_the_guide_runs(server: Server) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "serve.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
     block = block.replace(":8000", f":{server.port}")
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert 0 <= float(done.stdout.split()[-1]) <= 1
-
-
-def run_plain_votes(samples: list) -> dict[str, int]:
-    votes: dict[str, int] = {}
-    for sample in samples:
-        if sample.answer is not None:
-            votes[sample.answer] = votes.get(sample.answer, 0) + 1
-    return votes
+    assert 0 <= float(run_python(block).split()[-1]) <= 1
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"selfcal": VOTE}, {"selfcal": VOTE | {"max_samples": 1}}])
@@ -275,22 +264,14 @@ def test_labels_are_counted_and_fit_a_confidence_that_is_taken_without_a_restart
 
 
 SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n10000\r\n" + b"x" * 65536 + b"\r\n30d40\r\n" + b"x" * 200000
 
 
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
         (SLOW + b"Content-Length: 1000000000\r\n\r\n", b"413"),
-        (
-            SLOW
-            + b"Transfer-Encoding: chunked\r\n\r\n"
-            + b"10000\r\n"
-            + b"x" * 65536
-            + b"\r\n"
-            + b"30d40\r\n"
-            + b"x" * 200000,
-            b"413",
-        ),
+        (SLOW + CHUNKED, b"413"),
         (SLOW + b"Content-Length: 100\r\n\r\n{", b"408"),
         (SLOW, b""),  # a head that never ends: closed without an answer
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET", b"200"),
@@ -302,12 +283,9 @@ SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 def test_hostile_connections_end_in_a_status_and_are_closed(server: Server, sent: bytes, status: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         client.sendall(sent)
-        answer = b""
-        if b"hello" in sent:
-            answer = client.recv(65536)
-        else:
-            while piece := client.recv(65536):
-                answer += piece
+        answer = client.recv(65536)
+        while b"hello" not in sent and (piece := client.recv(65536)):
+            answer += piece
     assert answer.partition(b"\r\n")[0].partition(b" ")[2][:3] == status
     assert server.get("/health").status == 200
 

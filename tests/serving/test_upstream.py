@@ -100,11 +100,8 @@ def test_it_says_what_is_missing_and_answers_by_the_hybrid_of_two_samples(server
     assert "neither ids, logprobs nor n" in said
     assert "no p_true" in said
     sure = ask(server, "sure")
-    assert (sure.selfcal["answer"], sure.selfcal["source"], sure.selfcal["samples_used"]) == (
-        "4",
-        "two_sample_hybrid",
-        2,
-    )
+    found = [sure.selfcal[name] for name in ("answer", "source", "samples_used")]
+    assert found == ["4", "two_sample_hybrid", 2]
     assert sure.selfcal["confidence"] == pytest.approx((0.8 + 1.0) / 2)
     assert sure.json["usage"] == {"prompt_tokens": 44, "completion_tokens": 28, "total_tokens": 72}
     assert ask(server, "unsure").selfcal["confidence"] == pytest.approx((0.8 + 0.5) / 2)

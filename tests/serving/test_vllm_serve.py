@@ -6,14 +6,13 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
-from support.serving import Server
+from support.serving import QUESTION, Server
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
 ]
-QUESTION = "Anna travels 27 miles an hour for 9 hours. She walks 43 miles more. How many miles is that?"
 
 
 @pytest.fixture(scope="module")

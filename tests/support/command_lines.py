@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from selfcal_lightning.cli import parse_function, with_names
+from selfcal_lightning.cli import parse_function, run, with_names
 
+Refused = Callable[[list[str]], str]  # the fixture `refused`
 ON_CPU = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true")
+
+
+def exit_status(arguments: list[str]) -> int:
+    """Return the status of a command; its parser ends in an exit."""
+    try:
+        return run(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
 
 
 def given_to(verb: str, arguments: list[str]) -> dict[str, Any]:

@@ -17,6 +17,11 @@ def plain_copy(model: str, folder: Path) -> str:
     return str(folder)
 
 
+def change_json(path: Path, **values: object) -> None:
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def changed_copy(model: str, folder: Path) -> str:
     """Copy a model to ``folder`` with one of its weights changed."""
     plain_copy(model, folder)
@@ -30,8 +35,7 @@ def first_layers(model: str, folder: Path, *, number: int) -> str:
     """Copy the first ``number`` layers of a model to ``folder``, which is there, and return its path."""
     for file in Path(model).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": number}))
+    change_json(folder / "config.json", num_hidden_layers=number)
     weights = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if _layer(name) < number}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

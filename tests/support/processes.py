@@ -1,10 +1,12 @@
-"""Two processes as torchrun starts them, but forked: what the parent has imported need not be imported again."""
+"""Python processes; and several as torchrun starts them, but forked: what is imported need not be imported again."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +21,13 @@ def free_port() -> int:
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])
+
+
+def run_python(code: str, **options: Any) -> str:
+    """Run ``code`` in a process of its own, which must succeed, and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:

@@ -15,6 +15,8 @@ from typing import Any
 
 from support.processes import free_port
 
+QUESTION = "Anna travels 27 miles an hour for 9 hours. She walks 43 miles more. How many miles is that?"
+
 
 @dataclass
 class Reply:

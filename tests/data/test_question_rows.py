@@ -126,20 +126,8 @@ def test_parts_share_no_text_and_leave_nothing_out(tmp_path: Path) -> None:
         take_part(parts["train"][:3], "train")
 
 
-@pytest.mark.parametrize("line", ["a\0b", "[1, 2]", "7", "null", '{"a": 1}'])
-def test_what_is_no_text_is_no_question(tmp_path: Path, line: str) -> None:
-    (tmp_path / "q.txt").write_text(f"One?\n{line}\n")
-    with pytest.raises(InputError, match=r"q\.txt:2: .*plain text"):
-        asked(tmp_path / "q.txt")
-
-
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "q.jsonl").write_text('{"question": "One?", "id": "a", "id": "b"}\n')
-    with pytest.raises(InputError, match="'id' twice"):
-        asked(tmp_path / "q.jsonl")
-
-
 NAMED = Columns(question="problem", answer="gold", choices="options")
+NO_TEXTS = ["a\0b", "[1, 2]", "7", "null", '{"a": 1}']
 ARC = {"text": ["sky", "blood"], "label": ["1", "2"]}
 
 
@@ -163,12 +151,6 @@ def test_public_data_sets_are_read_by_the_names_of_their_columns(
         assert (found.text, found.answer) == (text, answer)
 
 
-def test_more_options_than_letters_are_named(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "q.jsonl", {"problem": "Which?", "gold": 8, "options": [str(at) for at in range(10)]})
-    with pytest.raises(InputError, match=r"q\.jsonl:1: Expected 2 to 8 different `choices`"):
-        read_question_file(file, columns=NAMED)
-
-
 def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
     path = tmp_path / "questions.csv"
     path.write_text('id,question,answer,choices\nx,"Red, or not?",blood,"[""sky"", ""blood""]"\ny,2+2?,4,\n')
@@ -176,9 +158,24 @@ def test_a_csv_file_has_named_columns(tmp_path: Path) -> None:
     assert (first.id, first.answer, first.task) == ("x", "B", "local_choice")
     assert first.text == "Red, or not?\n(A) sky\n(B) blood"
     assert (second.text, second.answer) == ("2+2?", "4")
-    path.write_text("question,answer\n2+2?,4,5\n")
-    with pytest.raises(InputError, match=r"questions\.csv"):
-        read_question_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns", "message"),
+    [
+        *(("q.txt", f"One?\n{line}\n", None, r"q\.txt:2: .*plain text") for line in NO_TEXTS),
+        ("q.jsonl", '{"question": "One?", "id": "a", "id": "b"}\n', None, "'id' twice"),
+        ("q.jsonl", json.dumps({"problem": "?", "gold": 8, "options": list("0123456789")}), NAMED,
+         r"q\.jsonl:1: Expected 2 to 8 different `choices`"),
+        ("q.csv", "question,answer\n2+2?,4,5\n", None, r"q\.csv"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_named(
+    name: str, content: str, columns: Columns | None, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_question_file(tmp_path / name, columns=columns)
 
 
 @pytest.mark.parametrize(

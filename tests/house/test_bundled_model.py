@@ -11,13 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from selfcal_lightning.data.tasks.word_problems import Difficulty, WordProblems, stream_problems
+from selfcal_lightning.data.tasks.word_problems import stream_problems
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, ChatFormat, load_tokenizer
 from selfcal_lightning.records import Message
 
 FOLDER = Path(__file__).resolve().parents[2] / "selfcal_lightning" / "assets" / "tiny_solver"
-EASY = Difficulty(level_weights=(1.0, 0.0, 0.0), step_weights=(0.5, 0.5, 0.0, 0.0, 0.0))
-NUM_EASY = 40
 NUM_SAMPLED = 50
 
 
@@ -31,23 +29,6 @@ def model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def answered(chat: ChatFormat, model: PreTrainedModel) -> list[tuple[str, str, list[int]]]:
-    """Greedy responses to easy questions of test_id: (text, reference, prompt and response ids without end-of-turn)."""
-    problems = list(islice(stream_problems("test_id", difficulty=EASY), NUM_EASY))
-    prompts = [list(chat.prompt_ids([Message("user", problem.question)])) for problem in problems]
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[chat.pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    with torch.inference_mode():
-        output = model.generate(ids, attention_mask=mask, max_new_tokens=64, do_sample=False)[:, longest:].tolist()
-    rows = []
-    for prompt, problem, response in zip(prompts, problems, output, strict=True):
-        end = response.index(chat.tokenizer.eos_token_id)
-        rows.append((chat.decode(response[:end]), str(problem.answer), [*prompt, *response[:end]]))
-    return rows
-
-
 def test_digits_and_verdicts_are_single_tokens(chat: ChatFormat) -> None:
     encode = chat.tokenizer.encode
     for text in [*"0123456789", "Yes", "No"]:
@@ -56,25 +37,11 @@ def test_digits_and_verdicts_are_single_tokens(chat: ChatFormat) -> None:
     assert chat.decode(encode("Zoë pays 12 €.", add_special_tokens=False)) == "Zoë pays 12 €."
 
 
-def test_the_chat_template_writes_bos_once_and_ends_every_turn(chat: ChatFormat) -> None:
-    turns = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 1+1?"},
-        {"role": "assistant", "content": "The answer is 2."},
-        {"role": "user", "content": DEFAULT_QUERY},
-    ]
-    rendered = chat.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert rendered == (
-        "<|bos|><|system|>Be brief.<|end|><|user|>What is 1+1?<|end|><|assistant|>The answer is 2.<|end|>"
-        f"<|user|>{DEFAULT_QUERY}<|end|><|assistant|>"
-    )
-
-
 def test_the_verification_turn_of_the_project_is_the_one_that_was_trained(chat: ChatFormat) -> None:
-    prompt = chat.prompt_ids([Message("user", "What is 1+1?")])
+    prompt = chat.prompt_ids([Message("system", "Be brief."), Message("user", "What is 1+1?")])
     response = chat.response_ids("The answer is 2.")
     trained = [
-        "<|bos|><|user|>What is 1+1?<|end|><|assistant|>",
+        "<|bos|><|system|>Be brief.<|end|><|user|>What is 1+1?<|end|><|assistant|>",
         "The answer is 2.<|end|>",
         f"<|user|>{DEFAULT_QUERY}<|end|><|assistant|>",
     ]
@@ -93,20 +60,13 @@ def test_the_weights_are_bfloat16_and_the_config_names_the_control_tokens(chat: 
     assert stored.config.pad_token_id == chat.pad_id
 
 
-def test_it_answers_easy_questions(answered: list[tuple[str, str, list[int]]]) -> None:
-    task = WordProblems()
-    right = sum(task.verify(task.extract(text), reference) for text, reference, _ in answered)
-    assert right >= 0.7 * NUM_EASY
-
-
-def test_its_verdicts_are_yes_or_no(
-    answered: list[tuple[str, str, list[int]]], chat: ChatFormat, model: PreTrainedModel
-) -> None:
-    with torch.inference_mode():
-        for _, _, ids in answered[:5]:
-            scored = torch.tensor([[*ids, *chat.query.suffix_ids]])
-            probabilities = model(scored).logits[0, -1].softmax(-1)
-            assert sum(probabilities[list(row)].sum() for row in (chat.query.yes_ids, chat.query.no_ids)) > 0.99
+def test_its_verdicts_are_yes_or_no(chat: ChatFormat, model: PreTrainedModel) -> None:
+    for problem in islice(stream_problems("validation"), 5):
+        response = chat.response_ids(f"The answer is {problem.answer}.")
+        ids = [*chat.prompt_ids([Message("user", problem.question)]), *response, *chat.query.suffix_ids]
+        with torch.inference_mode():
+            p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+        assert p[[*chat.query.yes_ids, *chat.query.no_ids]].sum() > 0.99
 
 
 def test_it_tells_right_from_wrong_and_says_yes_too_readily(

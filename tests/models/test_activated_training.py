@@ -86,30 +86,6 @@ def test_confidence_loss_and_gradients_are_those_of_peft(
     assert largest_difference(gradients(module), gradients(reference)) < 1e-5 * max(largest, 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_twenty_steps_end_at_the_adapter_of_peft(
-    family: str, chat: ChatFormat, tmp_path: Path, tiny_model: str
-) -> None:
-    module = activated_module(tmp_path, family, chat, tiny_model)
-    reference = reference_peft_model(tmp_path, module.lora, module.model, chat)
-    batches = both_layouts(chat)
-    ends = {}
-    for name, model, loss_of in (
-        ("ours", module, lambda step: module._losses(list(batches.values())[step % 2])[0]),
-        ("theirs", reference, lambda _: reference_loss(reference, batches["padded"], chat)[0]),
-    ):
-        optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-3)
-        start = {key: parameter.detach().clone() for key, parameter in trained(model).items()}
-        for step in range(20):
-            optimizer.zero_grad()
-            loss_of(step).backward()
-            optimizer.step()
-        ends[name] = {key: parameter.detach() for key, parameter in trained(model).items()}
-        assert largest_difference(ends[name], start) > 5e-3
-    assert largest_difference(ends["ours"], ends["theirs"]) < 1e-5
-
-
 def test_a_sliding_window_is_kept_over_the_cache(chat: ChatFormat, tmp_path: Path, tiny_model: str) -> None:
     module = activated_module(tmp_path, "mistral", chat, tiny_model, sliding_window=WINDOW)
     reference = reference_peft_model(tmp_path, module.lora, module.model, chat)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.store_samples import write_lines
 
 from selfcal_lightning.commands.serve import run_batch
 from selfcal_lightning.core.errors import InputError
@@ -28,7 +29,7 @@ def write_requests(path: Path, number: int) -> None:
         lines.append({"custom_id": f"q{i}", "method": "POST", "url": "/v1/chat/completions", "body": body})
     lines[1]["body"]["n"] = 2
     lines[2]["url"] = "/v1/embeddings"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, *lines)
 
 
 def read_answers(path: Path) -> dict[str, dict]:

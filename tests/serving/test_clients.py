@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-from support.serving import Server
+from support.clients import needs_clients, run_client, run_inspect, run_lm_eval, write_tasks
+from support.serving import QUESTION, Server
 
 import selfcal_lightning as sc
-from selfcal_lightning.data.tasks.registry import get_task
 
-CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (CLIENTS / "python").exists(), reason="needs `make setup-clients`"),
-]
-QUESTION = "Anna travels 27 miles an hour for 9 hours. She walks 43 miles more. How many miles is that?"
+pytestmark = [pytest.mark.slow, needs_clients]
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made = Server(options, log=tmp_path_factory.mktemp("clients") / "log", key="a-key")
     yield made
     assert made.end() == 0
-
-
-def run(server: Server, *command: str, folder: Path | None = None) -> str:
-    base_url = f"http://127.0.0.1:{server.port}/v1"
-    names = {"OPENAI_API_KEY": "a-key", "OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "HF_HUB_OFFLINE": "1"}
-    known = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(CLIENTS / command[0]), *command[1:]],
-        env=known | names | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"},
-        cwd=folder, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 OPENAI = f"""
@@ -79,72 +59,37 @@ print(json.dumps([text, whole.usage.completion_tokens]))
 """
 
 
-def test_the_openai_client(server: Server) -> None:
-    text, selfcal, samples, header, models = json.loads(run(server, "python", "-c", OPENAI))
+def test_the_openai_client(server: Server, tmp_path: Path) -> None:
+    text, selfcal, samples, header, models = json.loads(run_client(server, tmp_path, "python", "-c", OPENAI))
     assert text.endswith("The answer is 286.")
     assert float(header) == pytest.approx(selfcal["confidence"], abs=1e-6)
     assert (1 <= samples <= 3, models) == (True, ["bundled"])
 
 
-def test_litellm(server: Server) -> None:
-    text, tokens = json.loads(run(server, "python", "-c", LITELLM).splitlines()[-1])
+def test_litellm(server: Server, tmp_path: Path) -> None:
+    text, tokens = json.loads(run_client(server, tmp_path, "python", "-c", LITELLM).splitlines()[-1])
     assert "answer is" in text
     assert tokens > 20
 
 
-def questions(number: int) -> list[tuple[str, str]]:
-    return [(q.messages[-1].content, str(q.reference)) for q in get_task("word_problems").load("test_id", limit=number)]
-
-
-def accuracy_of_the_library(asked: list[tuple[str, str]]) -> float:
+def accuracy_of_the_library(asked: list[dict[str, str]]) -> float:
     """Return the share of greedy answers that are right, without a server."""
-    rows = [{"question": text, "answer": gold} for text, gold in asked]
     sampling = sc.SamplingSettings(temperature=0.0, edt_scale=None, max_new_tokens=120)
-    return fmean(bool(found.correct) for found in sc.answer("bundled", rows, max_samples=1, sampling=sampling))
+    return fmean(bool(found.correct) for found in sc.answer("bundled", asked, max_samples=1, sampling=sampling))
 
 
 def test_inspect_ai(server: Server, tmp_path: Path) -> None:
-    asked = questions(12)
-    lines = [json.dumps({"input": text, "target": gold}) for text, gold in asked]
-    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
-    (tmp_path / "task.py").write_text(
-        "from inspect_ai import Task, task\nfrom inspect_ai.dataset import json_dataset\n"
-        "from inspect_ai.scorer import match\nfrom inspect_ai.solver import generate\n\n\n@task\ndef words():\n"
-        '    return Task(json_dataset("questions.jsonl"), solver=generate(), scorer=match(numeric=True))\n'
-    )
-    options = (
-        "--model",
-        "openai/bundled",
-        "-M",
-        "responses_api=false",
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "120",
-        "--log-format",
-        "json",
-    )
-    run(server, "inspect", "eval", "task.py", *options, "--display", "none", folder=tmp_path)
+    asked = write_tasks(tmp_path, questions=12)
+    run_inspect(server, tmp_path, "--temperature", "0", "--log-format", "json")
     (log,) = (tmp_path / "logs").glob("*.json")
     (score,) = json.loads(log.read_text())["results"]["scores"]
     assert score["metrics"]["accuracy"]["value"] == pytest.approx(accuracy_of_the_library(asked))
 
 
 def test_lm_eval(server: Server, tmp_path: Path) -> None:
-    asked = questions(12)
-    rows = [json.dumps({"question": text, "answer": gold}) for text, gold in asked]
-    (tmp_path / "words.jsonl").write_text("\n".join(rows))
-    (tmp_path / "words.yaml").write_text(
-        "task: words\ndataset_path: json\ndataset_kwargs: {data_files: {test: words.jsonl}}\ntest_split: test\n"
-        'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
-        "generation_kwargs: {until: ['\\n\\n'], max_gen_toks: 120, temperature: 0, do_sample: false}\n"
-        "filter_list:\n- name: number\n  filter:\n  - {function: regex, regex_pattern: 'answer is (-?[0-9.]*[0-9])'}\n"
-        "  - {function: take_first}\nmetric_list:\n- {metric: exact_match, aggregation: mean, higher_is_better: true}\n"
-    )
-    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
-    options = ("--model_args", f"model=bundled,base_url={url},num_concurrent=4,max_retries=1", "--apply_chat_template")
-    run(server, "lm_eval", "run", "--model", "local-chat-completions", "--tasks", "words", "--include_path", ".",
-        *options, "--output_path", "out", folder=tmp_path)  # fmt: skip
+    greedy = {"until": ["\n\n"], "max_gen_toks": 120, "temperature": 0, "do_sample": False}
+    asked = write_tasks(tmp_path, questions=12, generation_kwargs=greedy)
+    run_lm_eval(server, tmp_path)
     (found,) = (tmp_path / "out").rglob("results_*.json")
     accuracy = json.loads(found.read_text())["results"]["words"]["exact_match,number"]
     assert accuracy == pytest.approx(accuracy_of_the_library(asked))

@@ -32,7 +32,7 @@ from selfcal_lightning.records import Question, Sample, SamplingSettings, Verdic
 from selfcal_lightning.serving.app import Service
 from selfcal_lightning.serving.batch import run_requests
 from selfcal_lightning.serving.bodies import ChatBody, Refused, Turn, read_body, split_name
-from selfcal_lightning.serving.desk import Outcome, Reader
+from selfcal_lightning.serving.desk import Job, Outcome, Reader
 from selfcal_lightning.serving.feedback import Feedback, from_labels
 from selfcal_lightning.serving.replies import Reply
 from selfcal_lightning.serving.settings import Limits, ServiceSettings
@@ -108,13 +108,15 @@ def test_without_a_key_pages_in_a_browser_are_refused(host: str, origin: str | N
         ({"output": "in.jsonl"}, "another file than `input`"),
         ({"name": "m@2"}, "without @"),
         ({"scorers": "other.json"}, "verbalized"),
+        ({"threshold_file": "risk.json", "limits": Limits(max_samples=1)}, r"limits\.max_samples.*at least 2"),
     ],
 )
-def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, options: dict[str, str], said: str) -> None:
+def test_a_batch_that_could_answer_nothing_is_refused_at_once(here: Path, options: dict[str, Any], said: str) -> None:
     Path("in.jsonl").write_text('{"custom_id": "a"}')
     none = ConfidenceScores("other", None, None, None, 0, 0, 0)
     fitted = PlattMap(1.0, 0.0, takes_logit=True), False, guaranteed().fitted_on, none, none
     Scaler("other", "verbalized", *fitted).save("other.json")
+    guaranteed().save(Path("risk.json"))
     with pytest.raises(InputError, match=said):
         run_batch("bundled", "in.jsonl", **{"output": "out.jsonl", **options})
     assert Path("in.jsonl").read_text() == '{"custom_id": "a"}'
@@ -169,16 +171,6 @@ def test_a_fault_of_ours_is_one_requests_own(caplog: pytest.LogCaptureFixture) -
     response = asyncio.run(server._guarded("/v1/models", fail)(request))
     assert (response.status_code, b"server_error" in response.body) == (500, True)
     assert "ZeroDivisionError" in caplog.text
-
-
-def test_limits_below_what_a_threshold_was_fitted_with_are_refused(tmp_path: Path) -> None:
-    source, file = tmp_path / "in.jsonl", tmp_path / "risk.json"
-    source.write_text('{"custom_id": "a"}\n')
-    guaranteed().save(file)
-    with pytest.raises(InputError, match=r"limits\.max_samples.*at least 2"):
-        run_batch(
-            "bundled", str(source), str(tmp_path / "out.jsonl"), threshold_file=str(file), limits=Limits(max_samples=1)
-        )
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 2), (1, 1), (9, 2)])
@@ -275,6 +267,13 @@ def service(fitted: FittedThreshold | None = None) -> Service:
     return Service(ServiceSettings("m"), desk, sampling=sampling, feedback=Feedback(None), fitted=fitted)
 
 
+def make_job(server: Service, asked: dict[str, Any]) -> Job:
+    async def make() -> Job:
+        return server.make_job(read_body(ChatBody, asked))
+
+    return asyncio.run(make())
+
+
 def guaranteed() -> FittedThreshold:
     fields = {"threshold": 0.9, "max_samples": 2, "confidence": "p_true", "fallback": "weighted_vote"}
     return FittedThreshold(
@@ -349,12 +348,8 @@ def test_free_chat_gives_the_most_agreed_text_or_else_the_surest(texts: list[str
 @pytest.mark.parametrize("change", [{"temperature": 0.3}, {"selfcal": {"max_error_rate": 0.05}}, {"model": "m@cges"}])
 def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> None:
     asked = {"model": "m", "messages": MESSAGES, "selfcal": {"max_error_rate": 0.2}}
-
-    async def make() -> None:
-        service(guaranteed()).make_job(read_body(ChatBody, asked | change))
-
     with pytest.raises(Refused, match="guarantee"):
-        asyncio.run(make())
+        make_job(service(guaranteed()), asked | change)
 
 
 @pytest.mark.parametrize(
@@ -370,11 +365,7 @@ def test_an_error_rate_that_cannot_be_guaranteed_is_refused(change: dict) -> Non
 )
 def test_tokens_are_passed_on_only_where_the_answer_cannot_change(fields: dict, streams: bool) -> None:
     asked = {"model": "m", "messages": MESSAGES, "stream": True, "selfcal": {"max_samples": 1}}
-
-    async def make() -> bool:
-        return service().make_job(read_body(ChatBody, asked | fields)).streams
-
-    assert asyncio.run(make()) == streams
+    assert make_job(service(), asked | fields).streams == streams
 
 
 def test_without_the_extra_both_verbs_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -516,20 +516,19 @@ class SSCGeneration(Callback):
         model = resolve_model(module.base_model)
         chat = ChatFormat(load_tokenizer(model, revision=module.revision), query=module.query, prompt=module.prompt)
         adapter = str(adapter_folder(data.store_dir, round)) if round else None
-        existing = sampler.open_existing(
+        asked: dict[str, Any] = {
+            "chat": chat, "sampling": self.sampling, "seed": self.seed, "num_samples": data.num_samples,
+            "round": round, "shard": shard,
+        }  # fmt: skip
+        if sampler.is_complete(
             data.store_dir,
+            splits,
             model=model,
             revision=module.revision,
-            chat=chat,
-            sampling=self.sampling,
-            seed=self.seed,
-            num_samples=data.num_samples,
             adapter=adapter,
             quantization=module.memory.quantization if round else None,  # only later rounds run the trainer's own model
-            round=round,
-            splits=splits,
-        )
-        if sampler.is_complete(existing, splits, shard=shard, round=round):
+            **asked,
+        ):
             total = sum(map(len, splits.values()))
             mine = sum(len(sampler.select_share(questions, shard)) for questions in splits.values())
             whose = "all" if shard[1] == 1 else f"process {shard[0]}'s {mine:,} of"
@@ -541,29 +540,18 @@ class SSCGeneration(Callback):
             if round:
                 difference = self._check_engine(engine, trainer, module, chat, round)
                 say(f"SSCGeneration: round {round}, process {shard[0]}: the engine differs by {difference:.2g} nats.")
-            store = SampleStore.create_or_open(
-                data.store_dir,
-                sampler.store_fingerprint(engine, chat, self.sampling, self.seed),
-                num_samples=data.num_samples,
-                engine=engine.describe(),
-                round=round,
-                splits=splits,
-            )
             for split, questions in splits.items():
                 _say(trainer, f"round {round}, {split}, {data.num_samples} samples a question, into {data.store_dir}")
                 report = sampler.generate_samples(
                     questions,
+                    data.store_dir,
                     split=split,
                     engine=engine,
-                    chat=chat,
-                    store=store,
-                    num_samples=data.num_samples,
-                    round=round,
-                    shard=shard,
                     questions_per_shard=self.questions_per_shard,
                     shard_by_shard=self.shard_by_shard,
                     progress=trainer.is_global_zero,
                     interrupt=interrupt,
+                    **asked,
                 )
                 say(f"SSCGeneration: {split}, process {shard[0]} of {shard[1]}: {report}")
                 report.check_complete()

@@ -91,19 +91,17 @@ def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) 
     assert len(set(hashes)) == 3
     assert SampleStore(store).question_ids(split="validation", round=1) == set()
 
-    from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+    from selfcal_lightning.engines.sampling.sampler import generate_samples
     from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 
     chat = ChatFormat(load_tokenizer(tiny_model))
     engine = TransformersEngine(tiny_model, adapter=str(adapter_folder(store, 2)), chat=chat)
-    callback, data = generation(max_new_tokens=60), data_module(tiny_model, store)
-    fingerprint = store_fingerprint(engine, chat, callback.sampling, callback.seed)
-    again = SampleStore.create_or_open(whole[0] / "again", fingerprint, num_samples=4, engine={}, round=2)
+    callback, questions = generation(max_new_tokens=60), data_module(tiny_model, store).questions("train")
     generate_samples(
-        data.questions("train"), split="train", engine=engine, chat=chat, store=again, num_samples=4,
-        round=2, progress=False,
+        questions, whole[0] / "again", split="train", engine=engine, chat=chat, sampling=callback.sampling,
+        seed=callback.seed, num_samples=4, round=2, progress=False,
     )  # fmt: skip
-    again.join()
+    SampleStore(whole[0] / "again").join()
     mine, theirs = texts(store, 2), texts(whole[0] / "again", 2)
     same = [one[0] == other[0] for name in mine for one, other in zip(mine[name], theirs[name], strict=True)]
     assert sum(same) >= 31  # the merged adapter rounds otherwise than the one beside the weights

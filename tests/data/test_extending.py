@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_runs import contents, run
+from support.fake_runs import contents, open_store, run
 from support.fakes import FakeTask, fake_questions
 
 from selfcal_lightning.commands.generate import run_generate
@@ -156,8 +156,6 @@ def test_the_verb_draws_what_is_missing(tmp_path: Path, shallow_model: str, caps
 
 
 def test_a_store_of_any_number_is_not_extended(tmp_path: Path) -> None:
-    run(tmp_path, QUESTIONS[:2], num_samples=2)
-    (tmp_path / "rounds" / "round-000.json").unlink()
-    run(tmp_path, QUESTIONS[:2], num_samples=None, planned={q.id: 2 for q in QUESTIONS})  # type: ignore[arg-type]
+    open_store(tmp_path, num_samples=None)
     with pytest.raises(InputError, match="where a plan or an import decided"):
         run(tmp_path, QUESTIONS[:2], num_samples=3, extend=True)

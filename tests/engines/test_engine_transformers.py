@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine, generate
-from selfcal_lightning.engines.sampling.sampler import open_existing, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import is_complete, store_fingerprint
 from selfcal_lightning.engines.transformers import contexts
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.engines.transformers.model import CachedModel
@@ -368,6 +368,6 @@ def test_a_store_knows_the_dtype_of_the_output_layer(tiny_model: str, tmp_path: 
     settings = {"model": tiny_model, "revision": None, "chat": chat, "sampling": sampling, "seed": 0, "num_samples": 2}
     for name, fingerprint in (("single", single), ("half", half)):
         SampleStore.create_or_open(tmp_path / name, fingerprint, num_samples=2, engine={})
-        assert open_existing(tmp_path / name, **settings) is not None
+        assert is_complete(tmp_path / name, {}, **settings)
     with pytest.raises(ValueError, match=r"model\.head_dtype: None in the store, 'float32' asked for"):
         SampleStore.create_or_open(tmp_path / "single", half, num_samples=2, engine={})

@@ -20,7 +20,7 @@ from selfcal_lightning.core.progress import Progress
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.store.shards import StoreCorruptError
 from selfcal_lightning.engines.sampling import sampler
-from selfcal_lightning.engines.sampling.sampler import QUEUE_BATCHES, generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import QUEUE_BATCHES
 from selfcal_lightning.records import QuestionSamples, sample_seed
 
 WORKER = Path(__file__).resolve().parents[1] / "support" / "kill_worker.py"
@@ -67,15 +67,7 @@ def test_every_answer_is_verified_once(tmp_path: Path) -> None:
 
 
 def test_truncated_responses_are_counted(tmp_path: Path) -> None:
-    short = replace(SAMPLING, max_new_tokens=20)
-    engine = FakeEngine()
-    store = SampleStore.create_or_open(
-        tmp_path, store_fingerprint(engine, FakeChat(), short, SEED), num_samples=3, engine={}
-    )
-    report = generate_samples(
-        fake_questions(4), split="train", engine=engine, chat=FakeChat(), store=store, num_samples=3, tasks=FakeTask,
-        progress=False,
-    )  # fmt: skip
+    report = run(tmp_path, fake_questions(4), sampling=replace(SAMPLING, max_new_tokens=20))
     finishes = [sample.finish for group in contents(tmp_path).values() for sample in group.samples]
     assert report.truncated == finishes.count("length") > 0
     read = [s for g in contents(tmp_path).values() for s in g.samples if s.finish == "length" and s.answer is not None]

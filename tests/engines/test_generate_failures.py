@@ -173,8 +173,7 @@ def test_an_engine_that_refuses_whatever_it_is_asked_stops_the_run_and_stores_no
 
 def test_repair_drops_questions_that_failed(tmp_path: Path, unbroken: dict[str, QuestionSamples]) -> None:
     """Stores written before hold empty responses of an outage; those of foreign pools have no token ids at all."""
-    engine = FakeEngine()
-    store = open_store(tmp_path, engine)
+    store = open_store(tmp_path)
     failed = {question.id for question in QUESTIONS[3:6]}
     with store.writer("rank-0-of-1", questions_per_shard=4) as writer:
         for number, question in enumerate(QUESTIONS):

@@ -10,32 +10,21 @@ import pytest
 from selfcal_lightning.core.signals import Interrupt, PreemptedError, never
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource, load_questions
-from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import SamplingSettings
 
-SAMPLING = SamplingSettings(max_new_tokens=60)
 QUESTIONS = load_questions([QuestionSource("word_problems", split="train", limit=7)], role="train")
 
 
 def sample(model: str, path: Path, interrupt: Interrupt = never, *, shard_by_shard: bool = True) -> GenerationReport:
     engine = TransformersEngine(model, max_batch=8)  # a new one, as after a kill
-    store = SampleStore.create_or_open(
-        path, store_fingerprint(engine, engine.chat, SAMPLING, 0), num_samples=4, engine=engine.describe()
-    )
     report = generate_samples(
-        QUESTIONS,
-        split="train",
-        engine=engine,
-        chat=engine.chat,
-        store=store,
-        num_samples=4,
-        questions_per_shard=3,
-        progress=False,
+        QUESTIONS, path, split="train", engine=engine, chat=engine.chat, sampling=SamplingSettings(max_new_tokens=60),
+        seed=0, num_samples=4, questions_per_shard=3, shard_by_shard=shard_by_shard, progress=False,
         interrupt=interrupt,
-        shard_by_shard=shard_by_shard,
-    )
-    store.join()
+    )  # fmt: skip
+    SampleStore(path).join()
     return report
 
 

@@ -13,7 +13,7 @@ from support.fakes import FakeChat, FakeEngine, FakeTask
 from selfcal_lightning.confidence.base import confidence_of
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import Engine
-from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import generate_samples
 from selfcal_lightning.inference.base import Ask, Solving, leader, make_verdict, weighted_votes
 from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.records import Question, QuestionSamples, Request, Response, Sample, SamplingSettings, Verdict
@@ -108,10 +108,9 @@ def recorded(
     engine: Engine, chat: FakeChat, questions: Sequence[Question], path: Path, **options: object
 ) -> list[QuestionSamples]:
     """Return samples of ``questions`` as ``selfcal generate`` records them."""
-    settings = {"num_samples": 9, "tasks": FakeTask, **options}
-    fingerprint = store_fingerprint(engine, chat, settings.pop("sampling", SAMPLING), settings.pop("seed", 0))
-    store = SampleStore.create_or_open(path, fingerprint, num_samples=settings["num_samples"], engine=engine.describe())
-    generate_samples(questions, split="test", engine=engine, chat=chat, store=store, progress=False, **settings)
+    settings = {"num_samples": 9, "tasks": FakeTask, "sampling": SAMPLING, "seed": 0, **options}
+    generate_samples(questions, path, split="test", engine=engine, chat=chat, progress=False, **settings)
+    store = SampleStore(path, num_samples=settings["num_samples"])
     store.join()
     by_id = {entry.question.id: entry for entry in store.samples()}
     return [by_id[question.id] for question in questions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from support.fakes import FakeChat, FakeEngine, FakeTask
 from support.kill_worker import NUM_SAMPLES, SAMPLING, SEED
@@ -12,30 +13,18 @@ from selfcal_lightning.engines.sampling.sampler import GenerationReport, generat
 from selfcal_lightning.records import Question, QuestionSamples
 
 
-def open_store(
-    path: Path, engine: FakeEngine, *, num_samples: int = NUM_SAMPLES, split: str = "train", extend: bool = False
-) -> SampleStore:
-    fingerprint = store_fingerprint(engine, FakeChat(), SAMPLING, SEED)
-    return SampleStore.create_or_open(
-        path, fingerprint, num_samples=num_samples, engine=engine.describe(), splits=(split,), extend=extend
-    )
+def run(path: Path, questions: list[Question], *, engine: FakeEngine | None = None, **options: Any) -> GenerationReport:
+    settings = {
+        "split": "train", "num_samples": NUM_SAMPLES, "sampling": SAMPLING, "seed": SEED, "tasks": FakeTask,
+        "progress": False, **options,
+    }  # fmt: skip
+    return generate_samples(questions, path, engine=engine or FakeEngine(), chat=FakeChat(), **settings)
 
 
-def run(
-    path: Path,
-    questions: list[Question],
-    *,
-    engine: FakeEngine | None = None,
-    num_samples: int = NUM_SAMPLES,
-    extend: bool = False,
-    **options: object,
-) -> GenerationReport:
-    engine = engine or FakeEngine()
-    arguments = {"split": "train", "tasks": FakeTask, "progress": False} | options
-    store = open_store(path, engine, num_samples=num_samples, split=str(arguments["split"]), extend=extend)
-    return generate_samples(
-        questions, engine=engine, chat=FakeChat(), store=store, num_samples=num_samples, **arguments
-    )
+def open_store(path: Path, *, num_samples: int | None = NUM_SAMPLES) -> SampleStore:
+    """Return a store as a run makes it, without samples."""
+    fingerprint = store_fingerprint(FakeEngine(), FakeChat(), SAMPLING, SEED)
+    return SampleStore.create_or_open(path, fingerprint, num_samples=num_samples, engine={})
 
 
 def contents(path: Path) -> dict[str, QuestionSamples]:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
 
-from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import GenerationReport, generate_samples
 from selfcal_lightning.records import SamplingSettings
 
 NUM_SAMPLES, SEED, SAMPLING = 3, 7, SamplingSettings(max_new_tokens=64)
@@ -21,11 +20,11 @@ QUESTIONS = fake_questions(40)
 
 
 def sample_share(path: Path, *, shard: tuple[int, int] = (0, 1), seconds_per_poll: float = 0.0) -> GenerationReport:
-    engine, chat = FakeEngine(seconds_per_poll=seconds_per_poll), FakeChat()
-    fingerprint = store_fingerprint(engine, chat, SAMPLING, SEED)
-    store = SampleStore.create_or_open(path, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
-    work = {"split": "train", "num_samples": NUM_SAMPLES, "shard": shard, "questions_per_shard": 2}
-    return generate_samples(QUESTIONS, engine=engine, chat=chat, store=store, tasks=FakeTask, progress=False, **work)
+    settings = {"sampling": SAMPLING, "seed": SEED, "num_samples": NUM_SAMPLES, "split": "train", "tasks": FakeTask}
+    return generate_samples(
+        QUESTIONS, path, engine=FakeEngine(seconds_per_poll=seconds_per_poll), chat=FakeChat(), shard=shard,
+        questions_per_shard=2, progress=False, **settings,
+    )  # fmt: skip
 
 
 def die_at(step: int) -> None:

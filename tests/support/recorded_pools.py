@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
-from selfcal_lightning.engines.sampling.sampler import generate_samples, store_fingerprint
+from selfcal_lightning.engines.sampling.sampler import generate_samples
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import QuestionSamples, SamplingSettings
 
@@ -34,14 +34,13 @@ def sample_store(
     engine: TransformersEngine, folder: Path, *, num_questions: int = NUM_QUESTIONS, labelled: bool = True
 ) -> SampleStore:
     """Sample the first questions of the calibration split into a joined store."""
-    fingerprint = store_fingerprint(engine, engine.chat, SAMPLING, 0)
-    store = SampleStore.create_or_open(folder, fingerprint, num_samples=NUM_SAMPLES, engine=engine.describe())
     questions = get_task("word_problems").load("calibration", limit=num_questions)
     questions = questions if labelled else [replace(question, reference=None) for question in questions]
     generate_samples(
-        questions, split="calibration", engine=engine, chat=engine.chat, store=store, num_samples=NUM_SAMPLES,
-        progress=False,
+        questions, folder, split="calibration", engine=engine, chat=engine.chat, sampling=SAMPLING, seed=0,
+        num_samples=NUM_SAMPLES, progress=False,
     )  # fmt: skip
+    store = SampleStore(folder, num_samples=NUM_SAMPLES)
     store.join()
     return store
 

@@ -42,10 +42,8 @@ from selfcal_lightning.engines.sampling.sampler import (
     generate_samples,
     is_complete,
     missing_questions,
-    open_existing,
     part_name,
     select_share,
-    store_fingerprint,
 )
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt
@@ -157,41 +155,29 @@ class GenerationSettings:
         return None if self.plan is None else load_plan(self.plan)
 
     @property
-    def planned_samples(self) -> Mapping[str, int] | None:
-        return None if self.planned is None else self.planned.samples
-
-    @property
     def of_store(self) -> dict[str, Any]:
-        """What a store is opened with: its number of samples, its splits, and whether it is extended."""
-        number = self.num_samples if self.plan is None else None
-        return {"num_samples": number, "splits": (self.store_split,), "extend": self.extend}
+        """What the samples of a store are, besides the model and the prompt."""
+        names = ("sampling", "seed", "num_samples", "extend")
+        return {"plan": self.planned, **{name: getattr(self, name) for name in names}}
 
 
 def sample_share(settings: GenerationSettings, *, shard: tuple[int, int], progress: bool) -> GenerationReport:
     """Load the model and sample one share into its own part of the store."""
     questions, chat = settings.questions(), settings.chat()
-    digest = None if settings.planned is None else settings.planned.digest
     engine = open_engine(settings.engine, settings.model, chat=chat)
     try:
-        store = SampleStore.create_or_open(
-            settings.store_dir,
-            store_fingerprint(engine, chat, settings.sampling, settings.seed, plan=digest),
-            engine=engine.describe(),
-            **settings.of_store,
-        )
         return generate_samples(
             questions,
+            settings.store_dir,
             split=settings.store_split,
             engine=engine,
             chat=chat,
-            store=store,
-            num_samples=settings.num_samples,
+            **settings.of_store,
+            prefixes=settings.prefixes(),
             shard=shard,
             questions_per_shard=settings.questions_per_shard,
             max_failures=settings.max_failures,
             progress=progress,
-            planned=settings.planned_samples,
-            prefixes=settings.prefixes(),
         )
     finally:
         engine.close()
@@ -314,7 +300,6 @@ def parse_shard(shard: str) -> tuple[int, int]:
 
 def check_run(settings: GenerationSettings, *, devices: int = 1, shard: str = "0/1") -> tuple[int, int]:
     """Refuse what can be refused before anything is loaded, and return (i, n) of ``shard``."""
-    check_place(Path(settings.store_dir))
     place = parse_shard(shard)
     check_at_least(1, devices=devices)
     settings.check()
@@ -339,7 +324,9 @@ def sample_questions(
     else:
         check_places(plan_run(settings, share))
         arguments = {**asdict(settings), "devices": devices, "shard": shard, "plugins": loaded_plugins()}
-        _keep_configuration(arguments, folder, number)
+        file = folder / "runs" / f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, to_json(arguments))
         each = "the samples planned for" if settings.plan else f"{settings.num_samples} samples to each of"
         say(f"Writing {each} {len(questions):,} questions{here} to {folder}")
         # Of machine i of n, worker d takes share i + n d of n * devices; see `select_share`.
@@ -365,7 +352,7 @@ def plan_run(settings: GenerationSettings, questions: Sequence[Question] | None 
         settings.store_dir,
         None if known is None else {question.id for question in known},
         num_samples=settings.num_samples,
-        planned=settings.planned_samples,
+        planned=None if settings.planned is None else settings.planned.samples,
         most_tokens=settings.sampling.max_new_tokens,
         most_questions=None if None in numbers else sum(number or 0 for number in numbers),
     )
@@ -396,18 +383,15 @@ def _has_all(settings: GenerationSettings, share: list[Question]) -> bool:
     check_can_draw(settings.engine, settings.sampling)
     if settings.engine.is_remote:
         return False
-    store = open_existing(
+    return is_complete(
         settings.store_dir,
+        {settings.store_split: share},
         model=settings.model,
         revision=settings.engine.revision,
         adapter=settings.engine.adapter,
         chat=settings.chat(),
-        sampling=settings.sampling,
-        seed=settings.seed,
-        plan=None if settings.planned is None else settings.planned.digest,
         **settings.of_store,
     )
-    return is_complete(store, {settings.store_split: share})
 
 
 def _sample_on_devices(
@@ -415,7 +399,7 @@ def _sample_on_devices(
 ) -> GenerationReport:
     """Sample ``share`` with one worker process for each of ``shards`` and add up their reports."""
     started = time.monotonic()
-    store = SampleStore(settings.store_dir, num_samples=settings.of_store["num_samples"])
+    store = SampleStore(settings.store_dir, num_samples=None if settings.plan else settings.num_samples)
     parts = {part_name(shard) for shard in shards}
     new = not (store.path / "rounds").exists()
     missing = share if new else missing_questions(share, store, split=settings.store_split, round=0)
@@ -449,14 +433,6 @@ def _join_when_complete(store: SampleStore, wanted: set[str], *, total: int) -> 
     manifest = store.join()
     if total > 1:
         say(f"Joined: {manifest.questions:,} questions, {manifest.rows:,} samples in {store.path / 'manifest.json'}")
-
-
-def _keep_configuration(arguments: dict[str, Any], store_dir: Path, number: int) -> None:
-    """Write the resolved arguments next to the samples."""
-    folder = store_dir / "runs"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"generate-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{number}.json"
-    write_atomically(folder / name, to_json(json.loads(json.dumps(arguments))))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.progress import Progress, say
@@ -30,6 +30,7 @@ from selfcal_lightning.engines.base import (
     FailuresInARow,
     RequestsFailedError,
 )
+from selfcal_lightning.engines.sampling.plan import SamplePlan
 from selfcal_lightning.models.folders import adapter_identity, model_folder, weights_sha256
 from selfcal_lightning.records import (
     Message,
@@ -105,60 +106,53 @@ class _OpenQuestion:
 
 def generate_samples(
     questions: Sequence[Question],
+    store_dir: str | Path,
     *,
     split: str,
     engine: Engine,
     chat: ChatFormat,
-    store: SampleStore,
+    sampling: SamplingSettings,
+    seed: int,
     num_samples: int,
+    plan: SamplePlan | None = None,
+    extend: bool = False,
+    prefixes: Mapping[str, tuple[int, ...]] | None = None,
     tasks: Callable[[str], Task] = get_task,
     round: int = 0,
     shard: tuple[int, int] = (0, 1),
     questions_per_shard: int = 64,
-    progress: bool = True,
-    interrupt: Interrupt = never,
     shard_by_shard: bool = False,
     max_failures: int = MAX_FAILURES,
-    planned: Mapping[str, int] | None = None,
-    prefixes: Mapping[str, tuple[int, ...]] | None = None,
+    progress: bool = True,
+    interrupt: Interrupt = never,
 ) -> GenerationReport:
-    """Sample what the store lacks of a share of ``questions``, with the store's own settings and seed.
+    """Sample what the store lacks of share (i, n) of ``questions``; readers see it after ``SampleStore.join``.
 
-    Readers see it after ``store.join()``.
-
-    Args:
-        questions: The questions, of which share i of n is sampled; ``shard`` is (i, n).
-        split: Split of the store.
-        engine: The engine that samples.
-        chat: Its chat format.
-        store: The store, made with the fingerprint of this engine.
-        num_samples: Responses to each question.
-        tasks: Looks up the task that reads and judges a question's responses.
-        round: Round of the store.
-        shard: The share (i, n).
-        questions_per_shard: Questions in one file of the store.
-        progress: Whether a progress bar is shown.
-        interrupt: Called before each poll; may raise to stop the run.
-        shard_by_shard: Whether the questions of a file are sampled and stored together, so that where a run was stopped
-            does not show in the samples.
-        max_failures: Failed requests in a row after which the run stops.
-        planned: Responses to each question by id, instead of ``num_samples``.
-        prefixes: What responses begin with, by question id.
+    A ``plan`` says how many responses each question gets, instead of ``num_samples``; ``extend`` raises the number that
+    the store has of the split; responses begin with the ``prefixes`` of their questions. With ``shard_by_shard`` the
+    questions of a file are sampled and stored together, so that where a run was stopped does not show in the samples.
+    The run stops after ``max_failures`` failed requests in a row, or when ``interrupt``, called before each poll,
+    raises.
     """
     started, undecided = time.monotonic(), Undecided.so_far()
     check_questions(questions)
     share = select_share(questions, shard)
+    fingerprint = store_fingerprint(engine, chat, sampling, seed, plan=plan)
+    store = SampleStore.create_or_open(
+        store_dir, fingerprint, num_samples=None if plan else num_samples, engine=engine.describe(), round=round,
+        splits=(split,), extend=extend,
+    )  # fmt: skip
     with store.writer(part_name(shard), round=round, questions_per_shard=questions_per_shard) as writer:
         todo = missing_questions(share, store, split=split, round=round)
-        if planned is None:
+        if plan is None:
             _check_number(store, num_samples, len(todo), split=split, round=round)
-        counts = {question.id: num_samples if planned is None else planned[question.id] for question in todo}
+        counts = {question.id: num_samples if plan is None else plan.samples[question.id] for question in todo}
         earlier = store.earlier_samples(round)
         prompts = _encode_prompts(todo, chat, engine.max_context, prefixes or {}) if todo else {}
         drawn = sum(counts.values()) - sum(earlier.count(question.id) for question in todo)
         with Progress(drawn, label=f"Sampling {split}", enabled=progress) as bar:
             sampler = _Sampler(
-                engine, chat, tasks, writer, bar, split, store.round_manifest(round).fingerprint, counts, earlier,
+                engine, chat, tasks, writer, bar, split, sampling, seed, counts, earlier,
                 FailuresInARow(max_failures, way_out=_WAY_OUT), prefixes or {}, round,
             )  # fmt: skip
             sampler.run(todo, prompts, interrupt, questions_per_shard if shard_by_shard else None)
@@ -168,12 +162,18 @@ def generate_samples(
 
 
 def store_fingerprint(
-    engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: str | None = None
+    engine: Engine, chat: ChatFormat, sampling: SamplingSettings, seed: int, *, plan: SamplePlan | None = None
 ) -> StoreFingerprint:
     described = engine.describe()
     facts: dict[str, Any] = {name: described.get(name) for name in MODEL_FACTS}
-    model = ModelIdentity(**facts)
-    return StoreFingerprint(model, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
+    return _fingerprint(ModelIdentity(**facts), chat, sampling, seed, plan)
+
+
+def _fingerprint(
+    model: ModelIdentity, chat: ChatFormat, sampling: SamplingSettings, seed: int, plan: SamplePlan | None
+) -> StoreFingerprint:
+    prompt = PromptIdentity.from_json(chat.describe())
+    return StoreFingerprint(model, prompt, sampling, seed, None if plan is None else plan.digest)
 
 
 @dataclass
@@ -186,7 +186,8 @@ class _Sampler:
     writer: ShardWriter
     bar: Progress
     split: str
-    fingerprint: StoreFingerprint
+    sampling: SamplingSettings
+    seed: int
     counts: Mapping[str, int]  # responses wanted to each question
     earlier: EarlierSamples
     in_a_row: FailuresInARow
@@ -269,8 +270,8 @@ class _Sampler:
             yield Request(
                 id=name,
                 prompt_ids=prompt_ids,
-                sampling=cast(SamplingSettings, self.fingerprint.sampling),
-                seed=sample_seed(self.fingerprint.seed, self.round, question.id, index),
+                sampling=self.sampling,
+                seed=sample_seed(self.seed, self.round, question.id, index),
                 query=None if self.prefixes else self.chat.query,
                 prefix_ids=self.prefixes.get(question.id, ()),
             )
@@ -425,25 +426,29 @@ def missing_questions(questions: Sequence[Question], store: SampleStore, *, spli
     return [question for question in questions if question.id not in stored or stored[question.id].samples < wanted]
 
 
-def open_existing(
+def is_complete(
     store_dir: str | Path,
+    splits: Mapping[str, Sequence[Question]],
     *,
     model: str,
     revision: str | None,
     chat: ChatFormat,
     sampling: SamplingSettings,
     seed: int,
-    num_samples: int | None,
+    num_samples: int,
+    plan: SamplePlan | None = None,
+    extend: bool = False,
     adapter: str | None = None,
     quantization: str | None = None,
-    plan: str | None = None,
     round: int = 0,
-    splits: Collection[str] = (),
-    extend: bool = False,
-) -> SampleStore | None:
-    """Return the store in ``store_dir`` if it has ``round``, checked against what is asked for; else None."""
+    shard: tuple[int, int] = (0, 1),
+) -> bool:
+    """Return whether the store has ``round`` of share (i, n) of every split; refuse settings that are not its own.
+
+    No model is loaded.
+    """
     if not round_file(Path(store_dir), round).exists():
-        return None
+        return False
     head_dtype = SampleStore(store_dir).round_manifest(round).fingerprint.model.head_dtype
     model_folder(model, revision=revision)  # hashing needs the weights on this machine
     identity = ModelIdentity(
@@ -454,21 +459,9 @@ def open_existing(
         quantization=quantization,
         head_dtype=head_dtype,
     )
-    fingerprint = StoreFingerprint(identity, PromptIdentity.from_json(chat.describe()), sampling, seed, plan)
-    return SampleStore.create_or_open(
-        store_dir, fingerprint, num_samples=num_samples, engine={}, round=round, splits=splits, extend=extend
-    )
-
-
-def is_complete(
-    store: SampleStore | None,
-    splits: Mapping[str, Sequence[Question]],
-    *,
-    shard: tuple[int, int] = (0, 1),
-    round: int = 0,
-) -> bool:
-    """Return whether ``store`` holds ``round`` of share ``shard = (i, n)`` of the questions of every split."""
-    if store is None:
-        return False
+    store = SampleStore.create_or_open(
+        store_dir, _fingerprint(identity, chat, sampling, seed, plan), num_samples=None if plan else num_samples,
+        engine={}, round=round, splits=tuple(splits), extend=extend,
+    )  # fmt: skip
     shares = {split: select_share(questions, shard) for split, questions in splits.items()}
     return not any(missing_questions(share, store, split=split, round=round) for split, share in shares.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from selfcal_lightning.core.errors import InputError
@@ -17,6 +17,7 @@ _LEAST, _TIMES_NOISE = 1e-5, 3.0
 _SMALLEST = 1e-30
 
 Table = list[list[float]]
+ProbeGroups = Sequence[tuple[Sequence[tuple[int, ...]], bool]]  # prompts, and whether the adapter is asked
 
 
 class Probe(NamedTuple):
@@ -50,6 +51,18 @@ def make_probe(query_ids: Sequence[int], token_ids: Sequence[int], *, vocabulary
         raise InputError(f"Expected `max_context` to leave room for a prompt before the query, but got {longest}.")
     contexts = tuple(tuple((7 * i * i + 3 * i + length) % vocabulary for i in range(length)) for length in lengths)
     return Probe(contexts, tuple((*context, *query_ids) for context in contexts), tuple(token_ids))
+
+
+def try_adapter(ask: Callable[[ProbeGroups], Sequence[Table]], probe: Probe, *, exact: bool, engine: str) -> Table:
+    """Compare an activated adapter with its base model by what ``ask`` answers, and return its answers when awake.
+
+    Adapter and base model are asked together, over a cache that the base model has filled.
+    """
+    (base,) = ask([(probe.contexts, False)])
+    awake, base_asked, asleep = ask([(probe.asked, True), (probe.asked, False), (probe.contexts, True)])
+    (again,) = ask([(probe.asked, False)])
+    check_answers(ProbeAnswers(base, asleep, base_asked, awake, again), exact=exact, engine=engine)
+    return awake
 
 
 def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:

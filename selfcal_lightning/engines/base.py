@@ -194,8 +194,8 @@ def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Re
 
 def check_request(
     request: Request, *, max_context: int, end_ids: Collection[int], query_ids: Sequence[int] | None
-) -> int:
-    """Refuse what an engine cannot draw, and return how many tokens may follow the prefix; see ``response_room``."""
+) -> None:
+    """Refuse what an engine cannot draw."""
     if query_ids is not None and request.query is not None:
         check_query(request.query.suffix_ids, query_ids)
     prefix, most = request.prefix_ids, request.sampling.max_new_tokens
@@ -209,7 +209,7 @@ def check_request(
             f"Expected `prefix_ids` of request {request.id!r} to be tokens inside of a response, but got {min(ends)}, "
             "which ends one."
         )
-    return response_room(request, max_context)
+    response_room(request, max_context)
 
 
 def response_room(request: Request, max_context: int) -> int:

@@ -15,17 +15,17 @@ from typing import Any
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.core.imports import check_installed
-from selfcal_lightning.engines.activated_probe import make_probe, query_settings
+from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, query_settings, try_adapter
 from selfcal_lightning.engines.base import Failure, check_prompts, check_request, ends_with_query, response_room
 from selfcal_lightning.engines.in_flight import InFlight, read_scores
 from selfcal_lightning.engines.openai.server import (
+    WAY_OUT,
     ServerFacts,
     ask_models,
     base_of,
     check_features,
     context_of,
     score,
-    try_adapter,
 )
 from selfcal_lightning.engines.openai.transport import (
     BackgroundJobs,
@@ -271,15 +271,14 @@ class OpenAIEngine:
             first_wait=self._waits[0],
             longest_wait=self._waits[1],
         )
-        jobs, started = BackgroundJobs(limit=self._max_batch), False
+        jobs = BackgroundJobs(limit=self._max_batch)
         try:
             self._facts = jobs.run(presentably(self._inspect(transport), key=self._key))
             if self._query_ids is not None:
                 self._try_adapter(jobs, transport)
-            started = True
-        finally:
-            if not started:
-                jobs.close(last=transport.close)
+        except BaseException:
+            jobs.close(last=transport.close)
+            raise
         self._jobs, self._transport = jobs, transport
 
     async def _inspect(self, transport: Transport) -> ServerFacts:
@@ -298,11 +297,22 @@ class OpenAIEngine:
         probe = make_probe(settings["query"], settings["token_ids"], **sizes)
         exact, weights = self._identity["dtype"] == "float32", self._identity["weights"]
 
-        async def ask(prompt: tuple[int, ...], by_adapter: bool) -> list[float]:
-            name = self._facts.adapter if by_adapter else self._facts.served_model
-            return await score(transport, name, prompt, probe.token_ids, self._time_limit())
+        async def ask_all(groups: ProbeGroups) -> list[Table]:
+            deadline = self._time_limit()
+            names = {True: self._facts.adapter, False: self._facts.served_model}
+            tables = (
+                asyncio.gather(*(score(transport, names[awake], ids, probe.token_ids, deadline) for ids in prompts))
+                for prompts, awake in groups
+            )
+            return await asyncio.gather(*tables)
 
-        awake = jobs.run(presentably(try_adapter(ask, probe, exact=exact), key=self._key))
+        def ask(groups: ProbeGroups) -> list[Table]:
+            return jobs.run(presentably(ask_all(groups), key=self._key))
+
+        try:
+            awake = try_adapter(ask, probe, exact=exact, engine="the server")
+        except InputError as error:
+            raise InputError(f"{error} {WAY_OUT}") from None
         if exact and weights is not None:
             from selfcal_lightning.engines.transformers.contexts import hold_against_module
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from selfcal_lightning.core.errors import InputError, RunError
-from selfcal_lightning.engines.activated_probe import Probe, ProbeAnswers, check_answers
 from selfcal_lightning.engines.base import ADAPTER_VARIABLE, EDT_PROCESSOR, MAX_SCORED_IDS
 from selfcal_lightning.engines.openai.transport import StatusError, Transport
 from selfcal_lightning.engines.openai.wire import (
@@ -48,7 +46,6 @@ def check_reachable(base_url: str) -> None:
     ) from problem
 
 
-Ask = Callable[[tuple[int, ...], bool], Awaitable[list[float]]]  # (prompt, whether by the adapter's name)
 WAY_OUT = (
     f"Start vLLM's server with the environment variable {ADAPTER_VARIABLE} naming the adapter's folder, "
     "`--enable-lora --max-loras 2 --lora-modules NAME=FOLDER`, and on a CPU `--enforce-eager`, where this project is "
@@ -66,24 +63,6 @@ def base_of(answer: Any, adapter: str) -> str:
             f"It has: {', '.join(models)}. {WAY_OUT}"
         )
     return parent
-
-
-async def try_adapter(ask: Ask, probe: Probe, *, exact: bool) -> list[list[float]]:
-    """Compare a server's activated adapter with its base model, and return its answers when awake."""
-
-    async def ask_all(prompts: Sequence[tuple[int, ...]], by_adapter: bool) -> list[list[float]]:
-        return await asyncio.gather(*(ask(prompt, by_adapter) for prompt in prompts))
-
-    base = await ask_all(probe.contexts, False)
-    awake, base_asked, asleep = await asyncio.gather(
-        ask_all(probe.asked, True), ask_all(probe.asked, False), ask_all(probe.contexts, True)
-    )
-    again = await ask_all(probe.asked, False)
-    try:
-        check_answers(ProbeAnswers(base, asleep, base_asked, awake, again), exact=exact, engine="the server")
-    except ValueError as error:
-        raise ValueError(f"{error} {WAY_OUT}") from None
-    return awake
 
 
 _PROBE_TEXT = "Is 17 + 25 = 42?\nYes: a na\u00efve sum. No?"

@@ -32,10 +32,11 @@ def chunks_of(items: Iterable[T], length: Callable[[T], int], most: int) -> list
     return chunks
 
 
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return token ids [rows, longest], padded on the right with 0."""
+def padded(rows: Sequence[Sequence[int]], device: torch.device, *, value: int = 0) -> Tensor:
+    """Return ids [rows, longest], padded on the right with ``value``."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    padded_rows = [[*row, *[value] * (longest - len(row))] for row in rows]
+    return torch.tensor(padded_rows, dtype=torch.long, device=device)
 
 
 class Segment(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.engines.transformers.prefixes import padded
 from selfcal_lightning.records import Request
 
 _GREEDY_BELOW = 1e-5
@@ -83,6 +84,11 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _widened(x: Tensor, width: int, *, value: float = 0) -> Tensor:
+    """Return ``x`` with at least ``width`` columns."""
+    return torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])), value=value)
+
+
 class SlotRows:
     """Which request holds which slot, and how far each has come.
 
@@ -99,11 +105,8 @@ class SlotRows:
         self._end_ids = end_ids
         self.pending, self.position, self.count, self._limit = (zeros() for _ in range(4))
         self.tokens, self._step_ids = zeros(1), zeros(1) - 1
-        self.stopped, self.stepped, self.done = (
-            zeros(dtype=torch.bool),
-            zeros(dtype=torch.bool),
-            ~zeros(dtype=torch.bool),
-        )
+        self.stopped, self.stepped, self.done = (zeros(dtype=torch.bool) for _ in range(3))
+        self.done[:] = True
         self.logprob, self._uniforms = zeros(dtype=torch.float64), zeros(1, dtype=torch.float64)
         self._settings = zeros(4, dtype=torch.float32)
         self._any_edt = self._any_top_p = self._any_step = False
@@ -133,10 +136,7 @@ class SlotRows:
         for row, (request, limit) in enumerate(zip(requests, limits, strict=True)):
             stream = torch.Generator().manual_seed(request.seed)
             uniforms[row, :limit] = torch.rand(limit, generator=stream, dtype=torch.float64)
-        if longest >= self.tokens.shape[1]:
-            more = longest + 1 - self.tokens.shape[1]
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
-            self._uniforms = torch.nn.functional.pad(self._uniforms, (0, more))
+        self.tokens, self._uniforms = _widened(self.tokens, longest + 1), _widened(self._uniforms, longest + 1)
         settings = [
             (s.temperature, 1.0 if s.edt_scale is None else s.edt_scale, s.edt_theta, s.top_p)
             for s in (request.sampling for request in requests)
@@ -149,7 +149,13 @@ class SlotRows:
         self._limit[where] = torch.tensor(limits, device=device)
         self._settings[where] = torch.tensor(settings, device=device)
         self._uniforms[where, : longest + 1] = uniforms.to(device)
-        self._put_prefixes(where, requests)
+        prefixes = padded([request.prefix_ids for request in requests], device)
+        self.count[where] = torch.tensor([len(request.prefix_ids) for request in requests], device=device)
+        self.tokens[where, : prefixes.shape[1]] = prefixes
+        step_ids = padded([request.step_ids for request in requests], device, value=-1)
+        self._step_ids = _widened(self._step_ids, step_ids.shape[1], value=-1)
+        self._step_ids[where] = -1
+        self._step_ids[where, : step_ids.shape[1]] = step_ids
         self.logprob[where] = 0.0
         self.stopped[where] = self.stepped[where] = False
         self.done[where] = False
@@ -159,21 +165,6 @@ class SlotRows:
         self._any_edt = any(s.edt_scale is not None for s in sampling)
         self._any_top_p = any(s.top_p < 1.0 for s in sampling)
         self._any_step = any(request.step_ids for request in self.requests if request is not None)
-
-    def _put_prefixes(self, where: Tensor, requests: Sequence[Request]) -> None:
-        """Begin after the prefixes of ``requests``, and note what ends a step of each."""
-        device = self.done.device
-        self.count[where] = torch.tensor([len(request.prefix_ids) for request in requests], device=device)
-        if (longest := max(len(request.prefix_ids) for request in requests)) > 0:
-            rows = [[*request.prefix_ids, *[0] * (longest - len(request.prefix_ids))] for request in requests]
-            self.tokens[where, :longest] = torch.tensor(rows, device=device)
-        width = max(len(request.step_ids) for request in requests)
-        if width > self._step_ids.shape[1]:
-            self._step_ids = torch.nn.functional.pad(self._step_ids, (0, width - self._step_ids.shape[1]), value=-1)
-        self._step_ids[where] = -1
-        if width:
-            rows = [[*request.step_ids, *[-1] * (width - len(request.step_ids))] for request in requests]
-            self._step_ids[where, :width] = torch.tensor(rows, device=device)
 
     def drawn(self, slots: Sequence[int]) -> list[int]:
         """Return how many tokens were drawn for the requests in ``slots``, without their prefixes."""

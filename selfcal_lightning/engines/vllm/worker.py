@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.plugins import load_plugins_of_parent
-from selfcal_lightning.engines.activated_probe import ProbeAnswers, Table, check_answers, make_probe
+from selfcal_lightning.engines.activated_probe import ProbeGroups, Table, make_probe, try_adapter
 from selfcal_lightning.engines.base import COLDEST_TEMPERATURE, EDT_PROCESSOR, ends_with_query, finish_of
 from selfcal_lightning.engines.vllm.plugin import change_adapters
 from selfcal_lightning.engines.vllm.process import Channel
@@ -87,34 +87,14 @@ def probabilities(completion: CompletionOutput, token_ids: Sequence[int]) -> lis
     return [math.exp(position[token].logprob) for token in token_ids]
 
 
-def try_adapter(
-    engine: LLMEngine, lora: LoRARequest, activated: dict[str, Any], limits: dict[str, Any]
-) -> dict[str, Any]:
-    """Compare an activated adapter with the base model; return the contexts and its probabilities when awake.
-
-    Adapter and base model share steps, over a cache that the base model has filled.
-    """
-    longest = limits["max_context"]
-    probe = make_probe(activated["query"], activated["token_ids"], vocabulary=limits["vocabulary"], longest=longest)
-    (base,) = _ask(engine, [(probe.contexts, None)], probe.token_ids)
-    mixed = [(probe.asked, lora), (probe.asked, None), (probe.contexts, lora)]
-    awake, base_asked, asleep = _ask(engine, mixed, probe.token_ids)
-    (again,) = _ask(engine, [(probe.asked, None)], probe.token_ids)
-    answers = ProbeAnswers(base, asleep, base_asked, awake, again)
-    check_answers(answers, exact=limits["dtype"] == "float32", engine="vLLM")
-    engine.reset_prefix_cache()
-    return {"contexts": probe.contexts, "awake": awake}
-
-
-def _ask(
-    engine: LLMEngine, groups: Sequence[tuple[Sequence[tuple[int, ...]], LoRARequest | None]], token_ids: Sequence[int]
-) -> list[Table]:
-    """Return the probabilities of the tokens after the prompts of each group, with its adapter or without one."""
+def _ask(engine: LLMEngine, groups: ProbeGroups, token_ids: Sequence[int], lora: LoRARequest | None) -> list[Table]:
+    """Return the probabilities of the tokens after the prompts of each group, with the adapter or without it."""
     found: dict[str, list[float]] = {}
-    for group, (prompts, lora) in enumerate(groups):
+    for group, (prompts, awake) in enumerate(groups):
         for i, prompt in enumerate(prompts):
             engine_input = {"type": "token", "prompt_token_ids": list(prompt)}
-            engine.add_request(f"t{group}-{i}", engine_input, query_params(token_ids), lora_request=lora)
+            own = lora if awake else None
+            engine.add_request(f"t{group}-{i}", engine_input, query_params(token_ids), lora_request=own)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
@@ -149,7 +129,14 @@ class Worker:
             self._lora = LoRARequest("adapter", 1, settings["adapter"])
             self._engine.add_lora(self._lora)
         if activated is not None:
-            self.limits["probe"] = try_adapter(self._engine, self._lora, activated, self.limits)
+            sizes = {"vocabulary": self.limits["vocabulary"], "longest": self.limits["max_context"]}
+            probe = make_probe(activated["query"], activated["token_ids"], **sizes)
+            awake = try_adapter(
+                lambda groups: _ask(self._engine, groups, probe.token_ids, self._lora), probe,
+                exact=self.limits["dtype"] == "float32", engine="vLLM",
+            )  # fmt: skip
+            self._engine.reset_prefix_cache()
+            self.limits["probe"] = {"contexts": probe.contexts, "awake": awake}
         self._finished: dict[str, list[dict[str, Any]]] = {"samples": [], "scores": [], "failed": []}
         kinds = ("prompt", "query", "score")
         self.counters = {"steps": 0} | {f"{kind}_{what}": 0 for kind in kinds for what in ("tokens", "cached_tokens")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -163,10 +162,6 @@ def _reference_loop_allocation(p: list[float], total: int, minimum: int, maximum
     return given
 
 
-def _all_allocations(size: int, total: int) -> list[tuple[int, ...]]:
-    return [given for given in itertools.product(range(total + 1), repeat=size) if sum(given) == total]
-
-
 def _reference_drawn_solved(rows: list[list[bool]], total: int) -> tuple[list[int], list[bool]]:
     """Give one sample after another to the open question with the largest 1 / (2 + failures)."""
     drawn, solved = [0] * len(rows), [False] * len(rows)
@@ -220,19 +215,6 @@ def test_the_heap_equals_a_loop(p: list[float], total: int, minimum: int, maximu
     found = greedy_allocation(p, total, minimum=minimum, maximum=maximum)
     assert found.tolist() == _reference_loop_allocation(p, total, minimum, maximum)
     assert found.sum() == min(total, maximum * len(p))
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=3), st.integers(0, 6), st.floats(0.3, 20.0))
-def test_greedy_is_the_best_of_all(p: list[float], total: int, concentration: float) -> None:
-    every = np.array(_all_allocations(len(p), total))
-    best = simulated_pass_at_k(p, every).sum(axis=1).max()
-    found = greedy_allocation(p, total, maximum=100)
-    assert simulated_pass_at_k(p, found).sum() == pytest.approx(best, abs=1e-9)
-    right, wrong = concentration * np.array(p), concentration * (1.0 - np.array(p))
-    best = beta_pass_at_k(p, every, concentration=concentration).sum(axis=1).max()
-    found = beta_allocation(right, wrong, total, maximum=100)
-    assert beta_pass_at_k(p, found, concentration=concentration).sum() == pytest.approx(best, abs=1e-9)
 
 
 def test_beta_gains_are_ratios_of_beta_functions() -> None:

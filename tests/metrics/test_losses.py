@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
-from sklearn.metrics import mean_pinball_loss
 from torch import Tensor
 
 from selfcal_lightning.adaptation.losses import (
@@ -66,14 +65,6 @@ def test_pinball_equals_the_vectors(vectors: Vectors) -> None:
         losses = pinball_loss(scores, target, case["quantiles"])
         torch.testing.assert_close(losses, torch.tensor(case["per_element"]).double(), atol=1e-6, rtol=0.0)
         assert losses.mean().item() == pytest.approx(case["wql"], abs=1e-6)
-
-
-def test_pinball_equals_sklearn() -> None:
-    torch.manual_seed(0)
-    scores, target, levels = torch.rand(50, 3).double(), torch.rand(50).double(), [0.1, 0.5, 0.9]
-    losses = pinball_loss(scores, target, levels)
-    wanted = [mean_pinball_loss(target, scores[:, at], alpha=level) for at, level in enumerate(levels)]
-    assert losses.mean(dim=0).tolist() == pytest.approx(wanted, abs=1e-12)
 
 
 def test_soft_cross_entropy_by_hand() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support.number_pools import write_number_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.confidence.fusion import Fusion, load_scorer
@@ -22,29 +24,14 @@ NUM_QUESTIONS = 60
 def pool(tmp_path: Path) -> str:
     """A pool whose log-probability knows which response is right, and whose P(True) does not."""
     draw = np.random.default_rng(0)
-    lines = []
-    for number in range(NUM_QUESTIONS):
-        right = draw.random(6) < 0.6
-        responses = [
-            {
-                "text": f"The answer is {7 if hit else 8}.",
-                "answer": "7" if hit else "8",
-                "correct": bool(hit),
-                "tokens": list(range(10)),
-                "confidence": {
-                    "p_true": round(float(draw.uniform(0.7, 0.99)), 4),
-                    "logprob": float(-4.0 + 2.0 * hit + draw.normal()),
-                },
-            }
-            for hit in right
-        ]
-        lines.append(
-            {"id": f"q{number}", "task": "gsm8k", "split": "calibration", "question": f"{number}?", "reference": "7",
-             "responses": responses}
-        )  # fmt: skip
-    path = tmp_path / "pool.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+
+    def response(is_right: bool) -> dict[str, Any]:
+        sure, logprob = float(draw.uniform(0.7, 0.99)), float(-4.0 + 2.0 * is_right + draw.normal())
+        confidence = {"p_true": round(sure, 4), "logprob": logprob}
+        return {"text": f"The answer is {2 - is_right}.", "tokens": list(range(10)), "confidence": confidence}
+
+    rows = {f"q{i}": [response(hit) for hit in (draw.random(6) < 0.6).tolist()] for i in range(NUM_QUESTIONS)}
+    return str(write_number_pool(tmp_path / "pool.jsonl", rows, split="calibration"))
 
 
 def halves() -> tuple[tuple[str, ...], tuple[str, ...]]:

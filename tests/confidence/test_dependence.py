@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.fakes import FakeChat, FakeEngine, FakeTask, fake_questions
+from support.number_pools import write_number_pool
 from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.commands.pools import run_export_pool
@@ -48,13 +48,8 @@ def carrying(name: str, *, prefix: str, num_questions: int = 12) -> RecordedPool
 
 def write_pool(path: Path) -> Path:
     """Write a JSON-lines pool of three number questions with three responses each."""
-    lines = [
-        {"id": f"q{number}", "task": "local_number", "split": "test", "question": f"{number}?", "reference": "1",
-         "responses": [{"text": "The answer is 1.", "confidence": {"p_true": 0.5}}] * 3}
-        for number in range(3)
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    responses = [{"text": "The answer is 1.", "confidence": {"p_true": 0.5}}] * 3
+    return write_number_pool(path, {f"q{number}": responses for number in range(3)}, split="test")
 
 
 def scored(pool: RecordedPool, scorers: Sequence[SampleScorer]) -> list[QuestionSamples]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.number_pools import write_number_pool
 from support.options import nested
 from support.recorded_pools import NUM_SAMPLES, SAMPLING, sample_store
 
@@ -38,20 +39,17 @@ def write_pool(
     Question i has ``widths[i % len(widths)]`` responses.
     """
     draw = random.Random(prefix)
-    lines = []
-    for number in range(num_questions):
-        responses = []
-        for _ in range(widths[number % len(widths)]):
-            sure = round(draw.random(), 3)
-            answer = "1" if draw.random() < sure else str(draw.randint(2, 4))
-            confidence = {name: sure for name in ("p_true", *names)}
-            responses.append({"text": "", "answer": answer, "tokens": 9, "confidence": confidence})
-        lines.append(
-            {"id": f"{prefix}{number}", "task": "local_number", "question": f"{prefix}{number}?", "reference": "1",
-             "responses": responses}
-        )  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+
+    def response() -> dict[str, Any]:
+        sure = round(draw.random(), 3)
+        answer = "1" if draw.random() < sure else str(draw.randint(2, 4))
+        return {"text": "", "answer": answer, "tokens": 9, "confidence": dict.fromkeys(("p_true", *names), sure)}
+
+    return str(
+        write_number_pool(
+            path, {f"{prefix}{i}": [response() for _ in range(widths[i % len(widths)])] for i in range(num_questions)}
+        )
+    )
 
 
 def fit(pool: str, output: Path, *options: str) -> int:

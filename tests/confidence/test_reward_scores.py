@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.number_pools import write_number_pool
 from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
 from support.reward_models import stand_in
 
@@ -143,10 +144,8 @@ def test_a_format_of_a_plug_in_scores_a_pool_by_the_command_line(
 ) -> None:
     file = tmp_path / "stars.py"
     file.write_text(textwrap.dedent(PLUGIN))
-    pool, scored = tmp_path / "pool.jsonl", tmp_path / "scored.jsonl"
-    texts = ["So 1+1=2. The answer is 2.", "The answer is 3.", "   "]
-    row = {"id": "q", "task": "local_number", "question": "1+1?", "reference": "2"}
-    pool.write_text(json.dumps(row | {"responses": [{"text": text} for text in texts]}) + "\n")
+    scored, texts = tmp_path / "scored.jsonl", ["So 0+1=1. The answer is 1.", "The answer is 3.", "   "]
+    pool = write_number_pool(tmp_path / "pool.jsonl", {"q": [{"text": text} for text in texts]})
     arguments = ["score", "--pool", str(pool), "--output", str(scored), "--estimator", "orm"]
     arguments += ["--reward.format", "stars"]
     assert run([*arguments, "--reward.model", tiny_model]) == 1
@@ -170,9 +169,8 @@ def test_empty_and_cut_responses_are_counted_or_scored_as_they_stand(
     sampled: Path, prm: RewardSettings, tmp_path: Path
 ) -> None:
     texts = ["34+75=109. The answer is 109.", "", "So 34+75=1"]
-    line = {"id": "q", "question": "34+75?", "reference": "109", "responses": [{"text": text} for text in texts]}
-    (tmp_path / "pool.jsonl").write_text(json.dumps(line) + "\n")
-    where = {"pool": str(tmp_path / "pool.jsonl"), "output": str(tmp_path / "out.jsonl"), "task": "local_number"}
+    pool = write_number_pool(tmp_path / "pool.jsonl", {"q": [{"text": text} for text in texts]})
+    where = {"pool": str(pool), "output": str(tmp_path / "out.jsonl")}
     (report,) = run_score("prm", reward=prm, **where)  # type: ignore[arg-type]
     assert (report.scored, report.unknown) == (3, 1)
     responses = json.loads((tmp_path / "out.jsonl").read_text())["responses"]

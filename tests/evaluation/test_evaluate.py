@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.number_pools import write_number_pool
 from support.options import nested
+from support.store_samples import write_lines
+from support.strategy_pools import make_entry
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.confidence.scaling import fit_scaler
@@ -21,7 +24,7 @@ from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.thresholds import FittedThreshold, fit_risk_threshold
 from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.models.chat_format import Prompt
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import QuestionSamples
 
 METRICS = ("ece", "auroc", "brier", "pass_at_1", "within_question_auroc")
 COUNTS = (
@@ -32,17 +35,8 @@ COUNTS = (
 
 def _pool(yes: list[list[float | None]], answers: list[list[str | None]]) -> list[QuestionSamples]:
     """Build a pool whose reference answer is always "1"; a Yes mass of None has no confidence."""
-    pool = []
-    for number, (masses, texts) in enumerate(zip(yes, answers, strict=True)):
-        samples = tuple(
-            Sample(
-                question_id=f"q{number}", index=index, round=0, text="", token_ids=(1,), finish="stop", answer=answer,
-                correct=answer == "1", yes_mass=mass, no_mass=None if mass is None else 1.0 - mass,
-            )
-            for index, (mass, answer) in enumerate(zip(masses, texts, strict=True))
-        )  # fmt: skip
-        pool.append(QuestionSamples(Question(f"q{number}", "word_problems", (), "1"), samples, "id"))
-    return pool
+    rows = enumerate(zip(answers, yes, strict=True))
+    return [make_entry(texts, masses, gold="1", name=f"q{number}") for number, (texts, masses) in rows]
 
 
 BEFORE = _pool([[0.9, 0.9], [0.9, 0.9]], [["1", "2"], ["2", None]])
@@ -74,23 +68,17 @@ RESPONSES = [("1", 0.9, 10), ("2", 0.3, 20), ("1", 0.8, 30), (None, 0.5, 40)]
 
 def _write(path: Path, *, num_questions: int, prefix: str, shift: int = 0, confidence: bool = True) -> str:
     """Write a pool of number questions; every third question is mostly wrong, and lengths and confidences vary."""
-    lines = []
-    for number in range(num_questions):
-        responses = []
-        for index in range(4):
-            text, p_true, tokens = RESPONSES[(index + number + shift) % 4]
-            text = "3" if text == "1" and number % 3 == 0 else text
-            # A little noise, so that the parts of a fusion are no copies of one another.
-            spread = ((7 * number + 3 * index) % 10) / 50.0
-            values = {"p_true": p_true - spread / 2, "sequence_logprob": -tokens / 8 - spread}
-            response = {"text": "", "answer": text, "tokens": tokens}
-            responses.append({**response, "confidence": values} if confidence else response)
-        name = f"{prefix}{number}"
-        lines.append(
-            {"id": name, "task": "local_number", "question": f"{name}?", "reference": "1", "responses": responses}
-        )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+
+    def response(number: int, index: int) -> dict[str, Any]:
+        text, p_true, tokens = RESPONSES[(index + number + shift) % 4]
+        text = "3" if text == "1" and number % 3 == 0 else text
+        # A little noise, so that the parts of a fusion are no copies of one another.
+        spread = ((7 * number + 3 * index) % 10) / 50.0
+        values = {"p_true": p_true - spread / 2, "sequence_logprob": -tokens / 8 - spread}
+        return {"text": "", "answer": text, "tokens": tokens, **({"confidence": values} if confidence else {})}
+
+    rows = {f"{prefix}{number}": [response(number, index) for index in range(4)] for number in range(num_questions)}
+    return str(write_number_pool(path, rows))
 
 
 def test_evaluate_pools_writes_tables_figures_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +197,7 @@ def test_a_pool_is_summarised_by_the_confidence_that_it_has(sides: list[str], tm
             for index, response in enumerate(line["responses"]):
                 confidence = response.pop("confidence")
                 response["confidence"] = {"judge": confidence["p_true"]} if index else {}
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        pools[side] = str(path)
+        pools[side] = str(write_lines(path, *lines))
     results = run_evaluate(output_dir=str(tmp_path / "out"), pools=pools, num_reshuffles=2, num_resamples=20)
     for side, part in zip(sides, ["before", "after"] if len(sides) == 2 else sides, strict=True):
         (row,) = [r for r in results["strategies"]["test"]["confidences"][side] if r["name"] == "judge"]
@@ -284,8 +271,7 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
     """The same questions under other ids are the same questions."""
     test = Path(_write(tmp_path / "t.jsonl", num_questions=8, prefix="t"))
     lines = [json.loads(line) for line in test.read_text().splitlines()]
-    renamed = tmp_path / "c.jsonl"
-    renamed.write_text("".join(json.dumps({**line, "id": f"other-{line['id']}"}) + "\n" for line in lines[:5]))
+    renamed = write_lines(tmp_path / "c.jsonl", *({**line, "id": f"other-{line['id']}"} for line in lines[:5]))
     message = "calibration questions of 'm' and test set 'test' .* 5 in both, for example 'other-t0' and 't0'"
     options = {"num_reshuffles": 1, "num_resamples": 5, "strategies": ["early_stopping"]}
     with pytest.raises(ValueError, match=message):
@@ -304,9 +290,7 @@ def test_calibration_questions_are_known_by_their_content(tmp_path: Path) -> Non
 def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
     path = Path(_write(tmp_path / "pool.jsonl", num_questions=12, prefix="t"))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "".join(json.dumps({**line, "id": f"{line['id']}{twin}"}) + "\n" for line in lines for twin in "ab")
-    )
+    write_lines(path, *({**line, "id": f"{line['id']}{twin}"} for line in lines for twin in "ab"))
     inputs = split_off_calibration(Inputs({"test": {"m": load_recorded_pool(path)}}, {}), 0.5)
     test, aside = (
         {e.question.id[:-1] for e in pools["m"].entries} for pools in (inputs.tests["test"], inputs.calibration)
@@ -318,8 +302,7 @@ def test_one_question_under_two_ids_is_set_aside_as_one(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_sampled_as_test_and_calibration(tmp_path: Path) -> None:
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": 2 * i}) + "\n" for i in range(9)))
+    file = write_lines(tmp_path / "q.jsonl", *({"question": f"{i} + {i}?", "answer": 2 * i} for i in range(9)))
     options = {"task": "local_number", "path": str(file)}
     with pytest.raises(ValueError, match="`calibration` and test set 'id' to share no question, but got 9 in both"):
         run_evaluate(

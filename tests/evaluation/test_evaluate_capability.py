@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.capability_pools import capability_store
+from support.number_pools import write_number_pool
 
 from selfcal_lightning.capability.budgets import compare_budgets, compare_mixing, pass_at_k_curves
 from selfcal_lightning.capability.evaluation import TestQuestions, compare_asking, compare_estimators, test_questions
@@ -67,14 +68,9 @@ def test_numbers_by_hand() -> None:
 
 
 def test_questions_that_are_as_hard_as_one_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        {"id": f"q{i}", "task": "local_number", "question": f"{i}?", "reference": "1",
-         "responses": [{"text": "", "answer": answer} for answer in "1111"]}
-        for i in range(4)
-    ]  # fmt: skip
-    (tmp_path / "pool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pool = write_number_pool(tmp_path / "pool.jsonl", {f"q{i}": [{"text": "", "answer": "1"}] * 4 for i in range(4)})
     options: dict[str, Any] = {"estimator": ["agreeing_pairs"], "num_resamples": 5}
-    found = run_evaluate_capability(str(tmp_path / "pool.jsonl"), str(tmp_path / "out"), **options)
+    found = run_evaluate_capability(str(pool), str(tmp_path / "out"), **options)
     assert found.constant is None
     assert json.loads((tmp_path / "out" / "capability.json").read_text())["comparison"]["constant"] is None
     assert "best constant has an MSE of unknown" in " ".join(capsys.readouterr().out.split())

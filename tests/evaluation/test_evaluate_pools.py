@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.number_pools import write_number_pool
+from support.store_samples import write_lines
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.confidence.features import feature_value
@@ -17,19 +18,9 @@ from selfcal_lightning.data.pools.recorded import load_pool, load_recorded_pool
 from selfcal_lightning.evaluation.inputs import PoolSource
 
 
-def write_pool(path: Path, questions: dict[str, list[dict[str, Any]]], **fields: Any) -> Path:
-    """Write a pool of number questions whose reference is "1"; fields are added to every line."""
-    lines = [
-        {"id": name, "task": "local_number", "question": "?", "reference": "1", "responses": responses, **fields}
-        for name, responses in questions.items()
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def test_file_without_split_answers_or_confidences(tmp_path: Path) -> None:
     texts = [{"text": "The answer is 1."}, {"text": "The answer is 2."}, {"text": "no idea"}]
-    pool = load_recorded_pool(write_pool(tmp_path / "pool.jsonl", {"a": texts, "b": []}))
+    pool = load_recorded_pool(write_number_pool(tmp_path / "pool.jsonl", {"a": texts, "b": []}))
     (entry,) = pool.entries  # a question without responses is left out
     assert [(s.answer, s.correct) for s in entry.samples] == [("1", True), ("2", False), (None, False)]
     assert entry.split == "test"
@@ -39,7 +30,7 @@ def test_file_without_split_answers_or_confidences(tmp_path: Path) -> None:
 
 def test_stated_lengths_are_kept_for_costs_and_fusions(tmp_path: Path) -> None:
     responses = [{"text": "1", "tokens": 7}, {"text": "1", "tokens": [5, 6, 7]}]
-    pool = load_recorded_pool(write_pool(tmp_path / "pool.jsonl", {"a": responses}))
+    pool = load_recorded_pool(write_number_pool(tmp_path / "pool.jsonl", {"a": responses}))
     assert [sample.num_tokens for sample in pool.entries[0].samples] == [7, 3]
     assert pool.has_lengths
     assert [feature_value(sample, "num_tokens") for sample in pool.entries[0].samples] == [7.0, 3.0]
@@ -55,7 +46,7 @@ def test_a_pool_that_is_counted_holds_all_but_texts(tmp_path: Path, place: str) 
         {"text": "no idea", "tokens": 9, "finish": "length", "confidence": {"d": 0.25}},
         {"text": "The answer is 2."},
     ]
-    path = write_pool(tmp_path / "pool.jsonl", {"b": responses, "a": responses[1:], "c": []}, split="test")
+    path = write_number_pool(tmp_path / "pool.jsonl", {"b": responses, "a": responses[1:], "c": []}, split="test")
     import_pool(path, tmp_path / "store")
     options = {"split": "test", "task": "local_number"}
     whole, slim = (load_recorded_pool(tmp_path / place, texts=texts, **options) for texts in (True, False))
@@ -69,20 +60,20 @@ def test_a_pool_that_is_counted_holds_all_but_texts(tmp_path: Path, place: str) 
 
 
 def test_split_of_a_file(tmp_path: Path) -> None:
-    path = write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]}, split="train")
-    path.write_text(path.read_text() + write_pool(tmp_path / "b.jsonl", {"b": [{"text": "1"}]}).read_text())
+    path = write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]}, split="train")
+    path.write_text(path.read_text() + write_number_pool(tmp_path / "b.jsonl", {"b": [{"text": "1"}]}).read_text())
     assert [entry.question.id for entry in load_pool(path)] == ["a", "b"]
     # A line that names no split belongs to whichever is asked for.
     assert [entry.question.id for entry in load_pool(path, split="train")] == ["a", "b"]
     assert [entry.question.id for entry in load_pool(path, split="test")] == ["b"]
-    only = write_pool(tmp_path / "only.jsonl", {"a": [{"text": "1"}]}, split="train")
+    only = write_number_pool(tmp_path / "only.jsonl", {"a": [{"text": "1"}]}, split="train")
     with pytest.raises(ValueError, match="to hold questions of split 'ood'"):
         load_pool(only, split="ood")
 
 
 def test_store_and_file_give_the_same_samples(tmp_path: Path) -> None:
     responses = [{"text": "1", "confidence": {"p_true": 0.75, "c": 0.5}, "tokens": 4}, {"text": "1.0", "tokens": 5}]
-    path = write_pool(tmp_path / "pool.jsonl", {"a": responses, "b": responses[:1]}, split="test")
+    path = write_number_pool(tmp_path / "pool.jsonl", {"a": responses, "b": responses[:1]}, split="test")
     import_pool(path, tmp_path / "store")
     stored, read = load_recorded_pool(tmp_path / "store", split="test"), load_recorded_pool(path, split="test")
     for one, other in zip(stored.entries, read.entries, strict=True):
@@ -98,7 +89,7 @@ def test_store_and_file_give_the_same_samples(tmp_path: Path) -> None:
 def test_bad_pools_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         load_pool(tmp_path / "absent")
-    path = write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]})
+    path = write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "1"}]})
     with pytest.raises(ValueError, match="import-pool"):
         load_pool(path, confidences=["c"])
     path.write_text(path.read_text() * 2)
@@ -111,8 +102,7 @@ def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
         {"question": "2 + 2?", "answer": "so\n#### 4", "responses": ["The answer is 4.", "The answer is 5."]},
         {"question": "1 + 1?", "answer": "so\n#### 2", "responses": ["The answer is 2."]},
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
     pool = load_pool(path, task="gsm8k")
     assert [entry.question.reference for entry in pool] == ["4", "2"]
     assert [[s.correct for s in entry.samples] for entry in pool] == [[True, False], [True]]
@@ -124,7 +114,7 @@ def test_rows_of_a_data_set_with_responses(tmp_path: Path) -> None:
 
 
 def test_sides_without_a_test_set_in_common_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
+    path = str(write_number_pool(tmp_path / "pool.jsonl", {"a": [{"text": "The answer is 1."}], "b": [{"text": "2"}]}))
     apart = [PoolSource("before", path, test="first"), PoolSource("after", path, test="second")]
     run_evaluate(pools=apart, output_dir=str(tmp_path / "out"), strategies=[], num_resamples=5)
     said = " ".join(capsys.readouterr().err.split())

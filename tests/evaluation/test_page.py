@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.number_pools import write_number_pool
 
 from selfcal_lightning.commands.evaluate import run_evaluate
 from selfcal_lightning.commands.generate import run_generate
@@ -104,13 +105,8 @@ def test_other_files_are_not_replaced(tmp_path: Path) -> None:
 
 def write_pool(path: Path, ids: range, responses: Callable[[int], list[tuple[str, float]]]) -> Path:
     """Write a pool; ``responses`` returns the texts and confidences of a question."""
-    lines = [
-        {"id": f"q{i}", "task": "local_number", "question": "Two?", "answer": 4,
-         "responses": [{"text": text, "confidence": {"p_true": p_true}} for text, p_true in responses(i)]}
-        for i in ids
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    rows = {f"q{i}": [{"text": text, "confidence": {"p_true": sure}} for text, sure in responses(i)] for i in ids}
+    return write_number_pool(path, rows, reference="4")
 
 
 def in_turn(first: int) -> list[tuple[str, float]]:

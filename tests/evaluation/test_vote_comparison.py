@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.number_pools import write_number_pool
 
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool, texts_digest
@@ -84,12 +84,10 @@ def test_weights_that_tell_right_from_wrong_raise_the_weighted_vote_only(tmp_pat
 
 
 def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:
-    line = {"id": "a", "task": "gsm8k", "split": "test", "question": "?", "reference": "1"}
     texts = {"one": ["It is 1.", "It is 2."], "swapped": ["It is 2.", "It is 1."], "other": ["It is 1.", "It is 3."]}
     digests = {}
     for name, said in texts.items():
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text(json.dumps({**line, "responses": [{"text": text} for text in said]}) + "\n")
+        file = write_number_pool(tmp_path / f"{name}.jsonl", {"a": [{"text": text} for text in said]}, split="test")
         import_pool(file, tmp_path / name)
         digests[name] = texts_digest(file)
         assert texts_digest(tmp_path / name, split="test") == digests[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from support.driver_fakes import CHAT, QUERY_TOKENS, HalfSure, Wandering, live, outcome, recorded
 from support.fakes import FakeEngine, fake_questions
+from support.number_pools import write_number_pool
 from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.data.pools.importing import import_pool
@@ -66,8 +66,7 @@ def test_responses_without_ids_are_priced_by_their_stated_length(tmp_path: Path)
     """Replay and the arrays of the curves cost what a pool made elsewhere states; a failed request costs nothing."""
     responses = [{"text": "Answer: 1", "tokens": tokens, "confidence": {"p_true": 0.2}} for tokens in (7, [5, 6, 8])]
     responses += [{"text": "", "tokens": 0, "answer": None}, {"text": "Answer: 2", "tokens": 11}]
-    line = {"id": "a", "task": "local_number", "question": "?", "reference": "1", "responses": responses}
-    (tmp_path / "pool.jsonl").write_text(json.dumps({**line, "split": "test"}) + "\n")
+    write_number_pool(tmp_path / "pool.jsonl", {"a": responses}, split="test")
     import_pool(tmp_path / "pool.jsonl", tmp_path / "store")
     for place in ("pool.jsonl", "store"):
         (entry,) = load_recorded_pool(tmp_path / place).entries

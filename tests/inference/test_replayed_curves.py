@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from support.number_pools import write_number_pool
 from support.strategy_pools import random_pool
 
 from selfcal_lightning.commands.evaluate import run_evaluate
@@ -128,12 +128,7 @@ def test_evaluate_runs_registered_strategies_of_ones_own(tmp_path: Path, monkeyp
 
 
 def write_pool(path: Path) -> None:
-    lines = []
-    for number in range(20):
-        right = {"text": f"After some thought it is {number}.", "answer": str(number), "confidence": {"p_true": 0.8}}
-        wrong = {"text": f"{number + 1}.", "answer": str(number + 1), "confidence": {"p_true": 0.4}}
-        samples = [wrong, right, wrong, wrong] if number % 2 else [right, wrong, right, wrong]
-        responses = [{**sample, "tokens": 5} for sample in samples]
-        base = {"id": f"q{number}", "task": "local_number", "split": "test", "question": f"{number}+0?"}
-        lines.append({**base, "reference": str(number), "responses": responses})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    right = {"text": "After some thought it is 1.", "answer": "1", "tokens": 5, "confidence": {"p_true": 0.8}}
+    wrong = {"text": "2.", "answer": "2", "tokens": 5, "confidence": {"p_true": 0.4}}
+    orders = [[right, wrong, right, wrong], [wrong, right, wrong, wrong]]
+    write_number_pool(path, {f"q{number}": orders[number % 2] for number in range(20)})

@@ -6,27 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from support.strategy_pools import make_entry
 
 from selfcal_lightning.adaptation.evaluation import Change, SampledSet, adaptation_markdown, compare_set, verdict
 from selfcal_lightning.adaptation.monitors import collapse, round_monitors
 from selfcal_lightning.adaptation.runs import QuestionSlice, load_sets
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.metrics.bootstrap import Estimate
-from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 
 def sampled(*answers: Sequence[str | None], yes: float = 0.5) -> SampledSet:
     """Questions whose right answer is 7."""
-    entries = []
-    for number, group in enumerate(answers):
-        samples = tuple(
-            Sample(
-                f"q{number}", at, 0, "", None, None, answer, answer == "7", num_tokens=4, yes_mass=yes, no_mass=1 - yes
-            )
-            for at, answer in enumerate(group)
-        )
-        entries.append(QuestionSamples(Question(f"q{number}", "t", (), "7"), samples, "test", None))
-    return SampledSet(tuple(entries))
+    rows = enumerate(answers)
+    return SampledSet(
+        tuple(make_entry(group, [yes] * len(group), gold="7", name=f"q{number}") for number, group in rows)
+    )
 
 
 def test_numbers_by_hand() -> None:

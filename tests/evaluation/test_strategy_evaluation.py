@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 from rich.console import Console
-from support.strategy_pools import make_entry, random_pool
+from support.strategy_pools import make_entry, random_pool, with_samples
 
 from selfcal_lightning.confidence.fusion import WeighedPool, fit_confidences, weigh_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool
@@ -57,15 +57,12 @@ def recorded(entries: list) -> RecordedPool:
 def pool_of(seed: int, *, num_questions: int = 12, fewest: int = 5, prefix: str = "q") -> RecordedPool:
     """A random pool without its shortest questions; every sample of a readable answer has a P(True)."""
     entries = [e for e in random_pool(seed, num_questions=6 * num_questions) if len(e.samples) >= fewest]
-    named = []
-    for number, entry in enumerate(entries[:num_questions]):
-        samples = tuple(
-            replace(s, yes_mass=0.5, no_mass=0.5) if s.answer is not None and s.yes_mass is None else s
-            for s in entry.samples
-        )
-        named.append(replace(entry, question=replace(entry.question, id=f"{prefix}{number}"), samples=samples))
-    assert len(named) == num_questions
-    return recorded(named)
+    assert len(entries) >= num_questions
+    named = [replace(e, question=replace(e.question, id=f"{prefix}{i}")) for i, e in enumerate(entries[:num_questions])]
+    unsure = {"yes_mass": 0.5, "no_mass": 0.5}
+    return recorded(
+        with_samples(named, lambda s: replace(s, **unsure) if s.answer is not None and s.yes_mass is None else s)
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -243,11 +240,7 @@ def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.Cap
 
 def test_confidences_that_look_ahead_are_refused() -> None:
     pool = pool_of(1)
-    entries = tuple(
-        replace(e, samples=tuple(replace(s, confidences={"response_consistency": 0.5}) for s in e.samples))
-        for e in pool.entries
-    )
-    pool = replace(pool, entries=entries)
+    pool = recorded(with_samples(pool.entries, lambda s: replace(s, confidences={"response_consistency": 0.5})))
     assert [row.name for row in evaluate(pool, None).confidences["model"]] == ["p_true"]
     with pytest.raises(ValueError, match="response_consistency, which depend on the other responses"):
         weigh_pool(pool, ["response_consistency"], [])
@@ -262,12 +255,9 @@ def test_costs_of_a_fused_confidence_include_the_query_of_its_parts() -> None:
 
 
 def test_a_confidence_below_zero_is_compared_and_weighs_nothing() -> None:
-    pool = pool_of(3)
-    entries = [
-        replace(e, samples=tuple(replace(s, confidences={"steady": -0.1 * s.index - 0.1}) for s in e.samples))
-        for e in pool.entries
-    ]
-    negative = recorded(entries)
+    negative = recorded(
+        with_samples(pool_of(3).entries, lambda s: replace(s, confidences={"steady": -0.1 * s.index - 0.1}))
+    )
     report = evaluate(negative, None, strategies=("standardised", "borda"), confidences=("steady",))
     assert {(row.contender.strategy, row.contender.confidence) for row in report.curves} == {
         ("self_consistency", None), ("standardised", "steady"), ("borda", "steady")
@@ -279,15 +269,11 @@ def test_a_confidence_below_zero_is_compared_and_weighs_nothing() -> None:
 
 @pytest.mark.parametrize("negative", [{"q"}, {"c"}])
 def test_a_reward_below_zero_on_some_questions_alone_weighs_nothing(negative: set[str]) -> None:
-    pools = []
-    for seed, prefix in ((1, "q"), (7, "c")):
+    def rewarded(seed: int, prefix: str) -> RecordedPool:
         pool, lowest = pool_of(seed, num_questions=24, prefix=prefix), -1.0 if prefix in negative else 1.0
-        entries = [
-            replace(e, samples=tuple(replace(s, confidences={"reward": lowest + s.index}) for s in e.samples))
-            for e in pool.entries
-        ]
-        pools.append(recorded(entries))
-    report = evaluate(*pools, strategies=("borda",), confidences=("reward",))
+        return recorded(with_samples(pool.entries, lambda s: replace(s, confidences={"reward": lowest + s.index})))
+
+    report = evaluate(rewarded(1, "q"), rewarded(7, "c"), strategies=("borda",), confidences=("reward",))
     assert [(row.contender.strategy, row.contender.confidence) for row in report.curves] == [
         ("self_consistency", None), ("borda", "reward")
     ]  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.number_pools import write_number_pool
+from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.data.pools.importing import import_pool
 from selfcal_lightning.data.pools.recorded import RecordedPool, texts_digest
@@ -16,27 +17,15 @@ from selfcal_lightning.evaluation.calibration import compare_votes, vote_hits
 from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.evaluation.inputs import Inputs
 from selfcal_lightning.inference.voting import SelfConsistency
-from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 WIDTH = 4
 
 
-def entry(number: int, answers: str, weights: list[float], right: str = "a") -> QuestionSamples:
-    name = f"q{number}"
-    question = Question(name, "gsm8k", (Message("user", name),), right)
-    samples = tuple(
-        Sample(
-            name, index, 0, f"{answer}{index}", None, "stop", None if answer == "-" else answer, answer == right,
-            confidences={"p_true": weight},
-        )
-        for index, (answer, weight) in enumerate(zip(answers, weights, strict=True))
-    )  # fmt: skip
-    return QuestionSamples(question, samples, "test")
-
-
 def pool_of(weights: list[list[float]]) -> RecordedPool:
     texts = ["abab", "bbac", "a-bb"]
-    return RecordedPool(tuple(entry(n, text, w) for n, (text, w) in enumerate(zip(texts, weights, strict=True))))
+    answers = [[None if letter == "-" else letter for letter in text] for text in texts]
+    rows = enumerate(zip(answers, weights, strict=True))
+    return RecordedPool(tuple(make_entry(given, sure, name=f"q{number}") for number, (given, sure) in rows))
 
 
 FLAT = [[0.5] * 4] * 3
@@ -96,10 +85,7 @@ def test_texts_are_told_apart_without_keeping_them(tmp_path: Path) -> None:
 
 def test_one_side_alone_and_no_confidence_have_nothing_to_compare(tmp_path: Path) -> None:
     assert compare_votes(Inputs({"id": {"model": pool_of(FLAT)}}, {}), tmp_path) == {}
-    bare = tuple(
-        replace(group, samples=tuple(replace(sample, confidences={}) for sample in group.samples))
-        for group in pool_of(FLAT).entries
-    )
+    bare = tuple(with_samples(pool_of(FLAT).entries, lambda sample: replace(sample, yes_mass=None, no_mass=None)))
     sides = {"before": RecordedPool(bare), "after": RecordedPool(bare)}
     assert compare_votes(Inputs({"id": sides}, {}), tmp_path) == {}
     assert not list(tmp_path.iterdir())

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.vote_cases import SCORE, entries_of_rows
 
 from selfcal_lightning.data.pools.recorded import RecordedPool
 from selfcal_lightning.evaluation.paper import PaperCurve, aggregation_csv, metric_csv, metric_rows, paper_curves
-from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 # Names of the vectors -> ours. What the reference calls "es" is adaptive consistency with confidence.
 THRESHOLD_CURVES = {"threshold_based": "Early stopping", "es": "ASC w/ conf.", "asc": "ASC"}
@@ -22,25 +22,11 @@ SIZE_CURVES = {
 
 
 def pool_of(rows: list[dict[str, Any]]) -> RecordedPool:
-    """Build a pool from flat rows (prompt, answer, confidence, is_correct) in the order of the file."""
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_prompt.setdefault(row["prompt"], []).append(row)
-    entries = []
-    for prompt, found in by_prompt.items():
-        samples = tuple(
-            Sample(
-                question_id=prompt, index=index, round=0, text="", token_ids=None, finish=None,
-                answer=row["answer"], correct=row["is_correct"], confidences={"c": row["confidence"]},
-            )
-            for index, row in enumerate(found)
-        )  # fmt: skip
-        entries.append(QuestionSamples(Question(prompt, "local_text", (), "T"), samples, "test"))
-    return RecordedPool(tuple(entries))
+    return RecordedPool(tuple(entries_of_rows(rows)))
 
 
 def by_method(rows: list[dict[str, Any]]) -> dict[str, PaperCurve]:
-    return {curve.method: curve for curve in paper_curves(pool_of(rows), "c")}
+    return {curve.method: curve for curve in paper_curves(pool_of(rows), SCORE)}
 
 
 def test_curves_of_the_reference(vectors: Callable[[str], dict[str, Any]]) -> None:
@@ -106,7 +92,7 @@ def test_unreadable_answers_are_dropped_before_anything_is_counted() -> None:
     assert curves["SC"].accuracy[0] == 1.0
     assert curves["SC"].used[0] == 1.0
     with pytest.raises(ValueError, match="at least one readable response"):
-        paper_curves(pool_of(rows[3:]), "c")
+        paper_curves(pool_of(rows[3:]), SCORE)
 
 
 def test_tables_read_as_published() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.strategy_pools import assert_curve_equals_solve, make_entry, random_pool
-from support.vote_cases import SCORE, curve_entries, outcome_of, pool_correct, score_entry, verdict_of
+from support.vote_cases import SCORE, entries_of_rows, outcome_of, pool_correct, score_entry, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, WindowStopping
@@ -151,9 +151,13 @@ def test_offline_vectors_of_single_questions(vectors: Vectors) -> None:
     assert min(compared.values()) >= 30, compared
 
 
+def readable_entries(case: dict[str, Any]) -> list[QuestionSamples]:
+    return entries_of_rows(row for row in case["rows"] if row["answer"])
+
+
 def test_offline_vectors_of_curves(vectors: Vectors) -> None:
     for case in vectors("offline_analysis_curves")["cases"]:
-        pool = PoolArrays.from_samples(curve_entries(case), confidence=SCORE)
+        pool = PoolArrays.from_samples(readable_entries(case), confidence=SCORE)
         for key, strategy in CURVES.items():
             wanted = case["out"][key]
             # The reference sums steps of .01, so that its .7 lies a rounding above .7.
@@ -168,7 +172,7 @@ def test_offline_vectors_of_windows(vectors: Vectors) -> None:
     """The reference gives up for all questions where one never agrees; ours falls back for that one."""
     gave_up = 0
     for case in vectors("offline_analysis_curves")["cases"]:
-        pool = PoolArrays.from_samples(curve_entries(case))
+        pool = PoolArrays.from_samples(readable_entries(case))
         wanted = case["out"]["sliding_window_ESC"]
         outcome = WindowStopping(max_samples=1024, mode="sliding").curve(pool, wanted["w"])
         accuracy, used = pool_correct(pool, outcome.answer).mean(axis=1), outcome.used.mean(axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,16 +42,15 @@ def outcome_of(verdict: Verdict) -> tuple[str | None, int, bool]:
     return verdict.answer, verdict.samples_used, verdict.stopped_early
 
 
-def curve_entries(case: Mapping[str, Any]) -> list[QuestionSamples]:
-    """Return the questions of a case of the vectors ``offline_analysis_curves``, without unreadable responses."""
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in case["rows"]:
-        if row["answer"]:
-            rows.setdefault(row["prompt"], []).append(row)
+def entries_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[QuestionSamples]:
+    """Return the questions of flat rows (prompt, answer, confidence, is_correct), as the vectors hold them."""
+    by_prompt: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["prompt"], []).append(row)
     entries = []
-    for name, kept in rows.items():
-        entry = score_entry([row["answer"] for row in kept], [row["confidence"] for row in kept], name=name)
-        judged = zip(entry.samples, kept, strict=True)
+    for name, found in by_prompt.items():
+        entry = score_entry([row["answer"] for row in found], [row["confidence"] for row in found], name=name)
+        judged = zip(entry.samples, found, strict=True)
         entries.append(replace(entry, samples=tuple(replace(s, correct=row["is_correct"]) for s, row in judged)))
     return entries
 

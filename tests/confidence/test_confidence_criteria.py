@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 
 Pool = list[QuestionSamples]
 Vectors = Callable[[str], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def engine(shallow_model: str) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(shallow_model, dtype="float32")
-    yield engine
-    engine.close()
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +44,6 @@ def pool(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -
     (first, *rest) = store.samples()
     spoken = replace(first.samples[0], text=text, token_ids=engine.chat.response_ids(text))
     return [replace(first, samples=(spoken, *first.samples[1:])), *rest]
-
-
-@pytest.fixture
-def tokens(engine: TransformersEngine) -> TokenReader:
-    return TokenReader(engine._model.network, engine.chat)
 
 
 class _Spans:
@@ -155,12 +145,15 @@ def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, p
 
 def test_all_criteria_of_tokens_cost_one_pass(tokens: TokenReader, pool: Pool) -> None:
     names = ("coe_c", "step_coe_c", "step_certainty", "step_entropy", "lowest_group_confidence", "min_logprob")
-    passes = []
+    passes: list[int] = []
     tokens.read(pool[:1])  # after which it is known whether the model can pack
     handle = tokens.network.get_input_embeddings().register_forward_hook(lambda *_: passes.append(1))
     try:
         estimators = [ESTIMATORS[name](tokens) for name in names]
         scores = [estimator.score(pool) for estimator in estimators]
+        # A response that occurs twice is read once, and gives the same numbers.
+        twice = replace(pool[0], samples=pool[0].samples * 2)
+        assert estimators[-1].score([twice]) == [scores[-1][0] * 2]
     finally:
         handle.remove()
     assert len(passes) == 1
@@ -292,7 +285,7 @@ def test_pieces_of_a_decoder_that_trims_its_start_are_those_of_the_whole() -> No
 
 
 def test_settings_reach_those_that_take_them_and_are_part_of_the_origin(
-    engine: TransformersEngine, shallow_model: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    engine: TransformersEngine, tmp_path: Path
 ) -> None:
     store = str(sample_store(engine, tmp_path / "store", num_questions=1).path)
     criteria = CriteriaSettings(steps="line", weight=0.0)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from support.fakes import FakeChat, FakeEngine
-from support.recorded_pools import Naive, naive_statistics, sample_store
+from support.recorded_pools import Naive, naive_statistics
 
 from selfcal_lightning.confidence.estimators import MeanLogprob, PTrue, SelfCertainty, SequenceLogprob, TokenEntropy
 from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.confidence.token_reader import TokenReader
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
-from selfcal_lightning.engines.transformers.model import load_network
 from selfcal_lightning.models import packing as packing_support
-from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.packing import PackingError
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
@@ -24,26 +23,13 @@ Pool = list[QuestionSamples]
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: str) -> Iterator[TransformersEngine]:
-    network = load_network(tiny_model, revision=None, adapter=None, dtype="float32", device="cpu")
-    engine = TransformersEngine.from_model(network, ChatFormat(load_tokenizer(tiny_model)), source=tiny_model)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def pool(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> Pool:
-    return list(sample_store(engine, tmp_path_factory.mktemp("pool") / "store").samples())
+def pool(sampled: Path) -> Pool:
+    return list(SampleStore(sampled).samples())
 
 
 @pytest.fixture(scope="module")
 def naive(tiny_model: str, engine: TransformersEngine, pool: Pool) -> list[list[Naive]]:
     return naive_statistics(tiny_model, engine, pool)
-
-
-@pytest.fixture
-def tokens(engine: TransformersEngine) -> TokenReader:
-    return TokenReader(engine._model.network, engine.chat)
 
 
 def flat(rows: list[list[float | None]]) -> list[float | None]:
@@ -123,26 +109,6 @@ def test_a_model_that_packs_wrongly_reads_rows_apart(
     assert apart._can_pack is False
     assert found == pytest.approx(flat(SelfCertainty(tokens).score(pool)), abs=1e-5)
     assert engine._model.network.config._attn_implementation == "sdpa"
-
-
-def test_estimators_over_one_pool_share_the_forward_pass(tokens: TokenReader, pool: Pool) -> None:
-    passes = 0
-
-    def count(*_: object) -> None:
-        nonlocal passes
-        passes += 1
-
-    tokens.read(pool[:1])  # after which it is known whether the model can pack
-    handle = tokens.network.get_input_embeddings().register_forward_hook(count)
-    try:
-        first = [estimator(tokens).score(pool) for estimator in (SequenceLogprob, MeanLogprob, TokenEntropy)]
-        assert passes == 1
-        # A response that occurs twice is read once, and gives the same numbers.
-        twice = replace(pool[0], samples=(*pool[0].samples, *pool[0].samples))
-        assert TokenEntropy(tokens).score([twice]) == [first[2][0] * 2]
-        assert passes == 1
-    finally:
-        handle.remove()
 
 
 def test_responses_made_elsewhere_are_encoded(engine: TransformersEngine, tokens: TokenReader, pool: Pool) -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from support.number_pools import write_number_pool
 from support.options import nested
-from support.recorded_pools import NUM_SAMPLES, SAMPLING, sample_store
+from support.recorded_pools import NUM_SAMPLES, SAMPLING
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.answer import run_answer
@@ -25,7 +25,6 @@ from selfcal_lightning.confidence.fusion import weigh_pool
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.data.pools.recorded import RecordedPool, load_pool, load_recorded_pool
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.evaluation.curves import StrategySettings
 from selfcal_lightning.evaluation.thresholds import evaluate_given
 from selfcal_lightning.inference.thresholds import FittedThreshold
@@ -239,13 +238,10 @@ def test_sides_that_were_sampled_otherwise_are_not_judged(tmp_path: Path, capsys
         judge(hot=hot)
 
 
-def test_a_store_says_how_its_responses_were_sampled(tiny_model: str, tmp_path: Path) -> None:
+def test_a_store_says_how_its_responses_were_sampled(sampled: Path, tmp_path: Path) -> None:
     """From a store to an answer, with the settings of the store and with others."""
-    engine = TransformersEngine(tiny_model)
-    store = sample_store(engine, tmp_path / "store")
-    engine.close()
     output = tmp_path / "t.json"
-    assert fit(str(store.path), output, "--budget", "3", "--use_all", "true") == 0
+    assert fit(str(sampled), output, "--budget", "3", "--use_all", "true") == 0
     fitted = FittedThreshold.load(output)
     assert (fitted.fields["max_samples"], fitted.sampled_by["sampling"]["temperature"]) == (NUM_SAMPLES, 1.0)  # type: ignore[index]
     settings = {"temperature": SAMPLING.temperature, "edt_scale": None, "max_new_tokens": SAMPLING.max_new_tokens}

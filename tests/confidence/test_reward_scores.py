@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.number_pools import write_number_pool
-from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
+from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES
 from support.reward_models import stand_in
 
 from selfcal_lightning.cli import run
@@ -25,7 +24,6 @@ from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import aggregate
 from selfcal_lightning.data.store.annotations import annotation_names
 from selfcal_lightning.data.store.sample_store import SampleStore
-from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.sources import ReplaySource
 from selfcal_lightning.inference.voting import BestOfN
@@ -34,19 +32,6 @@ from selfcal_lightning.rewards.reading import open_rewards
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
 STEPS = ["prm", "prm_min", "prm_prod"]
-
-
-@pytest.fixture(scope="module")
-def sampled(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    engine = TransformersEngine(tiny_model)
-    path = sample_store(engine, tmp_path_factory.mktemp("rewards") / "store").path
-    engine.close()
-    return path
-
-
-@pytest.fixture
-def store(sampled: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(sampled, tmp_path / "store")
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES, sample_store
+from support.recorded_pools import NUM_QUESTIONS, NUM_SAMPLES
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool
@@ -28,24 +27,6 @@ from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import ModelIdentity, QuestionSamples
 
 TOTAL = NUM_QUESTIONS * NUM_SAMPLES
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model: str) -> Iterator[TransformersEngine]:
-    engine = TransformersEngine(tiny_model)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def sampled(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sample_store(engine, tmp_path_factory.mktemp("score") / "store").path
-
-
-@pytest.fixture
-def store(sampled: Path, tmp_path: Path) -> Path:
-    shutil.copytree(sampled, tmp_path / "store")
-    return tmp_path / "store"
 
 
 def values(store: Path, name: str) -> list[float]:

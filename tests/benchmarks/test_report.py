@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from selfcal_lightning.metrics.bootstrap import ScoredResponses, estimate_of
+from selfcal_lightning.metrics.bootstrap import ScoredResponses
 from selfcal_lightning.records import Question, QuestionSamples, Sample
 
 NUM_QUESTIONS, NUM_SAMPLES = 30, 4
@@ -24,18 +24,6 @@ def scored(seed: int, *, noise: float, shift: float = 0.0) -> ScoredResponses:
     confidence = np.clip(chance + noise * rng.normal(size=chance.shape) + shift, 0.0, 1.0)
     questions = np.repeat(np.arange(NUM_QUESTIONS), NUM_SAMPLES)
     return ScoredResponses(confidence.ravel(), correct.ravel(), questions)
-
-
-def test_seeds_that_differ_widen_the_interval(script: Module) -> None:
-    estimates = script("shared.estimates")
-    over_questions = 0.5 + 0.01 * np.random.default_rng(0).normal(size=1001)
-
-    def width(*levels: float) -> float:
-        found = estimate_of(estimates.mean_over_seeds(np.array([over_questions + level for level in levels])))
-        assert found.value == pytest.approx(over_questions[0] + np.mean(levels))
-        return found.high - found.low
-
-    assert width(-0.1, 0.0, 0.1) > 3 * width(0.0, 0.0, 0.0)
 
 
 def test_a_confidence_does_not_differ_from_itself(script: Module) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from support.selection_stores import sums_entry, sums_store
 
@@ -45,12 +44,6 @@ def test_a_perfect_score_and_one_that_knows_nothing(worth: ModuleType) -> None:
     assert (first(nothing.responses), first(nothing.within)) == (0.5, 0.5)
     lacking = worth.score_tells(entries, lambda _, sample: 1.0 if sample.correct else None)
     assert first(lacking.within) == 1.0, "a response without the score comes last"
-
-
-def test_seeds_are_drawn_as_well(worth: ModuleType) -> None:
-    low, high = (worth.Told(np.full(101, value), np.full(101, value)) for value in (0.25, 0.75))
-    found = worth.over_seeds([low, high])["responses"]
-    assert (found.value, found.low, found.high) == (0.5, 0.25, 0.75)
 
 
 def test_the_script(script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

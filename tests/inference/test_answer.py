@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.fakes import FakeEngine
 from support.options import nested
+from support.store_samples import write_lines
 from support.strategy_pools import make_entry, random_pool
 
 from selfcal_lightning.cli import run
@@ -62,10 +63,8 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 @pytest.fixture
 def questions_file(tmp_path: Path) -> Path:
-    file = tmp_path / "questions.jsonl"
     lines = [{"question": f"{QUESTION} ({i})", "id": f"q{i}", "reference": 3 if i else "5.0"} for i in range(4)]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return file
+    return write_lines(tmp_path / "questions.jsonl", *lines)
 
 
 def test_people_read_three_lines(oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,8 +214,10 @@ def test_answers_below_a_risk_threshold_are_withheld(
     (given,) = run_answer("bundled", QUESTION, threshold_file=str(tmp_path / "risk.json"))
     assert given.as_json()["answer"] == "3"
     lines = [json.loads(line) for line in questions_file.read_text().splitlines()]
-    questions_file.write_text(json.dumps({**lines[0], "id": "c7"}) + "\n")
-    with pytest.raises(ValueError, match="was not fitted on, but got 1 of 1 that it was, such as 'c7'"):
+    write_lines(questions_file, {**lines[0], "id": "c7"})
+    with pytest.raises(
+        ValueError, match=r"'early_stopping_risk_0\.3' was not fitted on, but got 1 of 1 .* such as 'c7'"
+    ):
         run_answer("bundled", questions=str(questions_file), threshold_file=str(tmp_path / "risk.json"))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import split_hash
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
-from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.files import sealed
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
@@ -45,15 +42,6 @@ def calibrated_pool(num_questions: int, *, prefix: str = "c", seed: int = 0, len
         answers: list[str | None] = ["a" if draw.random() < (c or 0.0) else draw.choice("bcd") for c in confidences]
         pool.append(make_entry(answers, confidences, name=f"{prefix}{number}"))
     return pool
-
-
-def test_grid_outcome_is_the_mean_over_all_orders() -> None:
-    """Two samples, right with confidence .9 and wrong with .4: each order comes half of the time."""
-    pool = [make_entry(["a", "b"], [0.9, 0.4], name=f"q{number}") for number in range(400)]
-    found = grid_outcome(EarlyStopping(max_samples=2), pool, [0.0, 0.5, 1.0], num_reshuffles=10, seed=1)
-    # At 0 the first sample decides; at .5 the right one stops it, after 1 or 2 samples; at 1 the weighted vote decides.
-    assert found.accuracy == pytest.approx([0.5, 1.0, 1.0], abs=0.03)
-    assert found.mean_samples == pytest.approx([1.0, 1.5, 2.0], abs=0.03)
 
 
 def test_curves_are_replays_of_the_orders() -> None:
@@ -137,19 +125,6 @@ def test_risk_threshold_keeps_its_promise_on_new_questions() -> None:
     assert len(given) / 3000 == pytest.approx(1.0 - fitted.threshold, abs=0.04)
 
 
-def test_the_level_holds_through_strategy_and_guide() -> None:
-    """150 calibration sets with a guide each; a threshold below .6 breaks the bound."""
-    broken = found = 0
-    for seed in range(150):
-        pool, guide = (calibrated_pool(120, prefix=name, seed=seed, length=1) for name in "cg")
-        with contextlib.suppress(NoThresholdError):
-            fitted = fit_risk_threshold(ONE, pool, risk=0.2, delta=0.2, guide=guide)
-            found += 1
-            broken += fitted.threshold < 0.6
-    assert broken / 150 <= 0.2 + 3.0 * math.sqrt(0.2 * 0.8 / 150)
-    assert found / 150 > 0.4
-
-
 def test_numbers_on_the_calibration_questions() -> None:
     pool = calibrated_pool(400, length=1)
     fitted = fit_risk_threshold(ONE, pool, risk=0.3, grid=[0.6])
@@ -219,14 +194,6 @@ def test_questions_that_a_scorer_was_fitted_on_are_refused() -> None:
     assert guided.fitted_on.num_questions == 20
     with pytest.raises(ValueError, match="`pool` and `guide` to share no question, but got 1 in both"):
         fit_risk_threshold(strategy, pool[20:], risk=0.6, scorers=[scaler], guide=pool[:21])
-
-
-def test_reporting_on_the_split_of_the_fit_is_refused() -> None:
-    pool = calibrated_pool(20)
-    fitted = fit_goal_threshold(SIX, pool, "budget", 6.0, GRID, num_reshuffles=1)
-    check_not_fitted_on(calibrated_pool(20, prefix="t"), fitted)
-    with pytest.raises(ValueError, match="'early_stopping_budget_6' was not fitted on, but got 1 of 6"):
-        check_not_fitted_on([*calibrated_pool(5, prefix="t"), pool[3]], fitted)
 
 
 def test_another_strategy_is_refused() -> None:

@@ -177,11 +177,9 @@ def test_percentages(reply: str, value: float | None) -> None:
 )
 def test_each_estimator_asks_on_its_scale(name: str, query: str, reply: str, value: float, chat: ChatFormat) -> None:
     engine = ReplyingEngine(lambda _: reply)
-    sample = Sample("q", 0, 0, "4", chat.response_ids("4"), "stop", "4", True)
-    question = Question("q", "word_problems", (Message("user", "2+2?"),))
-    entry = QuestionSamples(question, (sample,), "test", chat.prompt_ids(question.messages))
+    entry = entry_of(chat, ("3",))
     assert ESTIMATORS[name](engine, chat).score([entry]) == [[pytest.approx(value)]]
-    turns = (Message("user", "2+2?"), Message("assistant", "4"), Message("user", query))
+    turns = (*entry.question.messages, Message("assistant", "3"), Message("user", query))
     assert engine.requests[0].prompt_ids == chat.prompt_ids(turns)
 
 

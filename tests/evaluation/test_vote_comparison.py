@@ -16,6 +16,7 @@ from selfcal_lightning.data.pools.recorded import RecordedPool, texts_digest
 from selfcal_lightning.evaluation.calibration import compare_votes, vote_hits
 from selfcal_lightning.evaluation.curves import Reshuffles
 from selfcal_lightning.evaluation.inputs import Inputs
+from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.voting import SelfConsistency
 
 WIDTH = 4
@@ -40,13 +41,8 @@ def test_hits_are_those_of_the_strategy_in_every_order(is_weighted: bool) -> Non
     for place, width in enumerate([1, 2, 4]):
         strategy = SelfConsistency(max_samples=width, confidence="p_true" if is_weighted else None)
         for at, group in enumerate(pool.entries):
-            hits = []
-            for order in permutations(group.samples):
-                solving = strategy.solve(group.question)
-                next(solving)
-                with pytest.raises(StopIteration) as ended:
-                    solving.send(order[:width])
-                hits.append(ended.value.value.answer == group.question.reference)
+            verdicts = [replay(strategy, replace(group, samples=order)) for order in permutations(group.samples)]
+            hits = [verdict.answer == group.question.reference for verdict in verdicts]
             assert found[place, at] == pytest.approx(np.mean(hits), abs=0.03)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.reward_models import stand_in
+from support.strategy_pools import drive
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core.errors import InputError
@@ -42,24 +44,22 @@ class Scripted:
 
 def play(strategy: Strategy, draw: Draw, *, last: int = 3) -> tuple[Verdict, list[Ask]]:
     """Run a strategy on steps of one token; a response of ``last`` tokens ends and answers with its last one."""
-    solving, asks, index = strategy.solve(QUESTION), [], 0
-    batch: list[Sample] | None = None
-    while True:
-        try:
-            ask = solving.send(batch)  # type: ignore[arg-type]
-        except StopIteration as stop:
-            return stop.value, asks
+    asks: list[Ask] = []
+    index = count()
+
+    def sample(ask: Ask, token: int) -> Sample:
+        prefix = ask.prefix or ()
+        ids = (*prefix, token)
+        if len(ids) < last and ask.to_step_end:
+            return Sample("q", next(index), 0, str(ids), ids, "step", None, None, prefix_tokens=len(prefix))
+        answer = str(token)
+        return Sample("q", next(index), 0, str(ids), ids, "stop", answer, answer == "7", prefix_tokens=len(prefix))
+
+    def reply(ask: Ask) -> list[Sample]:
         asks.append(ask)
-        batch = []
-        for token in draw(ask, ask.num_samples):
-            ids = (*(ask.prefix or ()), token)
-            ended = len(ids) >= last or not ask.to_step_end
-            answer = str(ids[-1]) if ended else None
-            facts = {"answer": answer, "correct": None if answer is None else answer == "7"}
-            prefix = len(ask.prefix or ())
-            text, finish = str(ids), "stop" if ended else "step"
-            batch.append(Sample("q", index, 0, text, ids, finish, prefix_tokens=prefix, **facts))  # type: ignore[arg-type]
-            index += 1
+        return [sample(ask, token) for token in draw(ask, ask.num_samples)]
+
+    return drive(strategy, QUESTION, reply), asks
 
 
 def rising(ask: Ask, number: int) -> list[int]:
@@ -199,18 +199,14 @@ in_each_search = pytest.mark.parametrize(
 
 def answered(strategy: Strategy, first: Sequence[Sample], follow: Callable[[Ask, int], Sample]) -> Verdict:
     """Run a search on one question: ``first`` are its first steps; each later ask, for one sample, gets ``follow``."""
-    solving = strategy.solve(QUESTION)
-    ask = next(solving)
-    assert ask.num_samples == len(first)
-    sent, number = list(first), 0
-    while True:
-        try:
-            ask = solving.send(sent)
-        except StopIteration as stop:
-            return stop.value
-        assert ask.num_samples == 1
-        number += 1
-        sent = [follow(ask, number)]
+    number = count()
+
+    def reply(ask: Ask) -> list[Sample]:
+        at = next(number)
+        assert ask.num_samples == (1 if at else len(first))
+        return [follow(ask, at)] if at else list(first)
+
+    return drive(strategy, QUESTION, reply)
 
 
 @in_each_search

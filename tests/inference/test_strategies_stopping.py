@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, get_args
 
 import numpy as np
 import pytest
-from support.strategy_pools import make_entry
+from support.strategy_pools import drive, make_entry
 from support.vote_cases import outcome_of, verdict_of
 
 from selfcal_lightning.inference.adaptive_consistency import THRESHOLDS, AdaptiveConsistency, Criterion
@@ -18,7 +19,7 @@ from selfcal_lightning.inference.base import Ask
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import CGES, EarlyStopping, Fallback, Mode, WindowStopping, fit_evidence
 from selfcal_lightning.inference.vectorised import PoolArrays
-from selfcal_lightning.records import Verdict
+from selfcal_lightning.records import Sample, Verdict
 
 MODES = get_args(Mode)
 BY_HAND: dict[str, list[tuple[Any, str, list[float | None] | float, tuple[str | None, int, bool], float | None]]] = {
@@ -126,18 +127,14 @@ def test_samples_are_asked_for_as_they_are_needed(
 ) -> None:
     scores = [0.6] * (len(answers) - 1) + [0.9]
     entry = make_entry([None if answer == "-" else answer for answer in answers], scores)
-    solving, found, position = strategy.solve(entry.question), [], 0
-    verdict = None
-    found.append(next(solving))
-    while verdict is None:
-        end = position + found[-1].num_samples
-        try:
-            found.append(solving.send(list(entry.samples[position:end])))
-        except StopIteration as stop:
-            verdict = stop.value
-        position = end
+    left, found = iter(entry.samples), []
+
+    def reply(ask: Ask) -> list[Sample]:
+        found.append(ask)
+        return list(islice(left, ask.num_samples))
+
+    assert outcome_of(drive(strategy, entry.question, reply)) == outcome
     assert found == [Ask(number) for number in asks]
-    assert outcome_of(verdict) == outcome
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -287,10 +284,15 @@ def test_fitting_needs_labels() -> None:
         fit_evidence(replace(pool, correct=np.zeros_like(pool.correct)))
 
 
-def test_a_confidence_must_be_a_probability() -> None:
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (CGES(confidence="mean_logprob"), r"'mean_logprob' to be a probability in \[0, 1\], but got -1"),
+        (AdaptiveConsistency("confidence_ratio", confidence="mean_logprob"), "Expected a confidence of at least 0"),
+    ],
+)
+def test_confidences_that_cannot_weigh_are_refused_by_both_forms(strategy: Any, message: str) -> None:
     entry = make_entry(["a", "b"], [0.5, 0.5])
-    strategy = CGES(confidence="mean_logprob")
-    message = r"Expected the confidence 'mean_logprob' to be a probability in \[0, 1\], but got -1"
     with pytest.raises(ValueError, match=message):
         replay(strategy, entry)
     with pytest.raises(ValueError, match=message):
@@ -304,12 +306,3 @@ def test_defaults_are_resolved() -> None:
     assert AdaptiveConsistency("beta").confidence is None
     assert AdaptiveConsistency().name == "adaptive_consistency"
     assert AdaptiveConsistency("beta", threshold=0.0).threshold == 0.0
-
-
-def test_negative_weights_are_refused_by_both_forms() -> None:
-    strategy = AdaptiveConsistency("confidence_ratio", confidence="mean_logprob")
-    entry = make_entry(["a", "b"], [0.5, 0.5])
-    with pytest.raises(ValueError, match="Expected a confidence of at least 0"):
-        replay(strategy, entry)
-    with pytest.raises(ValueError, match="Expected a confidence of at least 0"):
-        strategy.curve(PoolArrays.from_samples([entry], confidence="mean_logprob"), [0.5])

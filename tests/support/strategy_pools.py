@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from selfcal_lightning.inference.base import Ask, Strategy
 from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.vectorised import UNREADABLE, CurveOutcome, PoolArrays
-from selfcal_lightning.records import Question, QuestionSamples, Sample
+from selfcal_lightning.records import Question, QuestionSamples, Sample, Verdict
 
 COLUMNS = ("answer", "confidence", "correct", "tokens")
 
@@ -51,6 +52,18 @@ def random_pool(seed: int, *, num_questions: int = 25, most: int = 9) -> list[Qu
         ]
         pool.append(make_entry(answers, confidences, name=f"q{number}"))
     return pool
+
+
+def drive(strategy: Strategy, question: Question, reply: Callable[[Ask], list[Sample]]) -> Verdict:
+    """Return the verdict of a strategy whose every ask gets the samples of ``reply``."""
+    solving = strategy.solve(question)
+    try:
+        ask = next(solving)
+        while True:
+            ask = solving.send(reply(ask))
+    except StopIteration as stop:
+        verdict: Verdict = stop.value
+        return verdict
 
 
 def assert_curve_equals_solve(

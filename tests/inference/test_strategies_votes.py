@@ -6,11 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.vote_cases import SCORE, score_entry, verdict_of
 
 from selfcal_lightning.inference.base import Ask, Strategy
-from selfcal_lightning.inference.vectorised import PoolArrays
+from selfcal_lightning.inference.vectorised import PoolArrays, first_crossing
 from selfcal_lightning.inference.voting import CISC, BestOfN, BordaVoting, PassAtN, SelfConsistency, StandardisedVoting
 
 WHOLE_BUDGET = (
@@ -122,3 +123,7 @@ def test_cisc_holds_scores_far_apart() -> None:
         assert strategy.curve(pool, [1, 2, 3, 4]).answer.ravel().tolist() == [0, 1, 2, 2]
         verdicts = [verdict_of(replace(strategy, max_samples=n), answers, scores) for n in (1, 2, 3, 4)]
         assert [verdict.answer for verdict in verdicts] == ["a", "b", "c", "c"]
+
+
+def test_a_score_that_is_unknown_reaches_nothing() -> None:
+    assert first_crossing(np.array([[np.nan, 0.4, 1.0]]), [0.4, 0.3, 2.0]).tolist() == [[1], [1], [3]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import FakeChat
-from support.scripted_engine import Script, ScriptedEngine
+from support.fakes import FakeChat, ReplyingEngine
 from support.selection_stores import select, sums_store
 
 from selfcal_lightning.adaptation.key_steps import (
@@ -42,8 +42,8 @@ def selection(made: Selection, tmp_path: Path) -> Selection:
     return read_selection(tmp_path / "chosen")
 
 
-def _ask(script: Script, chosen: list[Example], **options: int) -> list[Extracted]:
-    extractor = EngineExtractor(ScriptedEngine(script), FakeChat(), max_new_tokens=64, **options)
+def _ask(script: Callable[[str], str | Failure], chosen: list[Example], **options: int) -> list[Extracted]:
+    extractor = EngineExtractor(ReplyingEngine(script), FakeChat(), max_new_tokens=64, **options)
     return sorted(extractor.extract(chosen), key=lambda one: one.key)
 
 
@@ -157,14 +157,14 @@ def test_a_bad_reply_is_asked_for_once_more(made: Selection) -> None:
             return _equation(prompt) if "That was no JSON" in prompt else "Sure! 3+7=10"
         return "No."
 
-    engine = ScriptedEngine(script)
+    engine = ReplyingEngine(script)
     found = sorted(EngineExtractor(engine, FakeChat(), max_new_tokens=64).extract(chosen), key=lambda one: one.key)
     assert [(one.steps is None, one.reason, one.repaired) for one in found] == [
         (False, None, False), (False, None, True), (True, "no_json", True)
     ]  # fmt: skip
-    assert len(engine.prompts) == 5
+    assert len(engine.asked) == 5
     assert found[1].steps[0].forms == ("3+7=10",), "one spelling of the same"
-    assert "assistant: Sure! 3+7=10" in engine.prompts[-1] or "assistant: Sure! 3+7=10" in engine.prompts[-2]
+    assert any("assistant: Sure! 3+7=10" in prompt for prompt in engine.asked)
 
 
 def test_a_solution_cannot_end_the_marks_around_it() -> None:
@@ -185,10 +185,10 @@ def test_a_service_that_is_down_leaves_nothing_and_the_next_run_goes_on(
         is_down = any(f"\n{left}=" in prompt for left in down)
         return Failure("HTTP 503") if is_down else _equation(prompt)
 
-    engines: list[ScriptedEngine] = []
+    engines: list[ReplyingEngine] = []
 
-    def opened(*_: Any, **__: Any) -> ScriptedEngine:
-        engines.append(ScriptedEngine(script))
+    def opened(*_: Any, **__: Any) -> ReplyingEngine:
+        engines.append(ReplyingEngine(script))
         return engines[-1]
 
     monkeypatch.setattr(extract_steps, "open_engine", opened)
@@ -202,11 +202,11 @@ def test_a_service_that_is_down_leaves_nothing_and_the_next_run_goes_on(
     steps = run_extract_steps(str(selection.path), overwrite=True, **options)
     assert [one.question_id for one in steps.found] == [row.question_id for row in selection.kept]
     assert all(one.steps for one in steps.found)
-    assert len(engines[1].prompts) == 2, "`overwrite` keeps steps of the same extractor"
+    assert len(engines[1].asked) == 2, "`overwrite` keeps steps of the same extractor"
     assert steps.rates["grounded"] == 1.0
     assert "responses have key steps (100.0%)" in capsys.readouterr().out
     run_extract_steps(str(selection.path), **options)
-    assert engines[2].prompts == []
+    assert engines[2].asked == []
     with pytest.raises(ValueError, match=r"from another backend\. Set `overwrite`"):
         run_extract_steps(str(selection.path))
     again = run_extract_steps(str(selection.path), overwrite=True)

@@ -1,12 +1,20 @@
-"""Calibration rewards for RL trainers, against values worked out by hand."""
+"""Calibration rewards for RL trainers: values worked out by hand, and real GRPO steps where TRL is installed."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from selfcal_lightning.adaptation import rewards as sut
+from selfcal_lightning.commands.pools import run_import_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import get_task
 
 SOURCE = "selfcal/word_problems"
 TEXTS = [
@@ -102,3 +110,28 @@ def test_the_mask_covers_the_statement_and_advantages_follow_it() -> None:
     mask = torch.tensor([[False, True, False], [False] * 3])
     found = sut.token_advantages(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.25]), mask)
     assert found.tolist() == [[1.0, 0.5, 1.0], [-1.0] * 3]
+
+
+@pytest.mark.slow
+def test_grpo_steps_get_the_rewards_that_a_hand_would_compute(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="needs trl, which is no dependency")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    script = Path(__file__).parents[1] / "support" / "grpo_steps.py"
+    command = [sys.executable, str(script), str(tmp_path), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["moved"] > 0
+    assert len(found["calls"]) == 4
+    task = get_task("word_problems")
+    for at, (texts, answers, rewards) in enumerate(found["calls"]):
+        for text, answer, reward in zip(texts, answers, rewards, strict=True):
+            confidence = sut.stated_confidence(text).value
+            correct = float(bool(task.verify(task.extract(text.split("Confidence:")[0]), answer)))
+            assert reward == pytest.approx(correct - (1.0 if confidence is None else (confidence - correct) ** 2))
+        assert found["curves"]["reward"][at] == pytest.approx(sum(rewards) / len(rewards), abs=1e-4)
+    assert any(found["curves"]["confidence/std"])
+    report = run_import_pool(str(tmp_path / "completions"), str(tmp_path / "store"), task="word_problems")
+    assert report.responses == sum(len(texts) for texts, _, _ in found["calls"])
+    said = {group.question.reference for group in SampleStore(tmp_path / "store").samples()}
+    assert said == {answer for _, answers, _ in found["calls"] for answer in answers}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from selfcal_lightning.data.tasks.base import AnswerType
+from selfcal_lightning.engines.base import Failure, RequestsFailedError
 from selfcal_lightning.records import ConfidenceQuery, Message, Question, Request, Response
 
 
@@ -137,17 +138,35 @@ class FakeEngine:
 
 
 class ReplyingEngine(FakeEngine):
-    """Says what ``reply`` makes of the text of the prompt, control tokens left out; each text is kept in ``asked``."""
+    """Says what ``reply`` makes of the text of the prompt, control tokens left out; each text is kept in ``asked``.
 
-    def __init__(self, reply: Callable[[str], str], **options: Any) -> None:
+    Where ``reply`` gives a failure, `poll` raises it, and delivers what was answered beside it later.
+    """
+
+    def __init__(self, reply: Callable[[str], str | Failure], **options: Any) -> None:
         super().__init__(**options)
         self.reply = reply
         self.asked: list[str] = []
+        self._failures: dict[str, Failure] = {}
+
+    def poll(self) -> list[Response]:
+        waiting = dict(self._waiting)
+        found = super().poll()
+        failures, self._failures = self._failures, {}
+        if failures:
+            answered = [response.request_id for response in found if response.request_id not in failures]
+            self._waiting |= {name: waiting[name] for name in answered}
+            raise RequestsFailedError(failures)
+        return found
 
     def _respond(self, request: Request) -> Response:
         prompt = FakeChat().decode(request.prompt_ids)
         self.asked.append(prompt)
-        ids = tuple(self.reply(prompt).encode())[: request.sampling.max_new_tokens]
+        reply = self.reply(prompt)
+        if isinstance(reply, Failure):
+            self._failures[request.id] = reply
+            reply = ""
+        ids = tuple(reply.encode())[: request.sampling.max_new_tokens]
         return Response(request.id, bytes(ids).decode(errors="replace"), ids, "stop", -1.0)
 
 

@@ -1,4 +1,4 @@
-"""Real GRPO steps of TRL on the bundled model with our rewards; run by tests/adaptation/test_grpo.py.
+"""Real GRPO steps of TRL on the bundled model with our rewards; run by tests/adaptation/test_rewards.py.
 
 The bundled model states no confidence, so it first learns the form: a few supervised steps on reference answers and
 random confidences. Prints one line of JSON. On its own:

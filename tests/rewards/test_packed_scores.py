@@ -24,10 +24,7 @@ from selfcal_lightning.rewards.formats import reward_format
 from selfcal_lightning.rewards.layouts import RewardInput, batches, pack
 from selfcal_lightning.rewards.reading import RewardReader, open_rewards
 
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +78,7 @@ def test_all_steps_of_all_responses_of_questions_take_one_pass_behind_one_prompt
     assert packed[0] < apart / 4
 
 
-@pytest.mark.parametrize("name", ["math-shepherd", "qwen2.5-math-prm", "rlhflow-prm", "skywork-o1-prm"])
+@pytest.mark.parametrize("name", ["math-shepherd", "qwen2.5-math-prm", "reasoneval", "rlhflow-prm", "skywork-o1-prm"])
 def test_layouts_share_what_they_begin_alike_with(
     name: str, tiny_model: str, samples: list[QuestionSamples], tmp_path: Path
 ) -> None:

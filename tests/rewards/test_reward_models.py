@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from collections.abc import Callable
@@ -28,10 +29,12 @@ from transformers import (
 
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.step_settings import RewardSettings
+from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 from selfcal_lightning.rewards.answering import open_search
 from selfcal_lightning.rewards.formats import REWARD_FORMATS, register_reward_format, reward_format
-from selfcal_lightning.rewards.reading import RewardReader, check_rewards, open_rewards
+from selfcal_lightning.rewards.module import QuantileRewardModule
+from selfcal_lightning.rewards.reading import check_rewards, open_rewards
 
 QUESTION = "Tom has 34 apples and buys 75. How many?"
 TEXTS = ("First 34+75=109. The answer is 109.", "First 34+75=108. So 108+1=109. The answer is 109.", "  ")
@@ -89,18 +92,6 @@ def test_steps_without_a_separator_are_read_at_their_last_token(tiny_model: str,
     ends = [len(pieces[0]) + len(pieces[1]), len(pieces[0]) + len(pieces[1]) + len(pieces[2])]
     outputs = states[ends] @ load_file(Path(folder) / "model.safetensors")["score_head.weight"].T
     assert scores == pytest.approx(outputs.softmax(-1)[:, 1:].sum(-1).tolist(), abs=1e-5)
-
-
-def test_batches_do_not_change_scores_and_equal_responses_are_read_once(tiny_model: str, tmp_path: Path) -> None:
-    folder = stand_in(tiny_model, tmp_path / "m", reward_format("reasoneval"))
-    reader = open_rewards(settings_of(folder, "reasoneval"))
-    alone = RewardReader(reader._model, reader._encoder, format=reader.format, steps="sentence", forward_tokens=1)
-    pool = pool_of(*TEXTS, *TEXTS)
-    ((*rows,),), ((*others,),) = reader.read(pool), alone.read(pool)
-    for row, other in zip(rows, others, strict=True):
-        assert (row is None) == (other is None)
-        assert row is None or row == pytest.approx(other, abs=1e-5)
-    assert rows[:3] == rows[3:]
 
 
 def test_what_cannot_be_read_has_no_score(tiny_model: str, tmp_path: Path) -> None:
@@ -254,20 +245,16 @@ SIZES: dict[str, Any] = {
 
 def family(config: type[PreTrainedConfig], tiny_model: str, folder: Path, name: str, **options: Any) -> str:
     """Write a small random model of a family with the head of a format and the tiny model's tokenizer."""
-    format = reward_format(name)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    wanted = [text for text in (format.separator, *format.output_tokens) if text]
-    tokenizer.add_tokens([text for text in wanted if len(tokenizer.encode(text, add_special_tokens=False)) != 1])
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "base")
     torch.manual_seed(0)
     # Some rows more than words, as public models have them.
     own = config(vocab_size=len(tokenizer) + 8, pad_token_id=0, **SIZES, **options)
-    AutoModelForCausalLM.from_config(own, dtype=torch.float32).save_pretrained(folder, safe_serialization=True)
-    weights = load_file(folder / "model.safetensors")
-    for tensor in weights.values():  # large weights, so that scores differ
-        tensor.mul_(3.0 if tensor.ndim == 2 else 1.0)
-    save_file({**weights, **head_of(format)}, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+    for parameter in model.parameters():  # large weights, so that scores differ
+        parameter.data.mul_(3.0 if parameter.ndim == 2 else 1.0)
+    model.save_pretrained(folder / "base", safe_serialization=True)
+    return stand_in(str(folder / "base"), folder / "m", reward_format(name))
 
 
 def _scores(folder: str, name: str) -> list[list[float] | None]:
@@ -281,7 +268,7 @@ def test_a_mistral_with_rows_of_its_output_layer(
 ) -> None:
     options = {"sliding_window": window, "tie_word_embeddings": is_tied}
     folder = family(MistralConfig, tiny_model, tmp_path, "math-shepherd", **options)
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != is_tied
+    assert ("lm_head.weight" in load_file(tmp_path / "m" / "model.safetensors")) != is_tied
     tokenizer = AutoTokenizer.from_pretrained(folder)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     right, wrong, marker = tokenizer.convert_tokens_to_ids(["+", "-", "ки"])
@@ -328,3 +315,53 @@ def test_a_gemma2_that_classifies_sequences(tiny_model: str, tmp_path: Path) -> 
         with torch.no_grad():
             logit = network(ids, attention_mask=torch.ones_like(ids)).logits[0, 0].item()
         assert scores == pytest.approx([logit], abs=1e-4)
+
+
+# ---- on vLLM's pooling runner
+
+
+def exported(model: str, folder: Path, **settings: Any) -> str:
+    """Return the folder of a module's export whose outputs are drawn at random."""
+    module = QuantileRewardModule(model, steps="sentence", **settings)
+    module.configure_model()
+    last = module.head[-1] if isinstance(module.head, torch.nn.Sequential) else module.head
+    torch.nn.init.normal_(last.weight, generator=torch.Generator().manual_seed(0))
+    folder.mkdir()
+    module.save_export(folder)
+    return str(folder)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
+def test_vllm_says_of_an_export_what_transformers_says(tiny_model: str, store_dir: str, tmp_path: Path) -> None:
+    settings = RewardSettings(exported(tiny_model, tmp_path / "model"))
+    samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))
+    expected, read = open_rewards(settings), open_rewards(replace(settings, engine="vllm"))
+    try:
+        for ours, theirs in ((read.read, expected.read), (read.read_lower, expected.read_lower)):
+            for of_question, wanted in zip(ours(samples), theirs(samples), strict=True):
+                for row, one in zip(of_question, wanted, strict=True):
+                    assert row == pytest.approx(one, abs=1e-5)
+        path = (samples[0].samples[0].token_ids or ())[:9]
+        (found,), (wanted,) = (reader.score_paths(samples[0].question, [path]) for reader in (read, expected))
+        assert found == pytest.approx(wanted, abs=1e-5)
+    finally:
+        read.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math-shepherd", "its scores are rows of an output layer"),
+        ("qwen2.5-math-prm", "its head has 2 layers, and vLLM builds one"),
+        ("reasoneval", "its head is called 'score_head', and vLLM reads 'score'"),
+        ("trl-prm", "its class is 'LlamaForCausalLM', and vLLM reads tokens of a `...ForTokenClassification`"),
+    ],
+)
+def test_what_vllm_cannot_run_is_refused_before_it_starts(
+    name: str, message: str, tiny_model: str, tmp_path: Path
+) -> None:
+    folder = stand_in(tiny_model, tmp_path / "m", reward_format(name))
+    with pytest.raises(InputError, match=f"{message}.*reward.engine: transformers"):
+        check_rewards(RewardSettings(folder, name, engine="vllm"))

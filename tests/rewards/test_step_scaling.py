@@ -25,11 +25,7 @@ from selfcal_lightning.rewards.reading import open_rewards
 from selfcal_lightning.rewards.step_scaling import StepScaler, fit_step_map, open_scaled_rewards, step_rows
 
 FORMAT = "trl-prm"
-
-
-@pytest.fixture(scope="module")
-def tiny_model(shallow_model: str) -> str:
-    return shallow_model
+SHALLOW = True
 
 
 @pytest.fixture(scope="module")

@@ -153,9 +153,11 @@ def shallow_model(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def fill_store(bundled_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """A writer of stores that a run of one step has filled: it is run once, and copied."""
-    from support import training_runs
+    from support.training_runs import data_module, generation, module_of, trainer_with
 
-    filled = training_runs.fill_store(bundled_model, tmp_path_factory.mktemp("filled") / "store")
+    filled = tmp_path_factory.mktemp("filled") / "store"
+    trainer = trainer_with(generation(), max_steps=1, limit_val_batches=0)
+    trainer.fit(module_of(bundled_model), datamodule=data_module(bundled_model, filled))
     return lambda path: shutil.copytree(filled, path)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from support.capability_pools import capability_store, give_states
+from support.parallel_runs import Record
 from support.training_runs import data_module, generation, module_of, trainer_with
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -17,6 +21,7 @@ from selfcal_lightning.callbacks.calibration_curve import CalibrationCurve, Capa
 from selfcal_lightning.capability.probe_module import LinearProbeModule
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.datamodules.probe import ProbeDataModule
+from selfcal_lightning.models.folders import config_path
 from selfcal_lightning.training.metrics import CalibrationPoints
 
 FIGURES = ("reliability", "roc", "distribution")
@@ -62,20 +67,11 @@ def test_the_last_weights_are_scored_when_no_validation_did(tiny_model: str, sto
 
 
 def test_training_goes_on_as_without_it(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    losses: dict[str, list[float]] = {"with": [], "without": []}
-
-    class Record(Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-            assert pl_module.model.training
-            losses[self.name].append(outputs["loss"].item())
-
-    run(tiny_model, store, tmp_path / "a", CalibrationCurve(), Record("with"))
-    run(tiny_model, store, tmp_path / "b", Record("without"))
-    assert losses["with"] == losses["without"]
-    assert len(losses["with"]) == 4
+    drawn, plain = Record(), Record()
+    run(tiny_model, store, tmp_path / "a", CalibrationCurve(), drawn)
+    run(tiny_model, store, tmp_path / "b", plain)
+    assert (drawn.losses, drawn.norms) == (plain.losses, plain.norms)
+    assert len(drawn.losses) == 4
 
 
 @pytest.mark.slow
@@ -164,5 +160,37 @@ def test_a_module_of_another_kind_is_refused(shallow_model: str, tmp_path: Path)
         CapabilityCurve().setup(trainer, module_of(shallow_model), "fit")
     with pytest.raises(InputError, match="`val_metrics` are CalibrationMetrics, but got CapabilityMetrics of Lin"):
         CalibrationCurve().setup(trainer, LinearProbeModule("bundled"), "fit")
-    with pytest.raises(InputError, match="`num_bins` to be at least 1"):
-        CapabilityCurve(num_bins=0)
+
+
+# ---- the examples for W&B and MLflow, with the real packages where they are installed
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "loggers"
+SMALL = """
+data:
+  init_args:
+    num_samples: 2
+    train: [{task: word_problems, split: train, limit: 8}]
+    validation: [{task: word_problems, split: validation, limit: 8}]
+"""
+# A figure and, where it lies in a file of its own, a metric.
+WRITTEN = {
+    "wandb": ["runs/demo/wandb/offline-run-*/files/media/images/calibration_curve/val/word_problems/reliability*.png"],
+    "mlflow": [
+        "runs/demo/mlruns/*/*/artifacts/calibration_curve/val/word_problems/reliability-*.png",
+        "runs/demo/mlruns/*/*/metrics/val/calibration/ECE",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_metrics_and_figures_arrive(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name, reason=f"needs {name}, which is no dependency")
+    (tmp_path / "small.yaml").write_text(SMALL)
+    configs = [config_path("demo.yaml"), str(EXAMPLES / f"{name}.yaml"), "small.yaml"]
+    given = [word for file in configs for word in ("--config", file)]
+    environment = os.environ | {"MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "selfcal_lightning", "fit", *given]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [pattern for pattern in WRITTEN[name] if not list(tmp_path.glob(pattern))] == []

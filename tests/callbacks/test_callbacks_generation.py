@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.module_batches import largest_difference, trained_state
-from support.options import nested
 from support.trainers import SaveAt
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import SSCGeneration
-from selfcal_lightning.core import processes as rendezvous
-from selfcal_lightning.core.processes import Rendezvous
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
 from selfcal_lightning.models.lora import LoraSettings
@@ -73,16 +69,6 @@ def test_a_second_run_reuses_everything(
     assert f"samples of all 11 questions are reused from {filled}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_more_questions_are_added_to_what_is_there(tiny_model: str, filled: Path, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    few = data_module(tiny_model, store, train=[QuestionSource("word_problems", split="train", limit=2)])
-    trainer_with(generation()).fit(module_of(tiny_model), datamodule=few)
-    assert len(SampleStore(store).question_ids(split="train")) == 2
-    trainer_with(generation()).fit(module_of(tiny_model), datamodule=data_module(tiny_model, store))
-    assert contents(store) == contents(filled)
-
-
 @pytest.mark.parametrize("changed", [{"temperature": 0.5}, {"seed": 7}])
 def test_other_settings_on_the_same_store_are_refused(tiny_model: str, filled: Path, changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"sampled with the same settings.*" + next(iter(changed))):
@@ -105,19 +91,6 @@ def test_test_and_predict_sample_their_split(tiny_model: str, tmp_path: Path) ->
 def test_a_data_module_is_needed(tiny_model: str) -> None:
     with pytest.raises(ValueError, match="SSCGeneration needs a data module"):
         trainer_with(generation()).validate(module_of(tiny_model), dataloaders=[])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"engine": "llama.cpp"}, "`engine`"),
-        ({"temperature": 3.0}, "`temperature`"),
-        ({"gpu_memory_utilization": 0.5}, "`gpu_memory_utilization`"),
-    ],
-)
-def test_arguments_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SSCGeneration(**nested(**settings))
 
 
 def test_two_processes_sample_what_one_does(tiny_model: str, filled: Path, tmp_path: Path) -> None:
@@ -146,32 +119,3 @@ def test_a_run_resumed_inside_an_epoch_ends_as_the_whole_one(shallow_model: str,
             resumed, datamodule=data_module(shallow_model, filled, **rows), ckpt_path=tmp_path / f"{step}.ckpt"
         )
         assert largest_difference(trained_state(whole), trained_state(resumed)) == 0.0
-
-
-# ---- waiting
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.02)
-
-
-def _fail(folder: Path) -> None:
-    torch.set_num_threads(1)
-    with Rendezvous(folder, rank=1, world_size=2).working():
-        raise SystemExit("out of memory")
-
-
-def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:
-    other = multiprocessing.get_context("fork").Process(target=_fail, args=(tmp_path / "m",))
-    other.start()
-    mine = Rendezvous(tmp_path / "m", rank=0, world_size=2)
-    try:
-        with mine.working():
-            pass
-        with pytest.raises(RuntimeError, match=r"process 1 .* failed: SystemExit: out of memory"):
-            mine.meet()
-    finally:
-        other.kill()
-        other.join()

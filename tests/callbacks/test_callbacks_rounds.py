@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from support.module_batches import largest_difference, trained_state
+from support.trainers import SaveAt
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.generation import ResumedAt, SSCGeneration, resumed_at
@@ -30,21 +31,15 @@ SHALLOW = True
 Whole = tuple[Path, SelfCalibrationModule]
 
 
-class Keep(Callback):
-    """Writes a checkpoint in some hook of some epoch or step."""
+class SaveAfterValidation(Callback):
+    """Writes ``validation.ckpt`` after the validation at the end of the first epoch."""
 
-    def __init__(self, folder: Path, hook: str, at: int) -> None:
-        self.path, self.hook, self.at = folder / f"{hook}-{at}.ckpt", hook, at
-
-    def _save(self, trainer: Trainer, hook: str, at: int) -> None:
-        if (hook, at) == (self.hook, self.at):
-            trainer.save_checkpoint(self.path)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "batch_end", trainer.global_step)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        self._save(trainer, "validation_end", trainer.global_step)
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.folder / "validation.ckpt")
 
 
 def run(
@@ -76,11 +71,7 @@ def texts(store: Path, round: int) -> dict[str, list[tuple[str, float | None]]]:
 def whole(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """An unbroken run: its folder, with the store and checkpoints, and its module."""
     folder = tmp_path_factory.mktemp("whole")
-    keep = [
-        Keep(folder, *place) for place in (("batch_end", 2), ("batch_end", 4), ("batch_end", 6), ("validation_end", 4))
-    ]
-    module = run(tiny_model, folder / "store", *keep)
-    return folder, module
+    return folder, run(tiny_model, folder / "store", SaveAt(folder, 2, 4, 6), SaveAfterValidation(folder))
 
 
 def test_every_round_is_what_its_adapter_samples(tiny_model: str, whole: Whole) -> None:
@@ -129,10 +120,10 @@ def test_drift_is_logged(bundled_model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "batch_end-2",  # inside the first epoch: rounds 1 and 2 are there and are reused
-        "batch_end-4",  # after its last batch: Lightning leaves out the end of the epoch
-        "validation_end-4",
-        "batch_end-6",  # inside the second one
+        "2",  # inside the first epoch: rounds 1 and 2 are there and are reused
+        "4",  # after its last batch: Lightning leaves out the end of the epoch
+        "validation",
+        "6",  # inside the second one
         "round-001",  # the checkpoint that the callback wrote
     ],
 )
@@ -146,7 +137,7 @@ def test_a_run_resumed_anywhere_ends_where_the_whole_one_does(
         shutil.copytree(folder / "store", store)
     else:
         copy_of_round_0(folder / "store", store)
-        if name == "batch_end-6":  # it needs the round of its epoch, whose adapter is kept
+        if name == "6":  # it needs the round of its epoch, whose adapter is kept
             shutil.copytree(adapter_folder(folder / "store", 1), adapter_folder(store, 1))
     path = checkpoint_file(folder / "store", 1) if name == "round-001" else folder / f"{name}.ckpt"
     resumed = run(tiny_model, store, ckpt_path=path)
@@ -169,7 +160,7 @@ def test_a_finished_run_goes_on_with_a_new_round(tiny_model: str, whole: Whole, 
 def test_without_its_round_a_run_resumed_inside_an_epoch_fails(tiny_model: str, whole: Whole, tmp_path: Path) -> None:
     store = copy_of_round_0(whole[0] / "store", tmp_path / "store")
     with pytest.raises(ValueError, match="no samples of round 1 for the split 'train'"):
-        run(tiny_model, store, ckpt_path=whole[0] / "batch_end-6.ckpt")
+        run(tiny_model, store, ckpt_path=whole[0] / "6.ckpt")
     assert not adapter_folder(store, 1).exists()
 
 

@@ -255,16 +255,3 @@ def test_a_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.raise_signal(signal.SIGTERM)
     assert came == ["earlier", "earlier"]
     assert signal.getsignal(signal.SIGTERM) != stop._remember, "from then on nothing is held back"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"signals": ["SIGKILL"]}, "`signals` .* got 'SIGKILL'"),
-        ({"signals": ["TERM"]}, "`signals`"),
-        ({"every_n_steps": 0}, "`every_n_steps`"),
-    ],
-)
-def test_arguments_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PreemptionCheckpoint(**settings)

@@ -122,26 +122,11 @@ def test_padding_goes_to_the_longest_of_the_batch(chat: ChatFormat) -> None:
         assert batch.input_ids.shape == (2, width)
         assert batch.attention_mask.sum(dim=1).tolist() == lengths
         assert (batch.input_ids[batch.attention_mask == 0] == chat.pad_id).all()
+        assert batch.query_position.tolist() == [lengths[0] - 1, width + lengths[1] - 1]
         assert batch.calibration_weight.tolist() == [1.0, 0.0]
         assert batch.row.tolist() == [100, -1]
     narrow = SSCCollator(chat, max_length=max(lengths) + 1, pad_to_multiple_of=64)(make_rows(rows))
     assert narrow.input_ids.shape == (2, max(lengths) + 1)
-
-
-def test_the_query_is_read_where_the_engine_reads_it(chat: ChatFormat, tiny_model: str) -> None:
-    """P(True) from a padded batch equals P(True) of the sequence alone."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    rows = [make_row(chat), make_row(chat, text="The answer is 7.")]
-    batch = SSCCollator(chat, max_length=256)(make_rows(rows))
-    with torch.no_grad():
-        logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits
-        batched = logits.flatten(0, 1)[batch.query_position].softmax(dim=-1)
-        for index, row in enumerate(rows):
-            ids = torch.tensor([[*row.prompt_ids, *row.sample.token_ids, *chat.query.suffix_ids]])
-            alone = model(ids).logits[0, -1].softmax(dim=-1)
-            torch.testing.assert_close(batched[index], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_no_rows(chat: ChatFormat) -> None:

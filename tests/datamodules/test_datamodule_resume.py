@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.ssc_pools import FileRecorder, Pool, Recorder, fit, random_samples, read_ranks
+from support.processes import run_processes
+from support.ssc_pools import Pool, Recorder, fit, random_samples
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.questions import QuestionSource
@@ -99,20 +100,20 @@ def test_changed_rows_or_settings_stop_a_resumed_epoch(pool: Pool, store_dir: st
             fit(pool.data(store_dir, **{name: new}), ckpt_path=str(tmp_path / "step=2.ckpt"))
 
 
+def seen_by(pool: Pool, store_dir: str, world: int, **settings: Any) -> dict[str, Any]:
+    """Return the rows that this process trained on and validated; four rows an optimiser step."""
+    sources = [QuestionSource("word_problems", split="validation", limit=3)]
+    data, accumulate = pool.data(store_dir, validation=sources), 4 // world
+    recorder = fit(data, accumulate_grad_batches=accumulate, devices=world, **settings)
+    return {"seen": recorder.seen, "validated": recorder.validated}
+
+
 @pytest.mark.timeout(120)
 def test_two_processes_take_the_steps_of_one(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    results = {}
-    for name, devices, accumulate in (("one", 1, 4), ("two", 2, 2)):
-        (tmp_path / name).mkdir()
-        parallel = {"devices": devices, "strategy": "ddp_fork"} if devices > 1 else {"devices": 1}
-        fit(
-            pool.data(store_dir, validation=[QuestionSource("word_problems", split="validation", limit=3)]),
-            module=FileRecorder(tmp_path / name),
-            accumulate_grad_batches=accumulate,
-            **parallel,
-        )
-        results[name] = read_ranks(tmp_path / name)
-    assert [len(ranks) for ranks in results.values()] == [1, 2]
+    results = {
+        "one": [seen_by(pool, store_dir, 1)],
+        "two": run_processes(seen_by, tmp_path, pool, store_dir, 2),
+    }
     steps = {
         name: [
             (
@@ -130,30 +131,15 @@ def test_two_processes_take_the_steps_of_one(pool: Pool, store_dir: str, tmp_pat
     assert not questions[0] & questions[1]
 
 
-@pytest.mark.timeout(120)
-def test_a_process_without_validation_questions_keeps_up(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    fit(
-        pool.data(store_dir, validation=[QuestionSource("word_problems", split="validation", limit=1)]),
-        module=FileRecorder(tmp_path),
-        max_epochs=1,
-        devices=2,
-        strategy="ddp_fork",
-    )
-    first, second = read_ranks(tmp_path)
-    assert len(first["validated"]) == 8
-    assert second["validated"] == []
+def whole_and_rest(pool: Pool, store_dir: str, folder: Path) -> list[dict[str, Any]]:
+    whole = seen_by(pool, store_dir, 2, **keeping(folder))
+    return [whole, seen_by(pool, store_dir, 2, ckpt_path=str(folder / "step=2.ckpt"))]
 
 
 @pytest.mark.timeout(120)
 def test_two_processes_go_on_with_the_very_next_rows(pool: Pool, store_dir: str, tmp_path: Path) -> None:
-    parallel = {"devices": 2, "strategy": "ddp_fork", "accumulate_grad_batches": 2}
-    for name in ("whole", "rest"):
-        (tmp_path / name).mkdir()
-    whole, rest = (FileRecorder(tmp_path / name) for name in ("whole", "rest"))
-    fit(pool.data(store_dir), module=whole, **keeping(tmp_path), **parallel)
-    fit(pool.data(store_dir), module=rest, ckpt_path=str(tmp_path / "step=2.ckpt"), **parallel)
-    for mine, theirs in zip(read_ranks(tmp_path / "rest"), read_ranks(tmp_path / "whole"), strict=True):
-        assert mine["seen"] == [entry for entry in theirs["seen"] if entry[0] >= 2]
+    for whole, rest in run_processes(whole_and_rest, tmp_path, pool, store_dir, tmp_path):
+        assert rest["seen"] == [entry for entry in whole["seen"] if entry[0] >= 2]
 
 
 RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
@@ -283,12 +269,3 @@ def test_a_loader_of_another_round_refuses_to_draw(pool: Pool, rounds_dir: str) 
     for epoch, round in ((2, 1), (4, 2)):
         with pytest.raises(RuntimeError, match=f"Epoch {epoch} is trained on round {round}"):
             sampler.draw(epoch)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"regenerate_every_n_epochs": 0}, {"regenerate_every_n_epochs": 1, "round": 1}, {"round_rule": "append"}],
-)
-def test_settings_of_rounds_are_checked(pool: Pool, settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"`{next(reversed(settings))}`"):
-        pool.data("nowhere", **settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.module_batches import quiet_trainer
-from support.ssc_pools import TRAIN, Pool, random_samples
+from support.ssc_pools import TRAIN, MakeSamples, Pool, random_samples
 
 from selfcal_lightning.adaptation.module import PolicyBatch
 from selfcal_lightning.commands.score import run_score
@@ -27,20 +26,11 @@ AT_ONE = SamplingSettings(temperature=1.0, edt_scale=None)
 Fields = list[dict[str, Any]]
 
 
-def answers_of(*answers: str | None, yes: float = 0.5, correct: bool = False) -> Callable[..., Fields]:
-    def make(question: Question, rng: np.random.Generator) -> Fields:
-        return [
-            {
-                "text": f"1+1=2. It is {answer}.",
-                "answer": answer,
-                "correct": correct,
-                "yes_mass": yes,
-                "no_mass": 1 - yes,
-            }
-            for answer in answers
-        ]
-
-    return make
+def answers_of(*answers: str | None) -> MakeSamples:
+    """The same wrong responses to every question, each with P(True) 1/2."""
+    same = {"correct": False, "yes_mass": 0.5, "no_mass": 0.5}
+    made = [{"text": f"1+1=2. It is {answer}.", "answer": answer, **same} for answer in answers]
+    return lambda question, rng: made
 
 
 def data_of(pool: Pool, store: str, **changes: Any) -> RolloutDataModule:
@@ -127,7 +117,7 @@ def test_nothing_of_the_gold_answers_reaches_the_module(pool: Pool, caplog: pyte
     ],
 )
 def test_stores_that_teach_nothing(
-    pool: Pool, tmp_path: Any, make: Callable[..., Fields], changes: dict[str, Any], message: str
+    pool: Pool, tmp_path: Any, make: MakeSamples, changes: dict[str, Any], message: str
 ) -> None:
     store = Pool(pool.model, tmp_path).write("store", make, **changes)
     with pytest.raises(InputError, match=message):
@@ -207,25 +197,3 @@ def test_a_selection_of_another_round_is_refused(pool: Pool, tmp_path: Path) -> 
     run_select(store, str(tmp_path / "second"), pick="share", keep="share", keep_count=5, round=1)
     (batch,) = batches(data_of(pool, store, round=1, reward="none", selection=str(tmp_path / "second")))
     assert batch.generation_total.item() == 5.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_samples": 1}, "`num_samples` must be at least 2"),
-        (
-            {"num_samples": 1, "reward": "none", "target": "anchor"},
-            "`num_samples` must be at least 2 .*`target: anchor`",
-        ),
-        ({"reward": "none"}, "nothing to learn"),
-        ({"reward": "best"}, "best"),
-        ({"selection": "runs/selection"}, "A `selection` needs `reward: none`"),
-        ({"reward": "none", "selection": "s", "regenerate_every_n_epochs": 1}, "leave out `regenerate_every_n_epochs`"),
-        ({"reward": "entropy", "regenerate_every_n_epochs": 1}, "selfcal score --estimator token_entropy"),
-        ({"scale": "sample"}, "`scale`"),
-        ({"normalise": "rows"}, "`normalise`"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        data_of(pool, "store", **changes)

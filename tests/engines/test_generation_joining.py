@@ -68,6 +68,25 @@ def test_the_silence_of_a_process_that_was_alive_ends_the_waiting(tmp_path: Path
         mine.meet()
 
 
+def _fail(folder: Path) -> None:
+    with Rendezvous(folder, rank=1, world_size=2).working():
+        raise SystemExit("out of memory")
+
+
+def test_the_failure_of_another_process_ends_the_waiting(tmp_path: Path) -> None:
+    other = multiprocessing.get_context("fork").Process(target=_fail, args=(tmp_path,))
+    other.start()
+    mine = Rendezvous(tmp_path, rank=0, world_size=2)
+    try:
+        with mine.working():
+            pass
+        with pytest.raises(RuntimeError, match=r"process 1 .* failed: SystemExit: out of memory"):
+            mine.meet()
+    finally:
+        other.kill()
+        other.join()
+
+
 def test_signs_of_life_outlast_a_disk_that_fails_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Rendezvous(tmp_path, rank=0, world_size=2)
     monkeypatch.setattr(os, "replace", fails_once(os.replace))

@@ -34,8 +34,7 @@ from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
-OPTIMIZER_STEPS = 8  # four an epoch, two epochs
-ROWS_PER_STEP = 8
+ROWS_PER_STEP, ACCUMULATE = 8, 2
 
 
 def digest(value: Any) -> str:
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path)
     for flag in ("parent", "activated"):
         parser.add_argument(f"--{flag}", action="store_true")
-    options = {"strategy": "auto", "strike": "", "place": "batch", "number": 0, "rank": 0, "accumulate": 2}
+    options = {"strategy": "auto", "strike": "", "place": "batch", "number": 0, "rank": 0}
     for name, default in {**options, "num-workers": 0, "checkpoint-every": 1, "linger": 0.0}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args()
@@ -167,9 +166,9 @@ def main() -> None:
         ),
     ]
     changes = {"devices": processes, "strategy": strategy_of(arguments.strategy), "plugins": [AtomicCheckpointIO()]}
-    changes |= {"max_epochs": 2, "accumulate_grad_batches": arguments.accumulate, "enable_checkpointing": True}
+    changes |= {"max_epochs": 2, "accumulate_grad_batches": ACCUMULATE, "enable_checkpointing": True}
     trainer = trainer_with(*callbacks, **changes)
-    rows = ROWS_PER_STEP // (processes * arguments.accumulate)
+    rows = ROWS_PER_STEP // (processes * ACCUMULATE)
     sizes = {"total_tuples": 4 * ROWS_PER_STEP - 3, "batch_size": rows}  # the last step of an epoch is not full
     store = arguments.store or folder / "store"
     data = data_module(arguments.model, store, num_workers=arguments.num_workers, **sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,7 +82,7 @@ class Pool:
 
 
 class Recorder(LightningModule):
-    """Trains one number and remembers the rows that it saw."""
+    """Trains one number and remembers the rows that it saw and validated."""
 
     activated = False
     attn_implementation = None
@@ -93,6 +92,7 @@ class Recorder(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.ask_for_schedule = ask_for_schedule
         self.seen: list[tuple[int, int, list[int], float, float]] = []
+        self.validated: list[tuple[int, int]] = []
 
     def training_step(self, batch: SSCBatch, batch_idx: int) -> Tensor:
         totals = batch.calibration_total.item(), batch.generation_total.item()
@@ -100,7 +100,7 @@ class Recorder(LightningModule):
         return self.weight * batch.calibration_weight.sum()
 
     def validation_step(self, batch: SSCBatch, batch_idx: int) -> None:
-        assert len(batch.query_position) == len(batch.task)
+        self.validated += zip(batch.question_index.tolist(), batch.row.tolist(), strict=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.ask_for_schedule:
@@ -115,23 +115,3 @@ def fit(
     trainer = quiet_trainer(**{"max_epochs": 2, "num_sanity_val_steps": 0, **settings})
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return module
-
-
-class FileRecorder(Recorder):
-    """Writes what each process saw."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-        self.validated: list[tuple[int, int]] = []
-
-    def validation_step(self, batch: SSCBatch, batch_idx: int) -> None:
-        self.validated += list(zip(batch.question_index.tolist(), batch.row.tolist(), strict=True))
-
-    def on_fit_end(self) -> None:
-        content = {"seen": self.seen, "validated": self.validated, "weight": self.weight.item()}
-        (self.folder / f"rank-{self.global_rank}.json").write_text(json.dumps(content))
-
-
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]

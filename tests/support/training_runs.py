@@ -43,11 +43,3 @@ def module_of(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 def trainer_with(*callbacks: Callback, **settings: Any) -> Trainer:
     """A quiet trainer on the CPU."""
     return quiet_trainer(**{"num_sanity_val_steps": 0, **settings}, callbacks=list(callbacks))
-
-
-def fill_store(tiny_model: str, path: Path) -> Path:
-    """Fill the store at ``path`` by a run of one step, and return it; the fixture ``fill_store`` copies one."""
-    trainer_with(generation(), max_steps=1, limit_val_batches=0).fit(
-        module_of(tiny_model), datamodule=data_module(tiny_model, path)
-    )
-    return path

@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
+from lightning.pytorch import Callback
 from safetensors.torch import load_file
-from support.module_batches import MIXED, NO_DROPOUT, batch_of, module_of, quiet_trainer
-from support.peft_alora import reference_p_true
+from support.module_batches import NO_DROPOUT, module_of, quiet_trainer
+from support.probe_plugin import StopAt
 from support.ssc_pools import Pool
-from transformers import AutoModelForCausalLM
+from support.trainers import SaveAt
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.models.folders import read_invocation_ids, read_manifest
-from selfcal_lightning.training.self_calibration import SelfCalibrationModule
+from selfcal_lightning.models.lora import adapter_difference
 from selfcal_lightning.training.settings import AuxiliarySettings
 
 ACTIVATED = replace(NO_DROPOUT, activated=True, dropout=0.1)
@@ -47,17 +46,25 @@ def free_store(pool: Pool) -> str:
     return pool.write("side by side")
 
 
-def trained(pool: Pool, store: str, folder: Path, module: dict[str, Any], data: dict[str, Any], **run: Any) -> Path:
+def trained(
+    pool: Pool,
+    store: str,
+    folder: Path,
+    module: dict[str, Any],
+    data: dict[str, Any],
+    *callbacks: Callback,
+    ckpt_path: str | None = None,
+) -> Path:
     """Train and export, and return the folder of the adapter."""
     trainer = quiet_trainer(
-        callbacks=[AdapterExport(str(folder / "adapter"))],
+        callbacks=[AdapterExport(str(folder / "adapter")), *callbacks],
         accumulate_grad_batches=2,
         gradient_clip_val=0.02,
         limit_val_batches=0,
-        **run,
     )
     settings = {"lora": ACTIVATED, "lr": 5e-3, **module}
-    trainer.fit(module_of(pool.model, **settings), datamodule=pool.data(store, **ROWS, **data))
+    data_module = pool.data(store, **ROWS, **data)
+    trainer.fit(module_of(pool.model, **settings), datamodule=data_module, ckpt_path=ckpt_path)
     return folder / "adapter"
 
 
@@ -97,48 +104,19 @@ def test_the_folders_stand_alone(pool: Pool, together: Path) -> None:
     assert read_invocation_ids(str(folders["short"])) == tuple(manifests["short"]["prompt"]["suffix_ids"])
 
 
-@torch.no_grad()
-def test_plain_peft_states_what_was_trained(pool: Pool, together: Path) -> None:
-    module = module_of(pool.model, lora=replace(ACTIVATED, dropout=0.0), query=SHORT_QUERY)
-    module.configure_model()
-    state = load_file(together.with_name("adapter-short") / "adapter_model.safetensors")
-    for name, parameter in module.named_parameters():
-        key = name.removeprefix("model.").replace(".default.", ".")
-        if key in state:
-            parameter.copy_(state[key])
-    batch = batch_of(MIXED[:6], module.chat)
-    base = AutoModelForCausalLM.from_pretrained(pool.model, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(together.with_name("adapter-short"))).eval()
-    wanted = reference_p_true(adapted, batch, module.chat)
-    torch.testing.assert_close(module.confidence(batch).p_true, wanted, atol=1e-5, rtol=0)
-
-
 @pytest.mark.slow
 def test_a_resumed_run_ends_at_the_same_adapters(pool: Pool, free_store: str, together: Path, tmp_path: Path) -> None:
-    class StopError(RuntimeError):
-        pass
-
-    class StopsThere(SelfCalibrationModule):
-        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-            if self.global_step == 3:
-                self.trainer.save_checkpoint(tmp_path / "last.ckpt")
-                raise StopError
-
-    settings = {"lora": ACTIVATED, "lr": 5e-3, "auxiliary": AUXILIARY, "torch_dtype": "float32"}
-    run = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.02, "limit_val_batches": 0}
-    data = {**ROWS, "target": "ssc"}
-    with pytest.raises(StopError):
-        quiet_trainer(**run).fit(StopsThere(pool.model, **settings), datamodule=pool.data(free_store, **data))
-    trainer = quiet_trainer(callbacks=[AdapterExport(str(tmp_path / "adapter"))], **run)
-    module = SelfCalibrationModule(pool.model, **settings)
-    trainer.fit(module, datamodule=pool.data(free_store, **data), ckpt_path=str(tmp_path / "last.ckpt"))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False)
-    run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "of a checkpoint"), merge=False, overwrite=True)
+    settings = (pool, free_store, tmp_path, {"auxiliary": AUXILIARY}, {"target": "ssc"}, SaveAt(tmp_path, 3, 6))
+    with pytest.raises(ArithmeticError):
+        trained(*settings, StopAt(3))
+    trained(*settings, ckpt_path=str(tmp_path / "3.ckpt"))
+    end = str(tmp_path / "6.ckpt")
+    run_export(end, str(tmp_path / "of a checkpoint"), merge=False)
+    run_export(end, str(tmp_path / "of a checkpoint"), merge=False, overwrite=True)
     (tmp_path / f"new-{next(iter(AUXILIARY))}").mkdir()
     (tmp_path / f"new-{next(iter(AUXILIARY))}" / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match="which holds other files"):
-        run_export(str(tmp_path / "end.ckpt"), str(tmp_path / "new"), merge=False, overwrite=True)
+        run_export(end, str(tmp_path / "new"), merge=False, overwrite=True)
     assert not (tmp_path / "new").exists(), "all folders are checked before the first is written"
     for name in ("adapter", *(f"adapter-{name}" for name in AUXILIARY)):
         one, other = (load_file(place / name / "adapter_model.safetensors") for place in (together.parent, tmp_path))
@@ -161,14 +139,7 @@ def test_an_export_is_read_where_several_are_trained(pool: Pool, together: Path)
     module = module_of(pool.model, lora=ACTIVATED, auxiliary=AUXILIARY)
     module.load_export(together)
     module.configure_model()
-    written = load_file(together / "adapter_model.safetensors")
-    read = {
-        name.removeprefix("model.").replace(".default.", "."): value
-        for name, value in module.named_parameters()
-        if ".default." in name
-    }
-    assert read.keys() == written.keys()
-    assert all(torch.equal(read[name], written[name]) for name in read)
+    assert adapter_difference(module.model, together) == 0.0
 
 
 def test_the_plan_counts_every_adapter(pool: Pool) -> None:
@@ -183,20 +154,6 @@ def test_the_plan_counts_every_adapter(pool: Pool) -> None:
 
 
 # ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lora": NO_DROPOUT}, r"`auxiliary` \(votes\) needs an activated adapter"),
-        ({"auxiliary": {"best": AuxiliarySettings()}}, "Names in `auxiliary` .*but got 'best'"),
-        ({"auxiliary": {"a.b": AuxiliarySettings()}}, r"Names in `auxiliary` .*but got 'a\.b'"),
-        ({"ranking": -1.0}, r"`ranking` to be a number of at least 0, but got -1\.0"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelfCalibrationModule("model", **{"lora": ACTIVATED, "auxiliary": {"votes": AuxiliarySettings()}, **settings})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or not there, read without running them, refused with a way out."""
+"""Checkpoints: whole or not there, read without running them, refused with a way out; and the random states in them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import errno
 import io
 import os
 import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.kill_worker import die_at
+from support.module_batches import quiet_trainer
+from support.training_runs import data_module
+from torch.utils.data import DataLoader
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
+from selfcal_lightning.datamodules.ssc.sampler import outlive_signals
 from selfcal_lightning.models.folders import base_model_identity
-from selfcal_lightning.training.checkpoints import AtomicCheckpointIO
+from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states, restore_random_states
 
 SHALLOW = True
 
@@ -33,12 +42,6 @@ def path(tmp_path: Path) -> Path:
 
 
 # ---- writing
-
-
-def test_a_checkpoint_comes_back(path: Path) -> None:
-    AtomicCheckpointIO().save_checkpoint(checkpoint_of(2.0), str(path))
-    assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"], torch.full((500,), 2.0))
-    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.parametrize(("call", "left"), [(1, 1.0), (2, 1.0), (3, 2.0)])
@@ -185,10 +188,6 @@ def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pyt
     assert "a checkpoint without 'optimizer_states': it was written with `save_weights_only=True`" in (
         capsys.readouterr().err
     )
-    assert fit(tiny_model, tmp_path, weights_alone, "--model.lora.r", "3") == 1
-    error = capsys.readouterr().err
-    assert "parameters that are trained here" in error
-    assert "Use the settings of the run that wrote it" in error
 
 
 @pytest.mark.parametrize(
@@ -208,3 +207,53 @@ def test_fit_writes_atomically_unless_another_way_is_named(
     monkeypatch.setattr(SelfCalibrationCLI, "_run_subcommand", lambda cli, _: built.append(cli.trainer))
     assert fit(tiny_model, tmp_path, tmp_path / "any.ckpt", *plugins) == 0
     assert type(built[0].strategy.checkpoint_io).__name__ == name
+
+
+# ---- what must not depend on where a run was stopped
+
+CPU = torch.device("cpu")
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+def test_random_states_go_through_a_file(tmp_path: Path) -> None:
+    draws()  # the normal draws come in twos: the second one of each is part of the state
+    states = random_states(CPU)
+    torch.save([states], tmp_path / "states.pt")
+    expected = draws(), draws()
+    draws()
+    read = torch.load(tmp_path / "states.pt", weights_only=True)
+    restore_random_states(read[0], CPU)
+    assert (draws(), draws()) == expected
+    restore_random_states(states, CPU)
+    assert (draws(), draws()) == expected
+
+
+# ---- workers of a data loader
+
+
+def test_workers_outlive_a_signal_to_their_group_but_not_their_loader() -> None:
+    loader = DataLoader(list(range(40)), num_workers=1, worker_init_fn=outlive_signals, prefetch_factor=2)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = batches._workers
+    stranger = "import os, signal, sys; [os.kill(int(sys.argv[1]), n) for n in (signal.SIGTERM, signal.SIGUSR1)]"
+    subprocess.run([sys.executable, "-c", stranger, str(worker.pid)], check=True)
+    assert len(list(batches)) == 39
+    again = iter(loader)
+    next(again)
+    (worker,) = again._workers
+    worker.terminate()
+    worker.join(timeout=120)
+    assert worker.exitcode == 0
+
+
+def test_loaders_draw_no_global_numbers(tiny_model: str, fill_store: Callable[[Path], Path], tmp_path: Path) -> None:
+    store = fill_store(tmp_path / "store")
+    data = data_module(tiny_model, store)
+    data.trainer = quiet_trainer(tmp_path)
+    before = torch.get_rng_state()
+    assert len(list(data.val_dataloader())) > 0
+    assert torch.equal(torch.get_rng_state(), before)

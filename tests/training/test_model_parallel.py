@@ -169,12 +169,6 @@ def refuse(tiny_model: str) -> Any:
 
 
 def test_wrong_settings_are_refused(tiny_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be 1 .*, but got 2"):
-        AdapterModelParallelStrategy(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match=r"`timeout_minutes` .* got 0\.0"):
-        AdapterModelParallelStrategy(timeout_minutes=0.0)
-    with pytest.raises(ValueError, match="`data_parallel_size` to be at least 1, but got 0"):
-        AdapterModelParallelStrategy(data_parallel_size=0)
     for messages in run_processes(refuse, tmp_path, tiny_model):
         assert "`gather_bfloat16` needs `trainer.precision` bf16-mixed, but got 32-true" in messages[0]
         assert "`data_parallel_size` 4 must divide the number of processes, 2" in messages[1]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.module_batches import (
     MIXED,
@@ -20,6 +19,8 @@ from support.module_batches import (
     quiet_trainer,
     trained_state,
 )
+from support.parallel_runs import Record
+from support.processes import run_processes
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.chat_format import ChatFormat
@@ -50,23 +51,16 @@ def test_checkpointed_activations_change_nothing(tiny_model: str, chat: ChatForm
     assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-2
 
 
-class KeepState(Callback):
-    """Write what each process trained to a file: with two processes the parent never sees it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.save(trained_state(pl_module), self.folder / f"{trainer.world_size}-{trainer.global_rank}")
+def trained_by(world: int, tiny_model: str, chat: ChatFormat, optimizer: str) -> dict[str, torch.Tensor]:
+    module = qlora(tiny_model, lora=WIDE, lr=1e-3, optimizer=optimizer)
+    quiet_trainer(devices=world).fit(module, datamodule=Planned(chat, 8 // world))
+    return trained_state(module)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_two_processes_take_the_steps_of_one(tiny_model: str, chat: ChatFormat, tmp_path: Path, optimizer: Any) -> None:
-    for settings in ({}, {"devices": 2, "strategy": "ddp_fork"}):
-        trainer = quiet_trainer(callbacks=[KeepState(tmp_path)], **settings)
-        module = qlora(tiny_model, lora=WIDE, lr=1e-3, optimizer=optimizer)
-        trainer.fit(module, datamodule=Planned(chat, 8 // trainer.world_size))
-    one, first, second = (torch.load(tmp_path / name) for name in ("1-0", "2-0", "2-1"))
+def test_two_processes_take_the_steps_of_one(tiny_model: str, chat: ChatFormat, tmp_path: Path, optimizer: str) -> None:
+    one = trained_by(1, tiny_model, chat, optimizer)
+    first, second = run_processes(trained_by, tmp_path, 2, tiny_model, chat, optimizer)
     assert largest_difference(first, second) == 0.0
     # In 8 bits, gradients that differ in the last bit of float32 may be rounded to neighbours.
     assert largest_difference(one, first) < (1e-5 if optimizer == "adamw" else 2e-4)
@@ -78,16 +72,11 @@ def test_two_processes_take_the_steps_of_one(tiny_model: str, chat: ChatFormat, 
 
 def steps(tiny_model: str, chat: ChatFormat, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Train on one batch; return the losses, the adapter and the optimiser."""
-    losses: list[float] = []
-
-    class Record(Callback):
-        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
-            losses.append(outputs["loss"].item())
-
+    record = Record()
     module = qlora(tiny_model, lora=WIDE, **settings)
-    trainer = quiet_trainer(callbacks=[Record()], max_epochs=8)
+    trainer = quiet_trainer(callbacks=[record], max_epochs=8)
     trainer.fit(module, DataLoader([batch_of(MIXED[:8], chat)], batch_size=None))
-    return losses, trained_state(module), trainer.optimizers[0]
+    return record.losses, trained_state(module), trainer.optimizers[0]
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +122,11 @@ def checkpoints(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.Temp
     return folder, module
 
 
-def test_checkpoint_holds_the_adapter_and_8_bit_moments(checkpoints: tuple[Path, Any], tiny_model: str) -> None:
+def test_checkpoint_holds_the_adapter_and_8_bit_moments(checkpoints: tuple[Path, Any]) -> None:
     folder, module = checkpoints
     path = folder / "epoch=1.ckpt"
     checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint["state_dict"]) == set(trained_state(module))
     assert checkpoint["hyper_parameters"]["quantization"] == "nf4"
-    assert checkpoint["base_model_identity"]["model"] == tiny_model
     elements = sum(value.numel() for value in checkpoint["state_dict"].values())
     # Four bytes of weight an element, and two of moments where these are quantised; eight in 32 bits.
     assert 6 * elements < path.stat().st_size < 8 * elements

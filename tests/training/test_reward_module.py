@@ -1,4 +1,4 @@
-"""A reward model with quantiles: its loss, packed rows, exact resume, and its export as others read it."""
+"""Reward models with quantiles, from a policy or a public one: loss, packed rows, exact resume, exports, refusals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from support.parallel_runs import Record
 from support.probe_plugin import StopAt
+from support.reward_models import head_of, stand_in
 from support.ssc_pools import TRAIN, VALIDATION, Pool
-from support.training_runs import trainer_with
-from transformers import AutoModelForTokenClassification
+from support.training_runs import generation, trainer_with
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.commands.export import run_export
@@ -27,7 +28,8 @@ from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.datamodules.rewards import RewardDataModule
 from selfcal_lightning.models.folders import check_files, read_manifest
 from selfcal_lightning.models.lora import LoraSettings
-from selfcal_lightning.rewards.heads import monotone_quantiles
+from selfcal_lightning.rewards.formats import quantiles_of, reward_format
+from selfcal_lightning.rewards.heads import folded_outputs, monotone_quantiles
 from selfcal_lightning.rewards.module import (
     TRAINED_FILE,
     QuantileRewardModule,
@@ -50,19 +52,19 @@ def module_of(model: str, **changes: Any) -> QuantileRewardModule:
     return QuantileRewardModule(model, **settings)
 
 
-def data_of(pool: Pool, store: str, **changes: Any) -> RewardDataModule:
+def data_of(model: str, store: str, **changes: Any) -> RewardDataModule:
     settings: dict[str, Any] = {
         "train": TRAIN, "validation": VALIDATION, "batch_size": 24, "num_samples": 4, "max_length": 256,
         "steps": "sentence", **changes,
     }  # fmt: skip
-    return RewardDataModule(pool.model, store, **settings)
+    return RewardDataModule(model, store, **settings)
 
 
 def fit(pool: Pool, store: str, folder: Path, *more: Any, ckpt_path: str | None = None, **changes: Any) -> Trainer:
     """Two epochs of two steps, a checkpoint after each step."""
     kept = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True, every_n_train_steps=1)
     trainer = trainer_with(*more, AdapterExport(str(folder / "model")), kept, max_epochs=2, enable_checkpointing=True)
-    trainer.fit(module_of(pool.model, **changes), datamodule=data_of(pool, store), ckpt_path=ckpt_path)
+    trainer.fit(module_of(pool.model, **changes), datamodule=data_of(pool.model, store), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -109,7 +111,7 @@ def test_packed_rows_have_the_outputs_of_rows_that_stand_apart(pool: Pool, store
     torch.nn.init.normal_(module.head.weight, generator=torch.Generator().manual_seed(0))
     batches = {}
     for packing in ("shared_prefix", "off"):
-        data = data_of(pool, store_dir, packing=packing, validation_batch_size=40)
+        data = data_of(pool.model, store_dir, packing=packing, validation_batch_size=40)
         (batch,) = data.val_dataloader()
         order = torch.argsort(batch.row[batch.place_row] * 1000 + torch.arange(len(batch.place)) % 1000, stable=True)
         with torch.no_grad():
@@ -123,7 +125,7 @@ def test_packed_rows_have_the_outputs_of_rows_that_stand_apart(pool: Pool, store
 
 
 def test_places_are_the_prompt_and_the_ends_of_sentences(pool: Pool, store_dir: str) -> None:
-    (batch,) = data_of(pool, store_dir, packing="off", validation_batch_size=40).val_dataloader()
+    (batch,) = data_of(pool.model, store_dir, packing="off", validation_batch_size=40).val_dataloader()
     for row in range(3):
         ids, places = batch.input_ids[row].tolist(), (batch.place_row == row).nonzero().flatten()
         spots = (batch.place[places] - row * batch.input_ids.shape[1]).tolist()
@@ -173,7 +175,7 @@ def test_two_processes_end_where_one_does(trained: dict[str, Any], pool: Pool, s
     ends = {}
     for name, settings in {"one": {}, "two": {"devices": 2, "strategy": "ddp_fork"}}.items():
         trainer = trainer_with(AdapterExport(str(tmp_path / name)), max_epochs=2, limit_val_batches=0, **settings)
-        data = data_of(pool, store_dir, batch_size=24 // settings.get("devices", 1))
+        data = data_of(pool.model, store_dir, batch_size=24 // settings.get("devices", 1))
         trainer.fit(module_of(pool.model, **start), datamodule=data)
         ends[name] = load_file(tmp_path / name / TRAINED_FILE)
     assert ends["one"].keys() == ends["two"].keys()
@@ -195,7 +197,7 @@ def test_its_export_is_read_as_it_was_trained(whole: Whole, pool: Pool, store_di
     module.load_export(folder)
     module.configure_model()
     module.eval()
-    (batch,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    (batch,) = data_of(pool.model, store_dir, validation_batch_size=40).val_dataloader()
     with torch.no_grad():
         scores = module.scores(batch)
     trained = {(q, n): value for q, n, value in zip(
@@ -258,35 +260,16 @@ def test_a_damaged_description_is_refused(changes: dict[str, Any], message: str,
         read_reward_file(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lora": LoraSettings(r=2)}, r"`lora\.activated` to be false"),
-        ({"low": 0.9, "high": 0.1}, "`low` and `high` to rise within"),
-        ({"target": "votes"}, "`target` to be one of"),
-        ({"pinball": -1.0}, "`pinball` to be a number of at least 0"),
-        ({"head_lr": 0.0}, "`head_lr` to be a positive number"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(pool: Pool, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        module_of(pool.model, **changes)
-
-
-def test_data_that_cannot_be_is_refused(pool: Pool, store_dir: str) -> None:
-    with pytest.raises(InputError, match="`rollouts`, a folder that `selfcal rollout` filled"):
-        data_of(pool, store_dir, target="success_rate")
-    with pytest.raises(InputError, match="`num_samples` must be at least 2 with `target='vote_share'`"):
-        data_of(pool, store_dir, target="vote_share", num_samples=1)
+def test_module_and_data_name_one_target(pool: Pool, store_dir: str) -> None:
     trainer = trainer_with(max_steps=1)
     with pytest.raises(InputError, match="`target` is 'outcome' in the module"):
-        trainer.fit(module_of(pool.model), datamodule=data_of(pool, store_dir, target="ssc"))
+        trainer.fit(module_of(pool.model), datamodule=data_of(pool.model, store_dir, target="ssc"))
 
 
 def test_a_trunk_is_not_trained_in_half_precision(pool: Pool, store_dir: str) -> None:
     module = module_of(pool.model, lora=None, full=True, torch_dtype="bfloat16")
     with pytest.raises(InputError, match=r"`torch_dtype` to keep weights in float32 with `full: true`.*bf16-mixed"):
-        trainer_with(max_steps=1).fit(module, datamodule=data_of(pool, store_dir))
+        trainer_with(max_steps=1).fit(module, datamodule=data_of(pool.model, store_dir))
     with pytest.raises(InputError, match=r"`trainer\.precision` to keep weights in float32"):
         check_trunk_can_learn(torch_dtype="auto", precision="bf16-true")
     check_trunk_can_learn(torch_dtype="auto", precision="bf16-mixed")
@@ -298,11 +281,11 @@ def test_votes_are_learnt_without_labels(pool: Pool) -> None:
         return [{"text": f"So it is {a}. The answer is {a}.", "answer": a, "correct": None} for a in answers]
 
     store = pool.write("unlabelled", unlabelled)
-    (batch,) = data_of(pool, store, target="vote_share", num_samples=5, validation_batch_size=40).val_dataloader()
+    (batch,) = data_of(pool.model, store, target="vote_share", num_samples=5, validation_batch_size=40).val_dataloader()
     assert sorted(set(batch.target.tolist())) == [0.0, 0.25, 0.75]
     assert batch.place_rate.isnan().all()
     with pytest.raises(InputError, match=r"has a target \('outcome'\): no label"):
-        data_of(pool, store, num_samples=5).train_dataloader()
+        data_of(pool.model, store, num_samples=5).train_dataloader()
 
 
 def test_responses_without_steps_teach_the_question_alone_and_get_no_score(pool: Pool) -> None:
@@ -311,7 +294,7 @@ def test_responses_without_steps_teach_the_question_alone_and_get_no_score(pool:
         return [{"text": text, "answer": answer, "correct": answer == "7"} for text, answer in texts.items()]
 
     store = pool.write("blank", blank)
-    data = data_of(pool, store, validation_batch_size=40)
+    data = data_of(pool.model, store, validation_batch_size=40)
     (batch,) = data.val_dataloader()
     numbers = torch.bincount(batch.place_row).reshape(-1, 4)
     assert numbers.tolist() == [[1, 3, 1, 2]] * len(numbers)
@@ -324,9 +307,9 @@ def test_responses_without_steps_teach_the_question_alone_and_get_no_score(pool:
 
 
 def test_steps_that_are_cut_off_are_no_places(pool: Pool, store_dir: str) -> None:
-    (whole,) = data_of(pool, store_dir, validation_batch_size=40).val_dataloader()
+    (whole,) = data_of(pool.model, store_dir, validation_batch_size=40).val_dataloader()
     longest = max(tree.prompt for tree in whole.trees) + 12
-    (cut,) = data_of(pool, store_dir, validation_batch_size=40, max_length=longest).val_dataloader()
+    (cut,) = data_of(pool.model, store_dir, validation_batch_size=40, max_length=longest).val_dataloader()
     assert len(cut.place) < len(whole.place)
     assert max(tree.prompt + max(tree.branches) for tree in cut.trees) <= longest
     kept, had = (
@@ -348,3 +331,150 @@ def test_tokens_of_another_tokenizer_are_refused(pool: Pool, store_dir: str, tmp
     data = RewardDataModule(str(other), store_dir, num_samples=4, steps="sentence")
     with pytest.raises(InputError, match=r"not in the tokens of `base_model`.*Train on the policy that sampled them"):
         data.train_dataloader()
+
+
+# ---- from a public reward model
+
+FORMATS = ("qwen2.5-math-prm", "math-shepherd", "rlhflow-prm", "reasoneval", "skywork-o1-prm", "trl-prm")
+
+
+@pytest.fixture(scope="module")
+def publics(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("publics")
+    return {name: stand_in(tiny_model, folder / name, reward_format(name)) for name in FORMATS}
+
+
+def public_module(publics: dict[str, str], name: str, **changes: Any) -> QuantileRewardModule:
+    return module_of(publics[name], **{"format": name, "lora": None, **changes})
+
+
+def public_data(publics: dict[str, str], name: str, store: str, **changes: Any) -> RewardDataModule:
+    settings = {"format": name, "num_samples": 2, "max_length": 400, "validation_batch_size": 40, **changes}
+    return data_of(publics[name], store, **settings)
+
+
+def scores_of(module: QuantileRewardModule, data: RewardDataModule) -> list[list[float]]:
+    """Return the means of the validation responses, in the order of the store."""
+    (batch,) = data.val_dataloader()
+    module.eval()
+    with torch.no_grad():
+        mean = module.scores(batch).mean
+    rows = sorted(set(batch.row.tolist()))
+    numbers = batch.row.tolist()
+    return [mean[batch.place_row == numbers.index(row)].tolist() for row in rows]
+
+
+def assert_read_alike(scores: list[list[float]], settings: RewardSettings, store: str) -> None:
+    """Hold scores of the validation responses against those that are read by ``settings``."""
+    samples = list(SampleStore(store, num_samples=2).samples(split="validation"))
+    read = [row for question in open_rewards(settings).read(samples) for row in question]
+    for own, theirs in zip(scores, read, strict=True):
+        assert own == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_starts_as_the_public_model(name: str, publics: dict[str, str], pool: Pool, store_dir: str) -> None:
+    module = public_module(publics, name)
+    module.configure_model()
+    for packing in ("off", "shared_prefix"):
+        scores = scores_of(module, public_data(publics, name, store_dir, packing=packing))
+        assert_read_alike(scores, RewardSettings(publics[name], name, "sentence"), store_dir)
+
+
+def test_no_chat_is_needed_where_the_format_has_none(tiny_model: str, store_dir: str, tmp_path: Path) -> None:
+    folder = Path(stand_in(tiny_model, tmp_path / "m", reward_format("math-shepherd")))
+    (folder / "chat_template.jinja").unlink()
+    publics = {"math-shepherd": str(folder)}
+    module = public_module(publics, "math-shepherd")
+    module.configure_model()
+    assert len(scores_of(module, public_data(publics, "math-shepherd", store_dir))) == 5 * 2
+
+
+def test_packed_rows_share_the_question(publics: dict[str, str], store_dir: str) -> None:
+    for name in ("qwen2.5-math-prm", "reasoneval"):
+        packed, apart = (
+            next(iter(public_data(publics, name, store_dir, packing=packing).val_dataloader()))
+            for packing in ("shared_prefix", "off")
+        )
+        assert len(packed.trees) == 5
+        assert packed.input_ids.numel() < 0.85 * apart.input_ids.numel()
+
+
+def fit_public(publics: dict[str, str], name: str, store: str, folder: Path, **changes: Any) -> Trainer:
+    trainer = trainer_with(AdapterExport(str(folder)), max_steps=2)
+    trainer.fit(public_module(publics, name, **changes), datamodule=public_data(publics, name, store))
+    return trainer
+
+
+def test_all_weights_are_exported_as_a_stock_class(publics: dict[str, str], store_dir: str, tmp_path: Path) -> None:
+    """A mean of two rows, in a stock class of four named outputs."""
+    name, folder = "reasoneval", tmp_path / "model"
+    module = fit_public(publics, name, store_dir, folder, full=True).lightning_module
+    before, after = load_file(Path(publics[name]) / "model.safetensors"), load_file(folder / "model.safetensors")
+    trunk = [key for key in before if key.startswith("model.")]
+    assert trunk
+    assert all(not torch.equal(before[key], after[key]) for key in trunk if "embed" not in key)
+    trained = scores_of(module.cpu(), public_data(publics, name, store_dir, packing="off"))
+    assert_read_alike(trained, RewardSettings(str(folder)), store_dir)
+    stock, loading = AutoModelForTokenClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert list(stock.config.id2label.values()) == ["mean_1", "mean_2", "gap_below", "gap_above"]
+    assert "log(exp(mean_1) + exp(mean_2))" in (folder / "README.md").read_text()
+    writer = public_data(publics, name, store_dir).collator().writer
+    first = next(SampleStore(store_dir).samples(split="validation"))
+    written = writer.write(first.question, first.samples[0].text)
+    with torch.no_grad():
+        raw = stock.eval()(torch.tensor([written.ids])).logits[0, list(written.positions)]
+    assert monotone_quantiles(folded_outputs(raw)).mean.tolist() == pytest.approx(trained[0], abs=1e-5)
+    again = public_module(publics, name, full=True)
+    again.load_export(folder)
+    again.configure_model()
+    assert scores_of(again, public_data(publics, name, store_dir, packing="off")) == [
+        pytest.approx(row, abs=1e-6) for row in trained
+    ]
+
+
+def test_a_head_of_two_layers_is_no_classifier(publics: dict[str, str], store_dir: str, tmp_path: Path) -> None:
+    name, folder = "qwen2.5-math-prm", tmp_path / "model"
+    lora = LoraSettings(r=2, activated=False)
+    module = fit_public(publics, name, store_dir, folder, lora=lora).lightning_module
+    trained, head = load_file(folder / TRAINED_FILE), head_of(reward_format(name))
+    assert not torch.equal(trained["head.0.weight"], head["score.0.weight"]), "its first layer too"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    stated = json.loads((folder / "reward.json").read_text())["format"]
+    assert stated == quantiles_of(reward_format(name)).name == "quantiles-of-qwen2.5-math-prm"
+    trained_scores = scores_of(module.cpu(), public_data(publics, name, store_dir, packing="off"))
+    assert_read_alike(trained_scores, RewardSettings(str(folder)), store_dir)
+
+
+def test_starts_that_cannot_be(publics: dict[str, str], tiny_model: str, store_dir: str, tmp_path: Path) -> None:
+    """What else a model may lack is refused by the same checks as in `test_a_damaged_model_is_refused`."""
+    module = public_module(publics, "trl-prm")
+    with pytest.raises(InputError, match=r"`format` is 'trl-prm' in the module"):
+        trainer_with(max_steps=1).fit(module, datamodule=public_data(publics, "reasoneval", store_dir))
+    with pytest.raises(InputError, match=r"no `SSCGeneration` with .*`format='trl-prm'`"):
+        trainer_with(generation(), max_steps=1).fit(module, datamodule=public_data(publics, "trl-prm", store_dir))
+    with pytest.raises(InputError, match=r"score\.weight, score\.bias is missing"):
+        public_module(publics, "reasoneval", format="trl-prm").configure_model()
+    grown = stand_in(tiny_model, tmp_path / "m", reward_format("trl-prm"))
+    tokenizer = AutoTokenizer.from_pretrained(grown)
+    tokenizer.add_tokens(["<one>"])
+    tokenizer.save_pretrained(grown)
+    with pytest.raises(InputError, match="has 629 tokens"):
+        public_module({"trl-prm": grown}, "trl-prm").configure_model()
+
+
+def test_responses_that_cannot_be_written_are_counted_and_teach_nothing(publics: dict[str, str], pool: Pool) -> None:
+    def spoofed(question: Any, rng: Any) -> list[dict[str, Any]]:
+        texts = ["It is 7.", "It is <extra_0> 8.", " "]
+        return [{"text": text, "answer": "7", "correct": index == 0} for index, text in enumerate(texts)]
+
+    store = pool.write("spoofed", spoofed, encoded=False)
+    name = "qwen2.5-math-prm"
+    data = public_data(publics, name, store, num_samples=3, total_tuples=12)
+    (batch,) = data.val_dataloader()
+    assert len(batch.place) == 5
+    assert batch.last_place.tolist().count(-1) == 10
+    (training,) = data.train_dataloader()
+    assert training.batch_size == 12
+    assert not training.last_place.eq(-1).any()

@@ -1,20 +1,19 @@
 """What used to go wrong on this stack without an error (shared/specs/measured.md, A1), and would be wrong again.
 
-Tests of the others are where their subject is: gradient checkpointing of modules in eval mode (A1.2) in
-`test_self_calibration_module.py`, validation rows dealt twice (A1.4) and the position of every process's loader (A1.7,
-A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in `test_cli.py`, packed
-rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
+Tests of the others are where their subject is: validation rows dealt twice (A1.4) and the position of every process's
+loader (A1.7, A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in
+`test_cli.py`, packed rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.module_batches import MIXED, Planned, batch_of, module_of, quiet_trainer
+from support.processes import run_processes
 from torch.utils.data import DataLoader
 
 from selfcal_lightning.models.chat_format import ChatFormat
@@ -52,6 +51,13 @@ def fit_after(evaluation: str, module: SelfCalibrationModule, chat: ChatFormat) 
     return gradients
 
 
+def test_evaluation_leaves_gradients_with_recomputed_layers(tiny_model: str, chat: ChatFormat) -> None:
+    """A1.2: layers of modules in eval mode are not recomputed, and have no gradients."""
+    module = module_of(tiny_model, gradient_checkpointing=True)
+    assert not fit_after("validate", module, chat).missing()
+    assert module.model.training
+
+
 @pytest.mark.parametrize("evaluation", ["validate", "sanity check"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_evaluation_leaves_gradients_to_qlora(tiny_model: str, chat: ChatFormat, evaluation: str, dtype: str) -> None:
@@ -77,26 +83,15 @@ class Uneven(Planned):
         return DataLoader(mine, batch_size=None)
 
 
-class KeepMetrics(Callback):
-    """Writes down what each process logged: with two of them the parent never sees it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        values = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        (self.folder / f"{trainer.world_size}-{trainer.global_rank}.json").write_text(json.dumps(values))
+def logged(tiny_model: str, chat: ChatFormat, world: int) -> dict[str, float]:
+    trainer = quiet_trainer(devices=world, num_sanity_val_steps=0, log_every_n_steps=1)
+    trainer.fit(module_of(tiny_model, lr=1e-9), datamodule=Uneven(chat, 8 // world))
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
 
 
 def test_what_uneven_processes_log_is_what_one_logs(tiny_model: str, chat: ChatFormat, tmp_path: Path) -> None:
     """A1.3: the mean of `self.log(..., sync_dist=True)` weighed processes with unequal rows wrongly."""
-    for settings in ({}, {"devices": 2, "strategy": "ddp_fork"}):
-        micro_batch = 8 // settings.get("devices", 1)
-        trainer = quiet_trainer(
-            callbacks=[KeepMetrics(tmp_path)], num_sanity_val_steps=0, log_every_n_steps=1, **settings
-        )
-        trainer.fit(module_of(tiny_model, lr=1e-9), datamodule=Uneven(chat, micro_batch))
-    alone, *ranks = (json.loads((tmp_path / name).read_text()) for name in ("1-0.json", "2-0.json", "2-1.json"))
+    alone, ranks = logged(tiny_model, chat, 1), run_processes(logged, tmp_path, tiny_model, chat, 2)
     assert alone["val/count/Responses"] == 24
     validated = [name for name in alone if name.startswith("val/")]
     assert {"val/calibration/ECE", "val/discrimination/AUROC", "val/calibration/Brier"} <= set(validated)

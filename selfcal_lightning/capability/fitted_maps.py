@@ -18,6 +18,7 @@ import numpy as np
 
 from selfcal_lightning.capability.question_table import QuestionTable, as_column, load_capability_pool, question_table
 from selfcal_lightning.capability.scoring import QuestionScore, check_origins, origin_digest
+from selfcal_lightning.confidence.scaling import IsotonicMap
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_replaceable, check_seal, json_object_or_none, sealed, write_atomically
@@ -139,11 +140,8 @@ class PassAtKMaps:
 
 def isotonic_knots(scores: Array, targets: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Fit the increasing function of least squared error; it is constant outside of its knots."""
-    from sklearn.isotonic import IsotonicRegression
-
-    values, wanted = as_scores(scores, "scores"), as_rates(targets, "targets")
-    model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip").fit(values, wanted)
-    return tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist())
+    fitted = IsotonicMap.fit(as_scores(scores, "scores"), as_rates(targets, "targets"))
+    return fitted.x, fitted.y
 
 
 def fit_pass_at_k_maps(scores: Array, num_correct: Array, num_samples: Array, *, ks: Sequence[int]) -> PassAtKMaps:

@@ -101,25 +101,17 @@ def test_response_criteria_equal_the_vectors(vectors: Vectors) -> None:
             assert _score("self_certainty", read) == pytest.approx(expected, abs=1e-6)
 
 
-def test_trajectories_equal_the_vectors_and_undefined_ones_are_unknown(vectors: Vectors) -> None:
+def test_undefined_trajectories_are_unknown(vectors: Vectors) -> None:
     _, statistics = _recorded(vectors)
-
-    def read(name: str, means: list[list[float]]) -> float:
-        return _score(name, replace(statistics, trajectories={None: torch.tensor([means]).double()}))
-
-    for case in vectors("coe_scores")["cases"]:
-        means = case["layer_means"]
-        assert read("coe_r", means) == pytest.approx(case["CoE_R"], abs=1e-6)
-        assert read("coe_c", means) == pytest.approx(case["CoE_C"], abs=1e-6)
-        assert read("coe_c_raw", means) == pytest.approx(case["TTT_CoE_C_unnormalised"], abs=1e-6)
     for case in vectors("coe_edge_cases")["cases"]:
-        assert math.isnan(read("coe_c", case["layer_means"]))
+        trajectories = {None: torch.tensor([case["layer_means"]]).double()}
+        assert math.isnan(_score("coe_c", replace(statistics, trajectories=trajectories)))
 
 
 def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, pool: Pool) -> None:
     """Of whole responses and of their steps, whatever is beside them in the batch."""
     steps = ("step_coe_c", "step_coe_c_normalised", "step_coe_r", "step_coe_r_normalised")
-    found = {name: ESTIMATORS[name](tokens).score(pool) for name in ("coe_r", "coe_c_raw", *steps)}
+    found = {name: ESTIMATORS[name](tokens).score(pool) for name in ("coe_r", "coe_c", "coe_c_raw", *steps)}
     entry, sample = pool[0], pool[0].samples[0]
     ids = [*entry.prompt_ids, *sample.token_ids]
     with torch.no_grad():
@@ -128,6 +120,7 @@ def test_trajectories_are_those_of_the_model_s_own_states(tokens: TokenReader, p
     start = len(entry.prompt_ids)
     means = states[:, start - 1 : -1].float().mean(1)
     assert found["coe_r"][0][0] == pytest.approx(chain_of_embedding(means).coe_r, abs=1e-5)
+    assert found["coe_c"][0][0] == pytest.approx(chain_of_embedding(means).coe_c, rel=1e-5)
     raw = chain_of_embedding(means, normalise=False).coe_c
     assert found["coe_c_raw"][0][0] == pytest.approx(raw, rel=1e-5)
     logprob = out.logits[0, start - 1 : -1].log_softmax(-1).gather(1, torch.tensor([sample.token_ids]).T)[:, 0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.reward_models import stand_in
+from support.store_samples import write_lines
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands import answer as verb
@@ -112,20 +113,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_searches_as_transformers_does(
-    tiny_model: str,
-    reward: str,
-    chat: ChatFormat,
-    started: list[Engine],
-    tmp_path: Path,
+    tiny_model: str, reward: str, chat: ChatFormat, started: list[Engine], questions: str,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """Greedily both engines find the same by the same steps; drawn at random, what is counted was drawn.
 
     The first command starts vLLM for all.
     """
-    questions = tmp_path / "questions.jsonl"
-    asked = get_task("word_problems").load("calibration", limit=3)
-    questions.write_text("".join(json.dumps({"question": one.text, "answer": one.reference}) + "\n" for one in asked))
     greedy = ["--sampling.temperature", "0", "--sampling.edt_scale", "null", "--sampling.max_new_tokens", "80"]
     args = json.dumps({"max_context": 256, "kv_cache_memory_bytes": 1 << 27})
     engines = {
@@ -139,13 +133,13 @@ def test_vllm_searches_as_transformers_does(
                 patch.setattr(verb, "open_engine", open_engine)
             for name, fields in COMMANDS.items():
                 given = [part for key, value in fields.items() for part in (f"--strategy_args.{key}", str(value))]
-                command = ["answer", "--model", tiny_model, "--questions", str(questions), "--strategy", name, *given]
+                command = ["answer", "--model", tiny_model, "--questions", questions, "--strategy", name, *given]
                 command += ["--task", "word_problems", "--reward.model", reward, "--json", "true", *options, *greedy]
                 assert run(command) == 0, capsys.readouterr().err
                 lines = capsys.readouterr().out.splitlines()
                 found.setdefault(engine, []).append([json.loads(line) for line in lines])
     for name, ours, theirs in zip(COMMANDS, found["vllm"], found["transformers"], strict=True):
-        assert len(ours) == len(theirs) == len(asked)
+        assert len(ours) == len(theirs) == 3
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.pop("confidence") == pytest.approx(other.pop("confidence"), abs=1e-5), name
             assert mine == other
@@ -176,10 +170,9 @@ def test_a_live_response_has_the_score_of_a_recorded_one(reward: str, chat: Chat
 
 @pytest.fixture
 def questions(tmp_path: Path) -> str:
-    path = tmp_path / "questions.jsonl"
     asked = get_task("word_problems").load("calibration", limit=3)
-    path.write_text("".join(json.dumps({"question": one.text, "answer": one.reference}) + "\n" for one in asked))
-    return str(path)
+    rows = ({"question": one.text, "answer": one.reference} for one in asked)
+    return str(write_lines(tmp_path / "questions.jsonl", *rows))
 
 
 @pytest.mark.parametrize(("strategy", "options"), [

@@ -258,17 +258,12 @@ def test_errors_equal_the_functions_in_any_batches(debiased: bool) -> None:
 P, RIGHT, SAMPLES = torch.tensor([0.5, 0.25, 1.0]), torch.tensor([1, 2, 3]), torch.tensor([2, 4, 4])
 
 
-def test_the_parts_by_hand() -> None:
+def test_streamed_parts_equal_the_function() -> None:
     metric = CapabilityErrorParts()
     metric.update(P, RIGHT, SAMPLES)
-    found = metric.compute()
-    # Right with 1/2, 1/2, 3/4: E (p - y)^2 is 1/4, (9/16 + 1/16) / 2 and 1/4.
-    assert found["capability/ResponseError"] == pytest.approx((1 / 4 + 5 / 16 + 1 / 4) / 3)
-    # Unbiased c* (1 - c*): n / (n - 1) times that of the share.
-    assert found["capability/ResponseSpread"] == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
-    assert found["capability/CapabilityError"] == pytest.approx(
-        found["capability/ResponseError"] - found["capability/ResponseSpread"]
-    )
+    parts = error_parts(P, RIGHT, SAMPLES)
+    expected = {"ResponseError": parts.response, "ResponseSpread": parts.spread, "CapabilityError": parts.capability}
+    assert metric.compute() == pytest.approx({f"capability/{name}": value for name, value in expected.items()})
 
 
 def test_nothing_and_bad_input() -> None:

@@ -99,12 +99,6 @@ def _reference_listed_quantile(distribution: list[float], level: float) -> float
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
-def test_isotonic_equals_the_vectors(vectors: Vectors) -> None:
-    for case in vectors("isotonic_posthoc")["cases"]:
-        knots = isotonic_knots(case["x_val"], case["y_val"])
-        assert_allclose(np.interp(case["x_test"], *knots), case["out"], atol=1e-9)
-
-
 def test_quantile_mapping_equals_the_vectors(vectors: Vectors) -> None:
     for case in vectors("quantile_mapping_posthoc")["cases"]:
         found = quantile_mapping(case["confidence"], case["target_distribution"], ties="first")

@@ -395,15 +395,6 @@ def test_quantiles_equal_the_functions_overall_and_by_position(tolerance: float)
         assert found[f"{name}count/Prefixes"] == len(part["rate"])
 
 
-def test_nothing_seen_has_no_position() -> None:
-    metric = StepMetrics()
-    metric.update(*(torch.zeros(0) for _ in range(4)))
-    values = metric.compute()
-    assert values["count/Prefixes"] == 0.0
-    assert math.isnan(values["steps/Brier"])
-    assert all("/" in key and key.split("/")[0] in ("steps", "count") for key in values)
-
-
 HALF, ONE = torch.tensor([0.5]), torch.tensor([1])
 
 

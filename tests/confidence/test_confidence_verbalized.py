@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fakes import FakeChat, FakeEngine, ReplyingEngine
+from support.fakes import FakeChat, ReplyingEngine
 
 from selfcal_lightning.confidence.registry import ESTIMATORS
 from selfcal_lightning.confidence.verbalized import (
@@ -21,9 +21,9 @@ from selfcal_lightning.confidence.verbalized import (
     parse_percentage,
     parse_words,
 )
-from selfcal_lightning.engines.base import Failure, RequestsFailedError
+from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.models.chat_format import ChatFormat
-from selfcal_lightning.records import Message, Question, QuestionSamples, Request, Response, Sample
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 TEXTS = ("The answer is 3.", "The answer is 4.", "The answer is 3.")
 
@@ -72,29 +72,20 @@ def test_replies(reply: str, value: float | None) -> None:
     assert parse_confidence(reply) == (value if value is None else pytest.approx(value))
 
 
-class Scripted(FakeEngine):
-    """Replies by a script: a text for each attempt, by the seed's attempt; None is a request that is given up."""
-
-    def __init__(self, reply: Callable[[Request], str | None], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._reply = reply
-
-    def poll(self) -> list[Response]:
-        request = next(iter(self._waiting.values()))
-        text = self._reply(self._waiting.pop(request.id))
-        if text is None:
-            raise RequestsFailedError({request.id: Failure("too hard", is_refusal=True)})
-        return [Response(request.id, text, (), "stop", 0.0)]
-
-
 def entry_of(chat: ChatFormat, texts: tuple[str, ...] = TEXTS) -> QuestionSamples:
     samples = tuple(Sample("q", i, 0, t, chat.response_ids(t), "stop", "3", True) for i, t in enumerate(texts))
     question = Question("q", "word_problems", (Message("user", "1 + 2?"),))
     return QuestionSamples(question, samples, "test", chat.prompt_ids(question.messages))
 
 
+def replying(*replies: str | Failure) -> ReplyingEngine:
+    """An engine that gives these replies in turn, one at a time."""
+    left = iter(replies)
+    return ReplyingEngine(lambda _: next(left), slots=1)
+
+
 def test_the_question_follows_the_response(chat: ChatFormat) -> None:
-    engine = Scripted(lambda request: r"\boxed{0.25}" if request.id.endswith("/0") else r"\boxed{0.75}")
+    engine = replying(r"\boxed{0.25}", r"\boxed{0.75}")
     assert Verbalized(engine, chat).score([entry_of(chat)]) == [[0.25, 0.75, 0.25]]
     assert len(engine.requests) == 2, "equal responses are asked about once"
     request = engine.requests[0]
@@ -105,13 +96,8 @@ def test_the_question_follows_the_response(chat: ChatFormat) -> None:
 
 
 def test_no_probability_is_none_and_may_be_asked_for_again(chat: ChatFormat) -> None:
-    def reply(request: Request) -> str | None:
-        _, attempt, number = request.id.split("/")
-        if attempt == "0":
-            return "Sure." if number == "0" else None
-        return r"\boxed{0.5}" if number == "0" else "Hm."
-
-    once, twice = Scripted(reply), Scripted(reply)
+    unsure = "Sure.", Failure("too hard", is_refusal=True)
+    once, twice = replying(*unsure), replying(*unsure, r"\boxed{0.5}", "Hm.")
     assert Verbalized(once, chat).score([entry_of(chat)]) == [[None, None, None]]
     assert Verbalized(twice, chat, attempts=2).score([entry_of(chat)]) == [[0.5, None, 0.5]]
     assert [request.sampling.temperature for request in twice.requests] == [0.0, 0.0, 1.0, 1.0]
@@ -122,7 +108,7 @@ def test_no_probability_is_none_and_may_be_asked_for_again(chat: ChatFormat) -> 
 
 def test_what_has_no_room_is_not_asked(chat: ChatFormat) -> None:
     room = len(chat.prompt_ids([Message("user", "1 + 2?")])) + len(chat.response_ids(TEXTS[0])) + 160
-    engine = Scripted(lambda request: r"\boxed{1}", max_context=room)
+    engine = ReplyingEngine(lambda _: r"\boxed{1}", max_context=room)
     long = "So it continues. " * 40
     entry = entry_of(chat, (TEXTS[0], long))
     assert Verbalized(engine, chat, max_new_tokens=32).score([entry]) == [[1.0, None]]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fakes import FakeEngine
+from support.fakes import FakeEngine, ReplyingEngine
 from support.options import nested
 from support.store_samples import write_lines
 from support.strategy_pools import make_entry, random_pool
@@ -22,7 +22,7 @@ from selfcal_lightning.commands import answer as verb
 from selfcal_lightning.commands.answer import run_answer
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
 from selfcal_lightning.core.errors import RunError
-from selfcal_lightning.engines.base import Failure, RequestsFailedError
+from selfcal_lightning.engines.base import Failure
 from selfcal_lightning.inference.adaptive_consistency import AdaptiveConsistency
 from selfcal_lightning.inference.answering import best_response, default_task
 from selfcal_lightning.inference.choices import choose_strategy, uncalibrated_note, unreached_note
@@ -147,14 +147,10 @@ def test_speculation_is_told(oracle: Oracle, capsys: pytest.CaptureFixture[str])
 
 
 def test_text_without_an_answer_and_failures_are_told(
-    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def poll() -> list[Response]:
-        names = list(oracle._waiting)
-        oracle._waiting.clear()
-        raise RequestsFailedError(dict.fromkeys(names, Failure("out of tokens")))
-
-    monkeypatch.setattr(oracle, "poll", poll)
+    engine = ReplyingEngine(lambda _: Failure("out of tokens"))
+    monkeypatch.setattr(verb, "open_engine", lambda *args, **kwargs: engine)
     with pytest.raises(RunError, match="None of 1 questions was answered: 2 requests failed"):
         run_answer("bundled", QUESTION, task="local_choice", max_samples=2)
     out, err = capsys.readouterr()

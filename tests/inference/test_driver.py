@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from support.driver_fakes import CHAT, CountingEngine, HalfSure, Wandering, live, outcome
-from support.fakes import FakeEngine, fake_questions
+from support.fakes import FakeEngine, ReplyingEngine, fake_questions
 from support.strategy_pools import make_entry
 
 from selfcal_lightning.confidence.base import MissingConfidenceError
@@ -217,14 +217,7 @@ def test_answers_are_named_by_the_first_seen_that_is_equal(
 
 def test_failures_in_a_row_stop_the_run() -> None:
     """A server that is out of order once gave every question the verdict that nothing can be read."""
-
-    class Dead(CountingEngine):
-        def poll(self) -> list[Response]:
-            name = next(iter(self._waiting))
-            super().cancel([name])
-            raise RequestsFailedError({name: Failure("HTTP 503")})
-
-    engine = Dead()
+    engine = ReplyingEngine(lambda _: Failure("HTTP 503"), slots=1)
     with pytest.raises(EngineStoppedError, match=r"but 7 requests in a row failed .*HTTP 503"):
         run_strategy(SelfConsistency(max_samples=3), fake_questions(50), live(engine, max_failures=7))
     assert not engine._waiting

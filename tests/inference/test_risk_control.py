@@ -148,7 +148,7 @@ def test_no_threshold_says_how_many_questions_are_missing() -> None:
     # Twenty right answers: .9 ** 20 = .12 exceeds .1.
     found = certify_threshold([0.9] * 20, [0.0] * 20, [0.5], risk=0.1, delta=0.1)
     assert found.threshold is None
-    assert (found.num_answered, found.p_value) == (0, 1.0)
+    assert (found.num_answered, found.p_value, found.shortfall) == (0, 1.0, "questions")
     needed = questions_needed([0.9] * 20, [0.0] * 20, [0.5], risk=0.1, delta=0.1)
     assert needed is not None
     assert f"about {needed - 20} more would be needed" in found.message

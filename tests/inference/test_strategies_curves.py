@@ -43,19 +43,13 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "threshold": (0.0, 0.25, 0.5, 0.3, 2 / 3, 0.75, 0.8, 0.95, 0.999, 1.0),
     "window": (3, 1, 2, 4, 9, 20),
 }
-every_strategy = pytest.mark.parametrize("strategy", [*VOTES, *STOPPING], ids=repr)
+SMALL = [replace(s, max_samples=budget) for s in STOPPING if s.max_samples == 16 for budget in (1, 3)]
+every_strategy = pytest.mark.parametrize("strategy", [*VOTES, *STOPPING, *SMALL], ids=repr)
 
 
 @every_strategy
 def test_curve_equals_solve(strategy: Any) -> None:
-    assert_curve_equals_solve(strategy, GRIDS[strategy.grid_parameter], [random_pool(seed) for seed in range(5)])
-
-
-@pytest.mark.parametrize("max_samples", [1, 3])
-@pytest.mark.parametrize("strategy", [s for s in STOPPING if s.max_samples == 16], ids=repr)
-def test_curve_equals_solve_within_small_budgets(strategy: Any, max_samples: int) -> None:
-    small = replace(strategy, max_samples=max_samples)
-    assert_curve_equals_solve(small, GRIDS[strategy.grid_parameter], [random_pool(seed) for seed in range(3)])
+    assert_curve_equals_solve(strategy, GRIDS[strategy.grid_parameter], [random_pool(seed) for seed in range(4)])
 
 
 def long_pool() -> list[QuestionSamples]:

@@ -19,7 +19,6 @@ from selfcal_lightning.inference.sources import replay
 from selfcal_lightning.inference.stopping import EarlyStopping
 from selfcal_lightning.inference.thresholds import (
     FittedThreshold,
-    NoThresholdError,
     fit_goal_threshold,
     fit_risk_threshold,
     grid_outcome,
@@ -135,23 +134,6 @@ def test_numbers_on_the_calibration_questions() -> None:
     expected |= {"coverage": len(given) / 400, "mean_samples": 1.0}
     assert {name: fitted.achieved[name] for name in expected} == pytest.approx(expected)
     assert fitted.fitted_on.split_hash == split_hash(entry.question.id for entry in pool)
-
-
-@pytest.mark.parametrize(
-    ("answer", "options", "message", "shortfall"),
-    [
-        ("a", {"risk": 0.05, "delta": 0.05, "grid": [0.5]}, "more would be needed if they are like these", "questions"),
-        ("b", {"risk": 0.05, "delta": 0.05}, "more questions would not help", "ranking"),
-        ("a", {"risk": 0.2, "grid": [0.95, 0.5]}, "the others were not tested", "start"),
-    ],
-)
-def test_without_a_certificate_there_is_no_threshold(
-    answer: str, options: dict[str, Any], message: str, shortfall: str
-) -> None:
-    pool = [make_entry([answer], [0.9], name=f"q{number}") for number in range(20)]
-    with pytest.raises(NoThresholdError, match=message) as found:
-        fit_risk_threshold(ONE, pool, **options)
-    assert found.value.certificate.shortfall == shortfall
 
 
 @pytest.mark.parametrize(

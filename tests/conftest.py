@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -46,9 +47,15 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that fork: a worker of pytest-xdist has threads, and a fork of it may never continue."""
+    """Skip what needs vLLM where there is none, and mark the tests that fork.
+
+    A worker of pytest-xdist has threads, and a fork of it may never continue.
+    """
+    needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
     forking = {path: forking_tests(path) for path in {item.path for item in items}}
     for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(needs_vllm)
         if item.name.split("[")[0] in forking[item.path]:
             item.add_marker("forks")
 

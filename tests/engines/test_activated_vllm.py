@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from support.activated_reference import ActivatedContract, check_half_precision, without_confidence
 from support.engine_reference import QUESTIONS, Reference
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
+from support.vllm_server import small_vllm
 
 from selfcal_lightning.engines.base import generate
 from selfcal_lightning.engines.transformers import contexts as transformers_sleep
@@ -19,13 +19,8 @@ from selfcal_lightning.engines.vllm.engine import VLLMEngine
 from selfcal_lightning.engines.vllm.records import EngineCrashedError
 from selfcal_lightning.records import Request, SamplingSettings
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
-CONTEXT = 256
 INSOMNIA = """
 from selfcal_lightning.engines.vllm import activated as vllm_activated
 from selfcal_lightning.engines.vllm.dynamic_temperature import DynamicTemperature
@@ -38,16 +33,11 @@ class Insomnia(DynamicTemperature):
 """
 
 
-def _engine(model: str, **options: object) -> VLLMEngine:
-    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
-    return VLLMEngine(model, **{**settings, **options})
-
-
 class TestActivated(ActivatedContract):
     refusal = EngineCrashedError
 
     def make_engine(self, model: str, **options: Any) -> VLLMEngine:
-        return _engine(model, **options)
+        return small_vllm(model, **options)
 
     def test_the_query_finds_what_sampling_left(self, reference: Reference, engines: Any) -> None:
         prompt = reference.prompt(" ".join(QUESTIONS))
@@ -59,7 +49,11 @@ class TestActivated(ActivatedContract):
             generate(engine, requests)
             after = engine.statistics()
             tokens = after.query_tokens - before.query_tokens
+            assert tokens > 32 * len(prompt)
             rates.append((after.query_cached_tokens - before.query_cached_tokens) / tokens)
+            prompts, cached = after.prompt_tokens, after.prompt_cached_tokens
+            assert (cached - before.prompt_cached_tokens) / (prompts - before.prompt_tokens) > 0.5
+            assert after.query_hit_rate is not None
         assert rates[1] == rates[0] > 0.5
 
     def test_samples_and_queries_in_one_batch_stay_apart(self, reference: Reference, engines: Any) -> None:
@@ -94,7 +88,7 @@ def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path
         wanted = module.confidence(batch)
     rows = [ids[: int(mask.sum())].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     query = module.chat.query
-    engine = _engine(tiny_model, adapter=str(write_export(module, tmp_path / "adapter")), chat=module.chat)
+    engine = small_vllm(tiny_model, adapter=str(write_export(module, tmp_path / "adapter")), chat=module.chat)
     table = torch.tensor(engine.next_token_probabilities(rows, [*query.yes_ids, *query.no_ids]))
     bare = torch.tensor(engine.next_token_probabilities(rows, query.yes_ids, with_adapter=False))
     engine.close()
@@ -104,7 +98,7 @@ def test_an_export_gives_the_confidences_of_its_module(tiny_model: str, tmp_path
 
 
 def test_half_precision(tiny_model: str, adapter: str, reference: Reference) -> None:
-    engine = _engine(tiny_model, adapter=adapter, dtype="bfloat16")
+    engine = small_vllm(tiny_model, adapter=adapter, dtype="bfloat16")
     check_half_precision(engine, reference, tiny_model, adapter)
     engine.close()
 
@@ -124,7 +118,7 @@ def test_an_adapter_that_sleeps_or_wakes_wrongly_is_refused(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     processors = {"logits_processors": [f"insomnia_{name}:Insomnia"]}
     with pytest.raises(EngineCrashedError, match=said):
-        _engine(tiny_model, adapter=adapter, engine_args=processors).submit([])
+        small_vllm(tiny_model, adapter=adapter, engine_args=processors).submit([])
 
 
 def test_another_base_model_than_the_modules_is_refused(
@@ -139,7 +133,7 @@ def test_another_base_model_than_the_modules_is_refused(
         return network
 
     monkeypatch.setattr(transformers_sleep, "load_network", load_another)
-    engine = _engine(tiny_model, adapter=adapter)
+    engine = small_vllm(tiny_model, adapter=adapter)
     with pytest.raises(ValueError, match=r"of the module that trained the activated adapter to 0.0001 in float32"):
         engine.submit([])
     assert engine.pid is None

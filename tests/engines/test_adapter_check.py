@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.vllm_server import small_vllm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.data.store.shards import StoredRow
@@ -20,6 +20,7 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.base import Engine, generate
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
+from selfcal_lightning.models.folders import weights_sha256
 from selfcal_lightning.models.lora import (
     LoraSettings,
     adapter_state,
@@ -181,12 +182,10 @@ def test_half_precision_has_a_wider_bound(tiny_model: str, trained: Trained, hal
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_passes_with_the_adapter_and_fails_with_the_previous_one(tiny_model: str, trained: Trained) -> None:
-    from selfcal_lightning.engines.vllm.engine import VLLMEngine
-
-    settings = {"chat": trained.chat, "max_context": 384, "kv_cache_memory_bytes": 1 << 28}
-    right = VLLMEngine(tiny_model, adapter=trained.adapter, **settings)
+    settings = {"chat": trained.chat, "max_context": 384}
+    right = small_vllm(tiny_model, adapter=trained.adapter, **settings)
+    assert right.describe()["adapter_sha256"] == weights_sha256(trained.adapter)
     assert check_adapter(right, trained.network, trained.probes) < 1e-4
     bare = trained.network.disable_adapter()
     prompts, asked = [probe.ids[:-1] for probe in trained.probes], list(trained.chat.query.yes_ids)
@@ -197,7 +196,7 @@ def test_vllm_passes_with_the_adapter_and_fails_with_the_previous_one(tiny_model
     assert without == [pytest.approx(row, abs=1e-5) for row in expected]
     assert served != [pytest.approx(row, abs=1e-5) for row in expected]
     right.close()
-    stale = VLLMEngine(tiny_model, adapter=trained.previous, **settings)
+    stale = small_vllm(tiny_model, adapter=trained.previous, **settings)
     refuses(stale, trained, r"0\.0001")
     stale.close()
 

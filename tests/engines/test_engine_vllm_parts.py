@@ -183,6 +183,8 @@ def start(
 def test_a_model_is_downloaded_before_its_start_is_timed(start: Callable[..., Any]) -> None:
     engine, starts = start("is ready", start_timeout=120.0)
     assert (engine.batch_size, starts()) == (7, 1)
+    with pytest.raises(ValueError, match="`token_ids` to hold ids of 0 to 511, but got 512"):
+        engine.next_token_probabilities([[5]], [512])
     engine.close()
 
 

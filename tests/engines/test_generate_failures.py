@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,41 +24,36 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamp
     return contents(path)
 
 
-class _PoisonedEngine(FakeEngine):
-    """Gives up every request of one question when nothing else is left, as the vLLM engine does."""
+class _RefusingEngine(FakeEngine):
+    """Refuses all requests of some questions, and with ``deaf`` plain prompts too."""
 
-    def __init__(self, poison: str) -> None:
+    def __init__(self, refused: Collection[str], *, deaf: bool = False) -> None:
         super().__init__()
-        self.poison = poison
+        self.refused, self.deaf = refused, deaf
 
     def poll(self) -> list[Response]:
-        bad = [name for name in self._waiting if name.endswith(self.poison)]
-        if bad and len(bad) == len(self._waiting):
-            self.cancel(bad)
-            raise RequestsFailedError(dict.fromkeys(bad, Failure("crash", is_refusal=True)))
-        held = {name: self._waiting.pop(name) for name in bad}
-        responses = super().poll()
-        self._waiting |= held
-        return responses
+        if bad := [name for name in self._waiting if name.split("/")[2] in self.refused]:
+            self.cancel(bad[:1])
+            raise RequestsFailedError({bad[0]: Failure("HTTP 400: too long", is_refusal=True)})
+        return super().poll()
+
+    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[Any]:
+        return [None] * len(prompts) if self.deaf else super().next_token_probabilities(prompts, *args, **options)
 
 
 def test_a_poison_prompt_does_not_take_the_run_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions = fake_questions(5)
-    report = run(tmp_path, questions, engine=_PoisonedEngine(questions[1].id))
+    report = run(tmp_path, questions, engine=_RefusingEngine([questions[1].id]))
     assert (report.refused, report.left_out, report.generated) == (3, 0, 12)
-    assert "crash" in capsys.readouterr().err
+    assert "HTTP 400: too long" in capsys.readouterr().err
     found = contents(tmp_path)
     assert len(found) == 5
     assert {(s.text, s.finish, s.answer, s.correct) for s in found[questions[1].id].samples} == {("", None, None, None)}
 
 
-class _StuckEngine(FakeEngine):
-    def poll(self) -> list[Response]:
-        return []
-
-
-def test_an_engine_that_breaks_the_contract_is_not_waited_for(tmp_path: Path) -> None:
-    engine = _StuckEngine()
+def test_an_engine_that_breaks_the_contract_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "poll", list)
     with pytest.raises(RuntimeError, match="Expected the engine to continue, but got nothing with 6 in flight"):
         run(tmp_path, fake_questions(2), engine=engine)
     assert not engine._waiting, "what was in flight is cancelled"
@@ -134,28 +129,6 @@ def test_a_file_with_a_question_left_out_is_not_stored_shard_by_shard(tmp_path: 
     assert len(contents(tmp_path)) == len(QUESTIONS) - 4
 
 
-class _RefusingEngine(FakeEngine):
-    """Refuses all requests of some questions."""
-
-    def __init__(self, refused: set[str]) -> None:
-        super().__init__()
-        self.refused = refused
-
-    def poll(self) -> list[Response]:
-        bad = [name for name in self._waiting if name.split("/")[2] in self.refused]
-        if bad:
-            self.cancel(bad[:1])
-            raise RequestsFailedError({bad[0]: Failure("HTTP 400: too long", is_refusal=True)})
-        return super().poll()
-
-
-class _Deaf(_RefusingEngine):
-    """Refuses plain prompts too."""
-
-    def next_token_probabilities(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[None]:
-        return [None] * len(prompts)
-
-
 def test_an_engine_that_refuses_whatever_it_is_asked_stops_the_run_and_stores_nothing(tmp_path: Path) -> None:
     """A server that was started anew with another model refuses every prompt; one poison prompt is refused alone."""
     everything = _RefusingEngine({question.id for question in QUESTIONS})
@@ -163,7 +136,7 @@ def test_an_engine_that_refuses_whatever_it_is_asked_stops_the_run_and_stores_no
         run(tmp_path, QUESTIONS, engine=everything, max_failures=4)
     assert contents(tmp_path) == {}
     with pytest.raises(EngineStoppedError, match="refused all 3 questions and a plain one"):  # too few for the limit
-        run(tmp_path, QUESTIONS[:3], engine=_Deaf({question.id for question in QUESTIONS}))
+        run(tmp_path, QUESTIONS[:3], engine=_RefusingEngine(everything.refused, deaf=True))
     assert contents(tmp_path) == {}
     assert run(tmp_path, [QUESTIONS[5]], engine=_RefusingEngine({QUESTIONS[5].id})).refused == NUM_SAMPLES
     report = run(tmp_path, QUESTIONS, engine=_RefusingEngine({QUESTIONS[7].id}), max_failures=4)

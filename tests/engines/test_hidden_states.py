@@ -44,14 +44,6 @@ def test_they_are_the_model_s_own_states(engine: TransformersEngine, tiny_model:
         np.testing.assert_allclose(states.token_mean[row], expected.mean(1), atol=2e-4, rtol=1e-4)
 
 
-def test_the_batch_changes_nothing(engine: TransformersEngine) -> None:
-    together = engine.prompt_states(PROMPTS, EACH)
-    for row, prompt in enumerate(PROMPTS):
-        alone = engine.prompt_states([prompt], EACH)
-        np.testing.assert_allclose(together.last_token[row], alone.last_token[0], atol=2e-4, rtol=1e-4)
-        np.testing.assert_allclose(together.token_mean[row], alone.token_mean[0], atol=2e-4, rtol=1e-4)
-
-
 def test_levels_are_chosen_and_averaged(engine: TransformersEngine) -> None:
     each = engine.prompt_states(PROMPTS, EACH).last_token
     some = engine.prompt_states(PROMPTS, LevelSettings((0, 3, -1), average=False)).last_token
@@ -71,15 +63,12 @@ def test_the_last_level_is_read_behind_or_before_the_final_norm(engine: Transfor
     np.testing.assert_array_equal(*inner)
 
 
-def test_a_level_that_there_is_not_is_refused(engine: TransformersEngine) -> None:
+def test_levels_and_prompts_that_there_are_not_are_refused(engine: TransformersEngine) -> None:
+    with pytest.raises(InputError, match="Expected prompts of 1 to"):
+        engine.prompt_states([[]], EACH)
     for levels in ((9,), (-10,), (1, 1), (), (0, -9)):
         with pytest.raises(InputError, match="`levels` to be distinct and from 0, the embedding, to 8"):
             engine.prompt_states(PROMPTS, LevelSettings(levels))
-
-
-def test_prompts_that_cannot_be_read_are_refused(engine: TransformersEngine) -> None:
-    with pytest.raises(InputError, match="Expected prompts of 1 to"):
-        engine.prompt_states([[]], EACH)
 
 
 def test_models_of_another_build(tiny_model: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -152,7 +151,6 @@ def test_a_killed_run_ends_with_the_rollouts_of_an_undisturbed_one(
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_rolls_the_same_prefixes_out_and_goes_on(
     sampled: SampleStore, rolled: tuple[Path, Path, Any], tmp_path: Path
 ) -> None:

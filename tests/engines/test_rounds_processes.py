@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -40,19 +39,7 @@ class Late(SSCGeneration):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "transformers",
-        pytest.param(
-            "vllm",
-            marks=[
-                pytest.mark.vllm,
-                pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_processes_wait_for_a_late_one_longer_than_a_collective_would(
     tiny_model: str, tmp_path: Path, engine: str
 ) -> None:

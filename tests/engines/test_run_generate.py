@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from support.fakes import fake_questions
 from support.options import nested
 from support.other_models import plain_copy
+from support.processes import is_running, wait_until
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.sampling import running
-from selfcal_lightning.engines.sampling import running as devices
-from selfcal_lightning.engines.sampling import running as shares
-from selfcal_lightning.engines.sampling.running import parse_shard
 from selfcal_lightning.engines.sampling.sampler import select_share
 from selfcal_lightning.evaluation.inputs import ModelInputs, ModelSide, SamplingOptions, TestSet, sample_models
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
@@ -41,7 +37,7 @@ def test_shards_of_machines_with_different_numbers_of_devices() -> None:
 @pytest.mark.parametrize("shard", ["1", "2/2", "-1/2", "a/b", "0/0", "1/2/3"])
 def test_shard_texts(shard: str) -> None:
     with pytest.raises(ValueError, match="Expected `shard` to be 'i/n'"):
-        parse_shard(shard)
+        running.parse_shard(shard)
 
 
 @pytest.fixture
@@ -73,10 +69,6 @@ def test_questions_after_an_offset_are_sampled_and_added(arguments: dict) -> Non
     more = run_generate(**nested(**arguments | {"limit": 3, "offset": 1}))
     assert (first.questions, more.questions, more.reused, more.generated) == (2, 3, 1, 4)
     assert sorted(stored(arguments)) == [f"word_problems/train/{number:06d}" for number in range(4)]
-    with pytest.raises(ValueError, match=r"`offset` .* the 2,000 questions .*got 5,000"):
-        run_generate(**nested(**arguments | {"limit": None, "offset": 5000}))
-    with pytest.raises(ValueError, match="`offset` to be at least 0, but got -1"):
-        run_generate(**nested(**arguments, offset=-1))
 
 
 def test_a_test_set_may_begin_after_an_offset(tmp_path: Path, tiny_model: str) -> None:
@@ -118,7 +110,7 @@ def test_nothing_left_to_do_loads_no_model(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("no model must be loaded")
 
-    monkeypatch.setattr(shares, "open_engine", refuse)
+    monkeypatch.setattr(running, "open_engine", refuse)
     monkeypatch.setattr(running, "run_workers", refuse)
     capsys.readouterr()
     for options in ({}, {"devices": 2}, {"shard": "0/2"}, {"num_samples": 1}, {"model": "bundled"}):
@@ -151,8 +143,8 @@ def test_workers_start_only_where_something_is_missing(arguments: dict, monkeypa
 
     def run_here(settings: dict[str, Any], parts: list[tuple[int, int]], **_: Any) -> list[dict[str, Any]]:
         asked.extend(parts)
-        run = shares.GenerationSettings.from_plain(settings)
-        return [asdict(shares.sample_share(run, shard=part, progress=False)) for part in parts]
+        run = running.GenerationSettings.from_plain(settings)
+        return [asdict(running.sample_share(run, shard=part, progress=False)) for part in parts]
 
     monkeypatch.setattr(running, "run_workers", run_here)
     report = run_generate(**nested(**arguments, devices=2))
@@ -181,13 +173,8 @@ def test_workers_end_with_their_parent_and_the_run_goes_on(arguments: dict, tmp_
     arguments |= {"limit": 400, "max_batch": 2, "questions_per_shard": 1}  # slow, so that the kill comes in the middle
     code = "import json, sys; from support.options import nested;"
     code += "from selfcal_lightning.commands.generate import run_generate;"
-    command = [
-        sys.executable,
-        "-c",
-        f"{code} run_generate(**nested(**json.loads(sys.argv[1])), devices=2)",
-        json.dumps(arguments),
-    ]
-    parent = subprocess.Popen(command)
+    code += "run_generate(**nested(**json.loads(sys.argv[1])), devices=2)"
+    parent = subprocess.Popen([sys.executable, "-c", code, json.dumps(arguments)])
     store = Path(arguments["store_dir"])
     wait_until(lambda: len(list(store.rglob("*.parquet"))) >= 3, seconds=500)
     workers = [int(name) for name in subprocess.check_output(["pgrep", "-P", str(parent.pid)]).split()]
@@ -205,20 +192,6 @@ def test_workers_end_with_their_parent_and_the_run_goes_on(arguments: dict, tmp_
     assert texts(stored(arguments)) == texts(stored(unbroken))
 
 
-def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.slow
 def test_a_failing_worker_is_an_error(arguments: dict, tmp_path: Path) -> None:
     # Tensors of the right sizes under other names pass the checks that come before the workers, and fail in them.
@@ -229,36 +202,39 @@ def test_a_failing_worker_is_an_error(arguments: dict, tmp_path: Path) -> None:
         run_generate(**nested(**arguments | {"model": broken}, devices=2))
 
 
-def test_a_model_that_is_nowhere_is_named_before_any_worker_starts(arguments: dict) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"Expected `model` to be a folder or a name on the hub, but there is no folder '/nowhere/model'",
-    ):
-        run_generate(**nested(**arguments | {"model": "/nowhere/model"}, devices=2))
-
-
-def test_run_generate_arguments(arguments: dict) -> None:
-    with pytest.raises(ValueError, match="Expected `devices` to be at least 1"):
-        run_generate(**nested(**arguments, devices=0))
-    with pytest.raises(ValueError, match=r"Expected one `task` when `path` is given, but got \['gsm8k', 'svamp'\]"):
-        run_generate(**nested(**arguments | {"task": ["gsm8k", "svamp"]}, path="x.jsonl"))
-    with pytest.raises(ValueError, match="unique"):
-        run_generate(**nested(**arguments | {"task": ["word_problems", "word_problems"]}))
-    with pytest.raises(ValueError, match="Expected `top_p`"):
-        run_generate(**nested(**arguments, top_p=0.0))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 0}, "Expected `devices` to be at least 1"),
+        ({"task": ["gsm8k", "svamp"], "path": "x.jsonl"}, r"one `task` when `path` is given, .* \['gsm8k', 'svamp'\]"),
+        ({"task": ["word_problems", "word_problems"]}, "unique"),
+        ({"top_p": 0.0}, "Expected `top_p`"),
+        ({"limit": None, "offset": 5000}, r"`offset` .* the 2,000 questions .*got 5,000"),
+        ({"offset": -1}, "`offset` to be at least 0, but got -1"),
+        (
+            {"model": "/nowhere/model", "devices": 2},
+            r"a folder or a name on the hub, but there is no folder '/nowhere",
+        ),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_written(
+    arguments: dict, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_generate(**nested(**arguments | changes))
     assert not Path(arguments["store_dir"]).exists()
 
 
 def test_workers_get_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [devices.worker_environment(i, 3)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "6", "7"]
+    assert [running.worker_environment(i, 3)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "6", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert devices.worker_environment(2, 3)["CUDA_VISIBLE_DEVICES"] == "2"
+    assert running.worker_environment(2, 3)["CUDA_VISIBLE_DEVICES"] == "2"
     with pytest.raises(ValueError, match="Expected `devices` to be at most 3 with 3 GPUs in sight, but got 4"):
-        devices.worker_environment(0, 4)
+        running.worker_environment(0, 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert int(devices.worker_environment(0, 2)["OMP_NUM_THREADS"]) >= 1
+    assert int(running.worker_environment(0, 2)["OMP_NUM_THREADS"]) >= 1
 
 
 def test_workers_get_the_gpus_that_one_model_is_cut_over(arguments: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +249,7 @@ def test_workers_get_the_gpus_that_one_model_is_cut_over(arguments: dict, monkey
             raise RuntimeError("all have started")
         return subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE, text=True)
 
-    monkeypatch.setattr(devices, "_start", refuse)
+    monkeypatch.setattr(running, "_start", refuse)
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)  # nothing is started
     cut = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 4}}
     with pytest.raises(RuntimeError, match="all have started"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +9,7 @@ import torch
 
 from selfcal_lightning.engines.transformers.slots import dynamic_temperature, tempered_probabilities
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)"),
-]
+pytestmark = pytest.mark.vllm
 
 
 class TestProcessor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -340,7 +339,6 @@ def test_the_bundled_model_answers_on_the_command_line(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_answers_as_transformers_does(tmp_path: Path) -> None:
     """The engines draw different texts; both stop when the rule says so, and pay for what they began."""
     common: dict[str, Any] = {"threshold": 0.8, "max_samples": 4, "max_new_tokens": 60, "lookahead": 3}

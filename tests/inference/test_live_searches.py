@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -111,7 +110,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_searches_as_transformers_does(
     tiny_model: str, reward: str, chat: ChatFormat, started: list[Engine], questions: str,
     capsys: pytest.CaptureFixture[str],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 from collections.abc import Callable
@@ -333,7 +332,6 @@ def exported(model: str, folder: Path, **settings: Any) -> str:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 def test_vllm_says_of_an_export_what_transformers_says(tiny_model: str, store_dir: str, tmp_path: Path) -> None:
     settings = RewardSettings(exported(tiny_model, tmp_path / "model"))
     samples = list(SampleStore(store_dir, num_samples=4).samples(split="validation"))

@@ -39,6 +39,15 @@ def connecting(server: FakeServer, model: str, chat: ChatFormat) -> Iterator[Con
         engine.close()
 
 
+def over_server(base_url: str, model: str, **options: object) -> OpenAIEngine:
+    """Return an engine over a server that runs the bundled model in float32."""
+    settings = {
+        "base_url": base_url, "weights": model, "dtype": "float32", "max_context": 256, "server_edt": True,
+        "api_key_env": "SELFCAL_TEST_NO_KEY",
+    }  # fmt: skip
+    return OpenAIEngine(model, **{**settings, **options})
+
+
 def canned(chat: ChatFormat) -> CannedModel:
     """Return the model that always says the same."""
     return CannedModel([*chat.response_ids("The answer is 8."), min(chat.end_of_turn_ids)])

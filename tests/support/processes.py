@@ -23,6 +23,21 @@ def free_port() -> int:
         return int(place.getsockname()[1])
 
 
+def wait_until(done: Callable[[], bool], *, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def run_python(code: str, **options: Any) -> str:
     """Run ``code`` in a process of its own, which must succeed, and return what it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)

@@ -1,4 +1,4 @@
-"""vLLM's own server as a process of its own: a port for it, and when it listens."""
+"""vLLM over the bundled model: the engine with little memory, and vLLM's own server as a process of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import free_port
 
 from selfcal_lightning.engines.base import EDT_PROCESSOR
+from selfcal_lightning.engines.vllm.engine import VLLMEngine
 
+CONTEXT = 256
 START_SECONDS = 480.0
+
+
+def small_vllm(model: str, **options: Any) -> VLLMEngine:
+    settings = {"max_context": CONTEXT, "kv_cache_memory_bytes": 1 << 28, "max_batch": 128, "start_timeout": 300.0}
+    return VLLMEngine(model, **{**settings, **options})
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tomllib
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.activated_reference import ActivatedContract, write_adapter
 from support.engine_reference import Reference
+from support.openai_engines import over_server
 from support.openai_models import RealModel
 from support.openai_server import ADAPTER, FakeServer
 from support.other_models import plain_copy
@@ -22,7 +22,6 @@ from selfcal_lightning.engines.vllm.process import worker_environment
 from selfcal_lightning.models.chat_format import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +34,7 @@ def always(adapter: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _engine(base_url: str, model: str, **options: object) -> OpenAIEngine:
-    settings = {
-        "base_url": base_url, "served_model": ADAPTER, "weights": model, "dtype": "float32",
-        "max_context": CONTEXT, "server_edt": True, "api_key_env": "SELFCAL_TEST_NO_KEY",
-    }  # fmt: skip
-    return OpenAIEngine(model, **{**settings, **options})
+    return over_server(base_url, model, **{"served_model": ADAPTER, **options})
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +124,6 @@ def vllms_server(tiny_model: str, adapter: str, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM (make setup-vllm)")
 class TestActivatedOnVLLMsServer(TestActivated):
     @pytest.fixture(autouse=True, scope="class")
     def _know_the_server(self, vllms_server: str, request: pytest.FixtureRequest) -> None:

@@ -6,19 +6,19 @@ import asyncio
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.engine_contract import EngineContract
 from support.engine_reference import EDT
-from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, requests_of
+from support.openai_engines import EVENT, KEY, KEY_NAME, Connect, canned, over_server, requests_of
 from support.openai_models import RealModel
 from support.openai_server import Exchange, FakeServer, is_silent, says, status
 from support.options import nested
 from support.other_models import plain_copy
+from support.processes import wait_until
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -33,8 +33,6 @@ COLD = SamplingSettings(temperature=0.005, edt_scale=None)
 
 
 class TestContract(EngineContract):
-    max_context = 256
-
     @pytest.fixture(autouse=True, scope="class")
     def _serve(self, tiny_model: str, request: pytest.FixtureRequest) -> Iterator[None]:
         request.cls.server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model))
@@ -42,15 +40,7 @@ class TestContract(EngineContract):
         request.cls.server.close()
 
     def make_engine(self, path: str) -> OpenAIEngine:
-        return OpenAIEngine(
-            path,
-            base_url=self.server.base_url,
-            weights=path,
-            dtype="float32",
-            max_context=self.max_context,
-            server_edt=True,
-            api_key_env="SELFCAL_TEST_NO_KEY",
-        )
+        return over_server(self.server.base_url, path)
 
 
 def test_a_response_is_what_the_server_said(connect: Connect, server: FakeServer, chat: ChatFormat) -> None:
@@ -106,14 +96,14 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     server.faults.extend([is_silent(after=EVENT), is_silent()])
     engine = connect(max_batch=2, deadline=600.0)
     engine.submit(requests_of(chat, 4))
-    _until(lambda: sorted(flight.num_tokens for flight in engine._flights.values()) == [0, 0, 0, 2])
-    _until(lambda: len(server.completions()) == 2)
+    wait_until(lambda: sorted(flight.num_tokens for flight in engine._flights.values()) == [0, 0, 0, 2])
+    wait_until(lambda: len(server.completions()) == 2)
     begun = engine.cancel(["0", "1", "3", "unknown"])
     assert sorted(begun.values()) == [0, 2]
     assert set(begun) == {"0", "1"}
     assert [response.request_id for response in engine.poll()] == ["2"]
     assert engine.poll() == []
-    _until(lambda: server.abandoned == 2)
+    wait_until(lambda: server.abandoned == 2)
     statistics = engine.statistics()
     tokens = len(chat.response_ids("The answer is 8."))
     assert (statistics.cancelled, statistics.tokens_received) == (3, 2 + tokens)
@@ -240,7 +230,7 @@ def test_closing_ends_the_thread_with_work_in_flight(connect: Connect, server: F
     server.faults.append(is_silent())
     engine = connect()
     engine.submit(requests_of(chat, 3))
-    _until(lambda: len(server.completions()) >= 1)
+    wait_until(lambda: len(server.completions()) >= 1)
     engine.close()
     assert {thread.ident for thread in threading.enumerate()} == threads
     with pytest.raises(RuntimeError, match="closed"):
@@ -268,10 +258,3 @@ def test_generate_samples_from_a_server(
     assert KEY not in written + str(capsys.readouterr())
     with pytest.raises(ValueError, match=r"`engine_args` of openai to be among served_model, .*\['speed'\]"):
         run_generate(**nested(**arguments | {"engine_args": {"speed": 2}}, edt_scale=None))
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)

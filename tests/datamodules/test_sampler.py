@@ -192,6 +192,16 @@ def test_every_step_has_its_part_of_both_kinds() -> None:
     assert {batch.calibration_total for batch in sampler} == {6.0}
 
 
+@pytest.mark.parametrize("start", [0, 1, 5, 6, 29])
+def test_iteration_goes_on_at_the_position_it_is_told(start: int) -> None:
+    draw = drawn(make_target(200), total_tuples=60)
+    lengths = np.arange(200)
+    whole = [batch.rows.tolist() for batch in make_sampler(draw, lengths, accumulate=3)]
+    rest = make_sampler(draw, lengths, accumulate=3, position=lambda: (0, start))
+    assert [batch.rows.tolist() for batch in rest] == whole[start:]
+    assert len(rest) == len(whole) == 30
+
+
 def test_the_position_is_read_with_the_first_batch() -> None:
     draw = EpochDraw(np.arange(20), np.ones(20), np.zeros(20), {})
     now = [(0, 0)]

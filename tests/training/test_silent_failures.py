@@ -1,8 +1,9 @@
 """What used to go wrong on this stack without an error (shared/specs/measured.md, A1), and would be wrong again.
 
-Tests of the others are where their subject is: validation rows dealt twice (A1.4) and the position of every process's
-loader (A1.7, A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in
-`test_cli.py`, packed rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
+Tests of the others are where their subject is: gradient checkpointing of modules in eval mode (A1.2) in
+`test_self_calibration_module.py`, validation rows dealt twice (A1.4) and the position of every process's loader (A1.7,
+A1.8) in `test_datamodule_resume.py`, hyper-parameters of a checkpoint over the user's (A1.5) in `test_cli.py`, packed
+rows cut from their prompt where there is no mask (A1.6) in `test_shared_prefix.py`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,7 @@ def fit_after(evaluation: str, module: SelfCalibrationModule, chat: ChatFormat) 
 
 
 def test_evaluation_leaves_gradients_with_recomputed_layers(tiny_model: str, chat: ChatFormat) -> None:
-    """A1.2: layers of modules in eval mode are not recomputed, and have no gradients."""
-    module = module_of(tiny_model, gradient_checkpointing=True)
-    assert not fit_after("validate", module, chat).missing()
-    assert module.model.training
+    assert not fit_after("validate", module_of(tiny_model, gradient_checkpointing=True), chat).missing()
 
 
 @pytest.mark.parametrize("evaluation", ["validate", "sanity check"])

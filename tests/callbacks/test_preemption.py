@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.module_batches import trained_state
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
@@ -67,7 +68,7 @@ def train(tiny_model: str, store: Path, folder: Path, *callbacks: Callback, **se
     trainer = trainer_with(*callbacks, kept, **always, **{"max_epochs": 2, **settings})
     data = data_module(tiny_model, store, total_tuples=4 * STEPS_PER_EPOCH, batch_size=2, **rows)
     trainer.fit(module, datamodule=data, ckpt_path="last")
-    return {name: value.detach().clone() for name, value in module.named_parameters() if value.requires_grad}
+    return trained_state(module)
 
 
 @pytest.mark.slow

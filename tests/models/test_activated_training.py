@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.module_batches import MIXED, NO_DROPOUT, Planned, batch_of, largest_difference, module_of, quiet_trainer
+from support.module_batches import (
+    MIXED,
+    NO_DROPOUT,
+    Planned,
+    batch_of,
+    largest_difference,
+    module_of,
+    quiet_trainer,
+    trained_state,
+)
 from support.packed_rows import FAMILIES, PROJECTIONS, collated, ignore_positions, shake, small_model, stored_rows
 from support.peft_alora import reference_loss, reference_p_true, reference_peft_model
+from support.processes import run_processes
 from support.training_runs import data_module
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -195,23 +205,20 @@ def test_plain_settings_calibrate_and_leave_the_generator_alone(
     assert (awake - base(ids).logits).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 4}, {"devices": 2, "strategy": "ddp_fork"}])
-def test_micro_batches_and_processes_do_not_change_the_trajectory(
-    settings: dict[str, Any], tiny_model: str, chat: ChatFormat, tmp_path: Path
-) -> None:
-    from support.trainers import KeepState
+def trained_by(world: int, tiny_model: str, chat: ChatFormat, micro_batch: int) -> dict[str, torch.Tensor]:
+    module = module_of(tiny_model, lora=ACTIVATED, lr=1e-3)
+    trainer = quiet_trainer(devices=world, accumulate_grad_batches=8 // (micro_batch * world))
+    trainer.fit(module, datamodule=Planned(chat, micro_batch))
+    return trained_state(module)
 
-    states = []
-    for index, options in enumerate(({}, settings)):
-        path = tmp_path / f"{index}.pt"
-        trainer = quiet_trainer(callbacks=[KeepState(path)], **options)
-        micro_batch = 8 // (trainer.accumulate_grad_batches * trainer.world_size)
-        trainer.fit(module_of(tiny_model, lora=ACTIVATED, lr=1e-3), datamodule=Planned(chat, micro_batch))
-        states.append(torch.load(path)["state"])
-    start = module_of(tiny_model, lora=ACTIVATED)
-    start.configure_model()
-    assert max(value.abs().max() for name, value in states[0].items() if "lora_B" in name) > 1e-3
-    assert largest_difference(*states) < 1e-5
+
+def test_micro_batches_and_processes_do_not_change_the_trajectory(
+    tiny_model: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    whole, parts = (trained_by(1, tiny_model, chat, micro_batch) for micro_batch in (8, 2))
+    assert max(value.abs().max() for name, value in whole.items() if "lora_B" in name) > 1e-3
+    for state in (parts, *run_processes(trained_by, tmp_path, 2, tiny_model, chat, 4)):
+        assert largest_difference(state, whole) < 1e-5
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from support.module_batches import quiet_trainer
 
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.self_calibration import SelfCalibrationModule
@@ -27,7 +27,7 @@ def shaken(tiny_model: str, **settings: Any) -> SelfCalibrationModule:
 
 def checkpoint(module: SelfCalibrationModule, path: Path) -> str:
     """A checkpoint of the Trainer with the weights of ``module``."""
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer = quiet_trainer()
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path, weights_only=True)
     return str(path)

@@ -24,15 +24,14 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import Strategy
 from support.kill_worker import die_at
+from support.parallel_runs import strategy_of
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.callbacks.adapter_export import AdapterExport
 from selfcal_lightning.callbacks.preemption import PreemptionCheckpoint
 from selfcal_lightning.models.lora import LoraSettings
 from selfcal_lightning.training.checkpoints import AtomicCheckpointIO, random_states
-from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
 ROWS_PER_STEP, ACCUMULATE = 8, 2
 
@@ -121,15 +120,6 @@ class Linger(Callback):
         if trainer.is_global_zero:
             time.sleep(self.seconds)
             (self.folder / "lingered").touch()
-
-
-def strategy_of(name: str) -> str | Strategy:
-    """Return the strategy, by its name or built for gloo."""
-    if name != "fsdp2":
-        return name
-    return AdapterModelParallelStrategy(
-        data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1, process_group_backend="gloo"
-    )
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""Trainers as tests need them: what a check reads of one, and what one leaves in a file."""
+"""What a check reads of a trainer, and a callback that saves checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from support.module_batches import quiet_trainer, trained_state
+from lightning.pytorch import Callback, Trainer
+from support.module_batches import quiet_trainer
 
 from selfcal_lightning.training.model_parallel import AdapterModelParallelStrategy
 
@@ -28,14 +27,3 @@ class SaveAt(Callback):
         if trainer.global_step in self.steps:
             self.steps.remove(trainer.global_step)
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
-class KeepState(Callback):
-    """Write what was trained to a file: with two processes the parent never sees it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            torch.save({"steps": trainer.global_step, "state": trained_state(pl_module)}, self.path)

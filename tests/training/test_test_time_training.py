@@ -17,7 +17,7 @@ from support.module_batches import largest_difference, trained_state
 from support.options import nested
 from support.processes import run_processes
 from support.ssc_pools import Pool
-from support.trainers import KeepState, SaveAt
+from support.trainers import SaveAt
 from support.training_runs import trainer_with
 
 import selfcal_lightning.adaptation.module as adaptation
@@ -185,29 +185,24 @@ def test_a_likelier_answer_is_learnt(tiny_model: str, store: str) -> None:
     assert of_rows[batch.advantage > 0].mean() > 0.1 > -0.1 > of_rows[batch.advantage < 0].mean()
 
 
-def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
-    """Two steps of 24 responses: in one process, in micro-batches, and by two processes, which cut groups apart."""
-    found = {}
+def trained_by(world: int, model: str, store: str, batch_size: int) -> dict[str, torch.Tensor]:
+    """Two steps of 24 responses."""
     learnt = {"reward": "majority", "target": "anchor"}
-    ways: dict[str, dict[str, Any]] = {
-        "whole": {"batch_size": 24}, "parts": {"batch_size": 8}, "processes": {"batch_size": 12},
-    }  # fmt: skip
-    for name, settings in ways.items():
-        processes: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork"} if name == "processes" else {}
-        accumulate = 24 // (settings["batch_size"] * processes.get("devices", 1))
-        path = tmp_path / f"{name}.pt"
-        trainer_with(
-            KeepState(path), max_epochs=1, limit_val_batches=0, accumulate_grad_batches=accumulate, **processes
-        ).fit(
-            module_of(tiny_model, lr=1e-3, kl=0.1, **learnt),
-            datamodule=data_of(tiny_model, store, group_size=3, **learnt, **settings),
-        )
-        found[name] = torch.load(path)["state"]
+    module = module_of(model, lr=1e-3, kl=0.1, **learnt)
+    accumulate = 24 // (batch_size * world)
+    trainer = trainer_with(max_epochs=1, limit_val_batches=0, accumulate_grad_batches=accumulate, devices=world)
+    trainer.fit(module, datamodule=data_of(model, store, group_size=3, batch_size=batch_size, **learnt))
+    return trained_state(module)
+
+
+def test_processes_do_not_change_the_trajectory(tiny_model: str, store: str, tmp_path: Path) -> None:
+    """In one process, in micro-batches, and by two processes, which cut groups apart."""
+    whole, parts = trained_by(1, tiny_model, store, 24), trained_by(1, tiny_model, store, 8)
+    two = run_processes(trained_by, tmp_path, 2, tiny_model, store, 12)
     start = module_of(tiny_model)
     start.configure_model()
-    assert largest_difference(found["whole"], trained_state(start)) > 1e-3
-    assert largest_difference(found["parts"], found["whole"]) < 1e-5
-    assert largest_difference(found["processes"], found["whole"]) < 1e-5
+    assert largest_difference(whole, trained_state(start)) > 1e-3
+    assert all(largest_difference(state, whole) < 1e-5 for state in (parts, *two))
 
 
 def test_a_selection_becomes_likelier(tiny_model: str, store: str, tmp_path: Path) -> None:

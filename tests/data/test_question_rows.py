@@ -57,10 +57,8 @@ def test_text_and_parquet_are_read_alike(read: Reader, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x", "anwser": 1}, "'anwser'. Did you mean 'answer'"),
         ({"question": "x", "refrence": 1}, "Did you mean 'reference'"),
         ({"Question": "x"}, "'Question'. Did you mean 'question'"),
-        ({"question": " "}, "`question` to hold text, but got ' '"),
         ({"question": None}, "`question` to hold text, but got None"),
         ({"question": "x", "answer": "soon"}, r"`answer` to be an answer .*\(number\), but got 'soon'"),
         ({"question": "x", "answer": True}, "`answer` .*but got True"),

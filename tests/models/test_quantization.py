@@ -129,19 +129,6 @@ def test_a_missing_package_is_named_before_anything_is_sampled(
     module_of(tiny_model, optimizer="adamw_8bit").configure_model()  # as an export does, which trains nothing
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quantization": "int8"}, "`quantization` .* 'int8'"),
-        ({"quantization": "nf4", "lora": None}, "`quantization` 'nf4' needs `lora`"),
-        ({"optimizer": "sgd"}, "`optimizer` .* 'sgd'"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SelfCalibrationModule("model", **settings)
-
-
 def test_the_guard_reaches_layers_of_any_origin() -> None:
     layer = bitsandbytes.nn.Linear4bit(8, 8)
     layer.support_avx512bf16_for_cpu = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import multiprocessing
 import os
 import subprocess
@@ -12,15 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
+import rich.console
 from lightning.pytorch import Trainer
 from support.command_lines import Refused
 from support.options import nested
 from support.ssc_pools import Pool
 from support.store_samples import write_pool
 
+from selfcal_lightning.callbacks.progress_bar import OneLineProgressBar
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.core import progress
+from selfcal_lightning.core.progress import Progress, Stage, counted
 from selfcal_lightning.data.store.parts import PartLock
 from selfcal_lightning.models.folders import config_path
 
@@ -51,7 +53,7 @@ def test_who_waits_for_a_store_says_for_whom(tmp_path: Path, caplog: pytest.LogC
     try:
         while not (tmp_path / "held").exists():
             time.sleep(0.02)
-        with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=f"process {other.pid} on "):
+        with pytest.raises(RuntimeError, match=f"process {other.pid} on "):
             PartLock(part, wait_seconds=0.3).acquire()
     finally:
         (tmp_path / "enough").write_text("")
@@ -124,3 +126,75 @@ def test_nothing_of_other_packages_is_said_at_the_start(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for foreign in ("kernels", "bitsandbytes", "Warning", "litlogger", "TPU available"):
         assert foreign not in done.stderr
+
+
+# ---- progress: lines, the training bar, and the time left
+
+METRICS = {"v_num": 0, "cal": 0.084, "gen": 0.0, "conf": 0.561, ">eta": 0.312, "tok/s": 1476.363, "pad": 0.002}
+
+
+@pytest.mark.parametrize(("width", "kept"), [(80, 1), (100, 3), (200, 6)])
+def test_the_numbers_fit_the_terminal(width: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = OneLineProgressBar()
+    bar._console = rich.console.Console(width=width)
+    parent = "lightning.pytorch.callbacks.RichProgressBar.get_metrics"
+    monkeypatch.setattr(parent, lambda *_: dict(METRICS))
+    shown = bar.get_metrics(Trainer(accelerator="cpu", logger=False), None)  # type: ignore[arg-type]
+    assert list(shown) == list(METRICS)[1 : kept + 1]
+    assert 62 + len("".join(f"{name}: {value:.3f} " for name, value in shown.items())) <= width
+
+
+def test_short_steps_in_a_row_are_not_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.3)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
+    progress.say("begin")
+    for number in range(10):  # none of them takes as long as a line is due
+        with progress.Stage(f"step {number}"):
+            time.sleep(0.1)
+    assert "step " in capsys.readouterr().err
+
+
+def test_the_time_left_counts_from_the_first_finished_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty seconds until an engine has filled its batch, then ten a second: the rest takes 90 s, not an hour."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Progress(1000, label="Sampling", enabled=False) as shown:
+        for at, responses, left in ((30.0, 1, None), (31.0, 1, None), (40.0, 98, 900 * 10 / 99), (40.0, 900, 0.0)):
+            now[0] = at
+            shown.update(responses)
+            assert shown.seconds_left() == (None if left is None else pytest.approx(left))
+        assert shown.line().endswith("00:00 left")
+
+
+def test_a_stage_speaks_while_it_lasts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with Stage("Quick"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+
+    def break_once_heard() -> None:
+        heard = ""
+        while "Joining: 0 s so far" not in heard:
+            heard += capsys.readouterr().err
+            time.sleep(0.01)
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"), Stage("Joining"):
+        break_once_heard()
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""  # it is over, after an error too
+
+
+def test_progress_that_ends_at_once_may_leave_no_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(2, label="Checking", unit="lines", only_if_slow=True) as bar:
+        assert list(counted("ab", bar)) == ["a", "b"]
+    assert (bar.done, capsys.readouterr().err) == (2, "")
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with Progress(2, label="Checking", unit="lines", only_if_slow=True) as bar:
+        list(counted("ab", bar))
+    assert "Checking: 2 of 2 lines" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,7 @@ def test_values_of_the_rows_stay(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         contents(tmp_path)
         score("mine")
     assert len(values) == 12 * 5, "no response was scored twice"
-    with caplog.at_level(logging.WARNING):
-        index = SampleStore(tmp_path).index(confidences=["mine"])
+    index = SampleStore(tmp_path).index(confidences=["mine"])
     keys = zip(index.question_id, index.sample_index.tolist(), strict=True)
     found = dict(zip(keys, index.confidences["mine"], strict=True))
     assert found == values

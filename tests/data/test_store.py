@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from support.fakes import fake_questions
 from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, make_store, shards, write
@@ -18,6 +19,7 @@ from support.store_samples import FINGERPRINT, MODEL, leftovers, make_group, mak
 from selfcal_lightning.data.store import maintenance
 from selfcal_lightning.data.store.manifest import StoreManifest
 from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.store.shards import _confidences
 from selfcal_lightning.records import Question
 
 
@@ -238,3 +240,15 @@ def test_different_duplicates_are_an_error_until_repaired(tmp_path: Path) -> Non
     assert all(group == make_group(group.question) for group in store.samples())
     assert len(shards(store, "b")) == 1, "nothing readable is deleted"
     assert store.join().duplicate_questions == 2
+
+
+def test_confidences_are_laid_out_once_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a row, which took days at millions of them."""
+    made: list[int] = []
+    full = np.full
+    monkeypatch.setattr(np, "full", lambda *given, **options: (made.append(1), full(*given, **options))[1])
+    chunks = [[json.dumps({"a": 0.5 + n, "b": 1.5}), None] for n in range(10)]
+    found = _confidences(pa.chunked_array(chunks, pa.string()))
+    assert len(made) == 2
+    np.testing.assert_array_equal(found["a"], np.ravel([[0.5 + n, np.nan] for n in range(10)]))
+    np.testing.assert_array_equal(found["b"], np.ravel([[1.5, np.nan]] * 10))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,7 @@ def test_values_come_back_at_their_rows(store: SampleStore, parts: int) -> None:
 def test_rows_without_a_value_are_counted(store: SampleStore, caplog: pytest.LogCaptureFixture) -> None:
     index = store.index(split="validation")
     annotate(store, index, [0.5, np.nan, *[0.25] * 6])
-    with caplog.at_level(logging.WARNING):
-        found = store.index(confidences=["later"])
+    found = store.index(confidences=["later"])
     assert found.num_missing("later") == 13
     assert "13 of 20 responses" in caplog.text
     confidences = [s.confidences for group in store.samples(split="validation", confidences=["later"])

@@ -1,4 +1,4 @@
-"""``sc.calibrate``, ``sc.answer`` and ``sc.evaluate``: the main job from Python, by the code of the verbs."""
+"""The main job from Python, by the code of the verbs, and as `selfcal fit --model M --questions Q`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
+from support.command_lines import Refused
 from support.store_samples import write_lines
 
 import selfcal_lightning as sc
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.presets import CommonCase, common_case, prepare, split_arguments
+from selfcal_lightning.data.tasks.registry import load_some
+from selfcal_lightning.models.folders import config_path
 
 SETTINGS = {"data.num_samples": 3, "trainer.accelerator": "cpu", "trainer.logger": False}
 
@@ -104,3 +109,127 @@ def test_a_mistake_is_raised_and_nothing_is_left(given: dict[str, Any], message:
     with pytest.raises((sc.InputError, FileNotFoundError), match=message):
         sc.calibrate(arguments.pop("model"), arguments.pop("questions"), **arguments)
     assert [path.name for path in here.iterdir()] == ["q.jsonl"]
+
+
+# ---- the common case on the command line, and what it says of bad input
+
+
+@pytest.fixture
+def questions(here: Path) -> str:
+    rows = ({"question": f"What is {n}+1?", "answer": n + 1} for n in range(30))
+    return str(write_lines(here / "q.jsonl", *rows))
+
+
+def test_the_parts_hold_every_question_once(questions: str) -> None:
+    prepared = prepare(CommonCase("bundled", questions))
+    assert prepared.counts == {"train": 24, "validation": 3, "calibration": 3}
+    data = prepared.configuration["data"]["init_args"]
+    sources = [*data["train"], *data["validation"], {**data["train"][0], "part": "calibration"}]
+    texts = [question.text for source in sources for question in load_some(**source)]
+    assert len(texts) == len(set(texts)) == 30
+    for told in ("24 to train on", "3 to validate on", "3 set aside", "runs/bundled", "preset small"):
+        assert told in prepared.description
+
+
+def test_the_preset_follows_the_model_and_can_be_named(questions: str, tmp_path: Path) -> None:
+    assert CommonCase("some/model", questions).preset_name == "activated"
+    assert prepare(CommonCase("some/model", questions)).configuration["model"]["init_args"]["lora"]["r"] == 16
+    assert prepare(CommonCase("m", questions, preset="joint")).configuration["model"]["init_args"]["lora"]["r"] == 32
+    own = yaml.safe_load(Path(config_path("presets/small.yaml")).read_text())
+    own["model"]["init_args"]["lr"] = 0.5
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    configuration = prepare(CommonCase("m", questions, preset=str(tmp_path / "own.yaml"))).configuration
+    assert configuration["model"]["init_args"] == {**own["model"]["init_args"], "base_model": "m"}
+
+
+def test_questions_of_several_tasks_are_a_source_each(questions: str, tmp_path: Path) -> None:
+    rows = [{"question": f"Is it {n}? (A) yes (B) no", "answer": "A", "task": "local_choice"} for n in range(10)]
+    rows += [{"question": f"{n}+1?", "answer": n + 1, "task": "local_number"} for n in range(10)]
+    prepared = prepare(CommonCase("m", str(write_lines(tmp_path / "two.jsonl", *rows))))
+    sources = prepared.configuration["data"]["init_args"]["train"]
+    assert [source["task"] for source in sources] == ["local_choice", "local_number"]
+    assert prepared.counts == {"train": 16, "validation": 2, "calibration": 2}
+
+
+def test_other_options_are_left_to_lightning(questions: str) -> None:
+    arguments = ["--questions", questions, "--data.num_samples", "4", "--model=bundled", "--model.lr", "1", "--check"]
+    given, rest = split_arguments(arguments)
+    assert given == {"questions": questions, "model": "bundled"}
+    assert rest == ["--data.num_samples", "4", "--model.lr", "1", "--check"]
+    assert common_case(["--config", "x.yaml", "--model", "some.module.Class", "--model.lr", "1"]) is None
+
+
+def test_check_prints_the_plan_and_writes_nothing(
+    questions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--trainer.accelerator", "cpu", "--data.num_samples", "3", "--output_dir", "out"]
+    assert run(["fit", "--model", "bundled", "--questions", questions, "--check", *options]) == 0
+    printed = capsys.readouterr()
+    assert "train: 24 word_problems; validation: 3 word_problems" in printed.out
+    assert "81 to sample" in printed.out, "the option overrides the preset"
+    assert "24 to train on, 3 to validate on, 3 set aside" in printed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["q.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected", "hint"),
+    [
+        ({"question": "x", "anwser": 1}, "b.jsonl:12: ", "Did you mean 'answer'?"),
+        ({"question": " "}, "b.jsonl:12: ", "`question`"),
+        ({"question": "x", "answer": "Paris"}, "b.jsonl:12: ", "`--task`"),
+        ({"question": "x", "task": "gsm9k"}, "b.jsonl:12: ", "Did you mean 'gsm8k'?"),
+        ({"question": "x", "task": "local_text"}, "b.jsonl:1: ", "`task`"),
+    ],
+)
+def test_a_bad_question_is_named(
+    row: dict[str, Any], expected: str, hint: str, tmp_path: Path, refused: Refused
+) -> None:
+    good = [{"question": f"{n}+1?", "answer": n + 1} for n in range(11)]
+    error = refused(["fit", "--model", "m/m", "--questions", str(write_lines(tmp_path / "b.jsonl", *good, row))])
+    assert error.startswith("selfcal fit: error: ")
+    assert expected in error
+    assert hint in error
+
+
+def test_engine_sampling_and_prompt_are_set_field_by_field(questions: str) -> None:
+    options = ["--engine.name", "vllm", "--engine.dtype", "bfloat16", "--sampling.max_new_tokens", "77"]
+    options += ["--prompt.format", "plain"]
+    found = common_case(["--model", "m", "--questions", questions, *options])
+    assert found is not None
+    configuration, rest = found[0].configuration, found[1]
+    assert not rest
+    (sampled,) = (one for one in configuration["trainer"]["callbacks"] if one["class_path"].endswith("SSCGeneration"))
+    engine = {"name": "vllm", "dtype": "bfloat16"}
+    assert sampled["init_args"] == {"engine": engine, "sampling": {"max_new_tokens": 77}}
+    assert configuration["model"]["init_args"]["prompt"]["format"] == "plain"
+
+
+FILE = ["--questions", "q.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "bundled", "--questions", "no.jsonl"], "there is none at no"),
+        (["--model", "", *FILE], "got ''"),
+        (["--model", "bundled", "--questions", ""], "`questions`"),
+        (["--model", "bundled", "--questions"], "--questions: expected one argument"),
+        (FILE, "`--model`"),
+        (["--model", "bundled", "--preset", "small"], "`--questions`"),
+        (["--model", "bundled"], "`--questions FILE`"),
+        (["--model", ""], "`--questions FILE`"),
+        (["--model", "bundled", *FILE, "--preset", "smal"], "Did you mean 'small'?"),
+        (["--model", "bundled", *FILE, "--engine.name", "vlm"], "Did you mean 'vllm'?"),
+        (["--model", "bundled", "--questions", "few.jsonl"], "at least 10 different questions"),
+        (["--model", "a", "--model", "b", *FILE], "`--model` once"),
+        (["--model", "bundled", *FILE, "--sampling.max_new_tokens", "x"], "got 'x'"),
+        (["--model", "bundled", *FILE, "--prompt.format", "plian"], "`prompt.format`"),
+        (["--model", "bundled", *FILE, "--engine.engine_args", "{a: b: c}"], "engine.engine_args"),
+    ],
+)
+def test_a_bad_command_is_one_sentence(questions: str, arguments: list[str], message: str, refused: Refused) -> None:
+    write_lines(Path("few.jsonl"), *({"question": f"{n}?"} for n in range(9)))
+    error = refused(["fit", *arguments])
+    assert error.startswith("selfcal fit: error: ")
+    assert message in error
+    assert "Traceback" not in error

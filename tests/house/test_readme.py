@@ -1,4 +1,4 @@
-"""What README and documentation say can be typed: targets, verbs, files, links, and their Python."""
+"""What README and documentation say can be typed: targets, verbs, files, links, Python; and the examples run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.store_samples import write_lines
 from selfcal_lightning.cli import VERBS
 from selfcal_lightning.commands.presets import as_arguments, common_case
 from selfcal_lightning.data.tasks.registry import TASKS
+from selfcal_lightning.models.chat_format import load_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = "\n".join(page.read_text() for page in PAGES)
@@ -106,3 +107,52 @@ def test_the_table_of_strategies_is_the_one_that_runs_are_held_against() -> None
     from selfcal_lightning.training.support import support_table
 
     assert support_table() in README
+
+
+# ---- the examples, in a folder of their own; the one that needs a server talks to a stand-in
+
+EXAMPLES = ROOT / "examples"
+SAID = {
+    "metrics_in_your_module.py": "val/AUROC",
+    "your_responses.py": "ECE",
+    "threshold_with_guarantee.py": "error rate",
+    "your_strategy.py": "samples",
+    "your_questions.py": "Written:",
+}
+
+
+def run(name: str, folder: Path, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    assert SAID[name] in run(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = "".join(output.get("text", "") for output in notebook.cells[-2]["outputs"])
+    assert said.count("right:") == 10
+
+
+@pytest.mark.slow
+def test_the_example_of_a_server_runs(tmp_path: Path, tiny_model: str) -> None:
+    pytest.importorskip("aiohttp")
+    from support.openai_models import RealModel
+    from support.openai_server import FakeServer
+
+    server = FakeServer(RealModel(tiny_model), load_tokenizer(tiny_model))
+    try:
+        assert run("server.py", tmp_path, server.base_url, tiny_model).strip()
+    finally:
+        server.close()

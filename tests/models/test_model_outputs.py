@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from selfcal_lightning.models import outputs as output_layer
-from selfcal_lightning.models.causal_lm import logits_at
+from selfcal_lightning.models.causal_lm import confidence_from_logits, logits_at
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.outputs import HiddenOutputs, LogitOutputs, ModelOutputs, ends_with_head, read_outputs
 from selfcal_lightning.records import ConfidenceQuery
@@ -128,6 +128,12 @@ def test_it_is_told_what_follows_the_output_layer() -> None:
         assert ends_with_head(AutoConfig.for_model(family, **settings)) == (family in ENDING), family
     capped = {**SMALL, "final_logit_softcapping": None}
     assert ends_with_head(AutoConfig.for_model("gemma2", **capped))
+
+
+def test_p_true_of_masses_far_below_the_smallest_float32() -> None:
+    tiny = torch.zeros(1, 9)
+    tiny[0, 0] = 300.0
+    assert confidence_from_logits(tiny, QUERY).p_true.item() == pytest.approx(2 / 3, abs=1e-5)
 
 
 # ---- a micro-step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch
 from support.dispatch_modes import PeakBytes
 from support.module_batches import NO_DROPOUT, largest_difference, quiet_trainer, trained_state
 from support.packed_rows import (
+    EXPERTS,
     FAMILIES,
+    LATENT,
+    SIZES,
     collated,
     ignore_positions,
     shake,
@@ -19,10 +24,13 @@ from support.packed_rows import (
     stored_rows,
     tree_attention_mask,
 )
+from support.ssc_pools import Pool
+from support.ssc_pools import fit as fit_recorder
 from support.training_runs import data_module
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from selfcal_lightning.datamodules.ssc.collate import shares_prefix
+from selfcal_lightning.models import packing
 from selfcal_lightning.models.chat_format import ChatFormat
 from selfcal_lightning.models.packing import (
     FLEX,
@@ -33,6 +41,8 @@ from selfcal_lightning.models.packing import (
     check_packed_equals_separate,
     check_shared_prefix,
     packed_inputs,
+    prefer_segments,
+    runs_packed_rows,
     segment_attention,
     shared_prefix_problem,
     tree_block_mask,
@@ -42,6 +52,7 @@ from selfcal_lightning.training.self_calibration import SelfCalibrationModule
 SHALLOW = True
 TREES = [PrefixTree(0, 5, (3, 7, 1)), PrefixTree(16, 4, (6,)), PrefixTree(26, 2, (4, 4))]
 WIDTH = 40  # four tokens of padding
+SMALL = {"vocab_size": 90, **SIZES}
 
 
 def separate_logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -178,14 +189,14 @@ def test_twenty_steps_give_the_same_adapter(
 ) -> None:
     store = fill_store(tmp_path / "store")
     states, tokens = {}, {}
-    for packing in ("shared_prefix", "off"):
-        data = data_module(tiny_model, store, packing=packing, group_size=4, total_tuples=80, num_samples=4)
+    for way in ("shared_prefix", "off"):
+        data = data_module(tiny_model, store, packing=way, group_size=4, total_tuples=80, num_samples=4)
         module = SelfCalibrationModule(tiny_model, lora=NO_DROPOUT, lr=3e-4)
         trainer = quiet_trainer(limit_val_batches=0, max_steps=20, log_every_n_steps=1)
         trainer.fit(module, datamodule=data)
         assert trainer.global_step == 20
-        states[packing] = trained_state(module)
-        tokens[packing] = trainer.callback_metrics["train/speed/SharedShare"].item()
+        states[way] = trained_state(module)
+        tokens[way] = trainer.callback_metrics["train/speed/SharedShare"].item()
     assert tokens["shared_prefix"] > 0.1 > tokens["off"]
     assert max(value.abs().max() for name, value in states["off"].items() if "lora_B" in name) > 1e-3
     assert largest_difference(states["shared_prefix"], states["off"]) < 1e-5
@@ -204,8 +215,13 @@ def test_twenty_steps_give_the_same_adapter(
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, None),
         ("gemma2", {}, None),
         ("gemma3_text", {}, None),
+        # Routing depends on values, which the device ``meta`` does not have.
+        *((family, {**SMALL, **EXPERTS, "num_experts": 4}, None) for family in ("mixtral", "qwen3_moe")),
+        *((family, {**SMALL, **LATENT, **EXPERTS}, None) for family in ("deepseek_v3", "minicpm3")),
         ("gpt_oss", {}, "s_aux"),
         ("mamba", {}, "attention"),
+        ("nemotron", SMALL, "fails on a packed row (Expected NemotronAttention to hand"),
+        ("doge", SMALL, "fails on a packed row (RuntimeError: "),
     ],
 )
 def test_attention_that_cannot_be_packed_is_found(family: str, settings: dict[str, Any], reason: str | None) -> None:
@@ -213,7 +229,7 @@ def test_attention_that_cannot_be_packed_is_found(family: str, settings: dict[st
     found = shared_prefix_problem(config)
     assert (reason in str(found)) if reason else found is None
     if reason:
-        with pytest.raises(ValueError, match=rf"{reason}.*Set `packing: auto`"):
+        with pytest.raises(ValueError, match=rf"{re.escape(reason)}.*Set `packing: auto`"):
             check_shared_prefix(config, "org/model")
 
 
@@ -247,3 +263,111 @@ def test_fit_stops_before_a_step_of_such_a_model(
     quiet_trainer(limit_val_batches=0, max_steps=1).fit(
         module, datamodule=data_module(tiny_model, store, packing="off")
     )
+
+
+# ---- which models can run packed rows is known before anything is sampled
+
+
+def test_scores_that_the_attention_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", lambda *a, **k: forward(*a, **k, s_aux=30.0))
+    assert "LlamaAttention asks for ['s_aux'])" in str(shared_prefix_problem(AutoConfig.for_model("llama", **SMALL)))
+
+
+def test_layers_that_do_not_attend_by_the_trees_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    forward = LlamaAttention.forward
+
+    def only_the_first(self: LlamaAttention, hidden_states: torch.Tensor, **arguments: object) -> tuple:
+        return forward(self, hidden_states, **arguments) if self.layer_idx == 0 else (hidden_states, None)
+
+    monkeypatch.setattr(LlamaAttention, "forward", only_the_first)
+    monkeypatch.setattr("selfcal_lightning.models.packing._PROBED", {})
+    found = shared_prefix_problem(AutoConfig.for_model("llama", **SMALL))
+    assert "layers that do not attend by the trees" in str(found)
+
+
+def test_float32_weights_under_autocast_take_the_masks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their fused kernels want queries, keys and values of one dtype, which autocast sees to only afterwards."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    monkeypatch.setattr(packing.TreeMasks, "branch_mask", lambda _, *lengths: causal_lower_right(*lengths[:2]))
+    monkeypatch.setattr(packing, "_attend_by_matmul", packing._attend)
+    model = default_llama()
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            check_packed_equals_separate(model)
+
+
+# ---- the check before the first step
+
+
+def default_llama() -> torch.nn.Module:
+    """A Llama as transformers initialises it, whose logits hardly depend on positions."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 512}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=1000, **sizes)).float()
+    prefer_segments(model)
+    return model
+
+
+def test_ignored_positions_are_found_out_at_the_usual_initialisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = default_llama()
+    check_packed_equals_separate(model)
+    ignore_positions(model, monkeypatch)
+    with pytest.raises(ValueError, match=r"standard deviations in the mean\. Set `packing: off`"):
+        check_packed_equals_separate(model)
+    assert model.training
+
+
+def test_whatever_a_packed_row_raises_says_the_way_out(tmp_path: Path) -> None:
+    model = small_model("llama", tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("sizes of tensors must match")
+
+    model.model.layers[1].self_attn.forward = fail
+    with pytest.raises(ValueError, match=r"RuntimeError: sizes of tensors must match\. Set `packing: off`"):
+        check_packed_equals_separate(model)
+    assert model.training
+
+
+# ---- fit
+
+
+def model_folder(family: str, folder: Path, pool: Pool) -> str:
+    """Write a model of random weights with the pool's tokenizer."""
+    small_model(family, folder, vocab_size=len(pool.chat.tokenizer), tokenizer=pool.model)
+    return str(folder)
+
+
+def test_auto_trains_models_that_cannot_pack(pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    model = model_folder("nemotron", tmp_path, pool)
+    module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_proj", "v_proj")))
+    data = pool.data(store_dir, packing="auto", base_model=model)
+    trainer = quiet_trainer(max_steps=2, limit_val_batches=1, log_every_n_steps=1)
+    with pytest.warns(UserWarning, match="Expected NemotronAttention to hand"):
+        trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 2
+    assert not runs_packed_rows(module.model)
+    assert trainer.callback_metrics["train/speed/SharedShare"] <= 0.0
+
+
+@pytest.mark.parametrize("packing", ["auto", "shared_prefix"])
+def test_latent_attention_trains_packed(packing: str, pool: Pool, store_dir: str, tmp_path: Path) -> None:
+    model = model_folder("deepseek_v3", tmp_path, pool)
+    module = SelfCalibrationModule(model, lora=replace(NO_DROPOUT, target_modules=("q_b_proj",)))
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, log_every_n_steps=1)
+    trainer.fit(module, datamodule=pool.data(store_dir, packing=packing, batch_size=8, base_model=model))
+    assert trainer.global_step == 1
+    assert trainer.callback_metrics["train/speed/SharedShare"] > 0.1
+
+
+def test_shared_prefix_refuses_them_before_anything_is_sampled(pool: Pool, tmp_path: Path) -> None:
+    model = model_folder("nemotron", tmp_path / "model", pool)
+    data = pool.data(str(tmp_path / "no-store-yet"), packing="shared_prefix", base_model=model)
+    with pytest.raises(ValueError, match=r"fails on a packed row .*\. Set `packing: auto` to fall back"):
+        fit_recorder(data)

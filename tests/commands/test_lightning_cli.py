@@ -17,6 +17,7 @@ from support.command_lines import Refused, exit_status
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.lightning_cli import LIGHTNING_LOGGER, silence_lightning, untrained_folders_removed
 from selfcal_lightning.commands.trainer_start import DATA_MODULE, MODULE
+from selfcal_lightning.models.folders import base_model_identity
 
 
 class Evil:
@@ -95,6 +96,15 @@ def test_a_file_that_is_no_checkpoint_is_refused(
 ) -> None:
     (tmp_path / "notes.ckpt").write_bytes(content)
     assert "Not a checkpoint that" in refused(validate(tiny_model, tmp_path / "notes.ckpt"))
+
+
+def test_a_checkpoint_of_another_base_model_is_refused(tiny_model: str, tmp_path: Path, refused: Refused) -> None:
+    identity = {**base_model_identity(tiny_model), "model": "meta/other", "weights_sha256": "0" * 64}
+    kept = {"state_dict": {}, "base_model_identity": identity, "epoch": 0, "global_step": 0}
+    torch.save({**kept, "pytorch-lightning_version": "2.6.6"}, tmp_path / "other.ckpt")
+    error = refused(validate(tiny_model, tmp_path / "other.ckpt"))
+    assert f"'{tiny_model}'" in error
+    assert "'meta/other'" in error
 
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])

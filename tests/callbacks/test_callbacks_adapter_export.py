@@ -185,9 +185,11 @@ def test_a_folder_of_another_kind_is_refused_at_once(tiny_model: str, store: Pat
 
 
 def test_a_value_that_no_validation_gives_names_the_known(tiny_model: str, store: Path, tmp_path: Path) -> None:
-    """That of a single task has no name of its own."""
-    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/word_problems/calibration/ECE")
+    callback = AdapterExport(str(tmp_path / "adapter"), monitor="val/gsm8k/calibration/ECE")
     data = data_module(tiny_model, store)
+    with pytest.raises(ValueError, match=r"`monitor`.*val/calibration/ECE.*val/gsm8k/calibration/ECE"):
+        trainer_with(callback).fit(module_of(tiny_model), datamodule=data)
+    callback.monitor = "val/word_problems/calibration/ECE"  # that of a single task has no name of its own
     with pytest.raises(ValueError, match="to be one of val/calibration/ECE, but got 'val/word_problems/"):
         callback.plan_run("fit", trainer_with(callback), module_of(tiny_model), data)
 

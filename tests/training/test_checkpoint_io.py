@@ -188,6 +188,8 @@ def test_resuming_what_cannot_go_on(tiny_model: str, tmp_path: Path, capsys: pyt
     assert "a checkpoint without 'optimizer_states': it was written with `save_weights_only=True`" in (
         capsys.readouterr().err
     )
+    assert fit(tiny_model, tmp_path, weights_alone, "--model.lora.r", "3") == 1
+    assert "Use the settings of the run that wrote it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

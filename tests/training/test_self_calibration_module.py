@@ -287,6 +287,11 @@ def test_learning_rate_is_a_cosine_over_optimiser_steps(tiny_model: str, chat: C
     assert rates == pytest.approx(expected)
 
 
+def test_endless_training_is_refused(tiny_model: str, chat: ChatFormat) -> None:
+    with pytest.raises(ValueError, match=r"`trainer.max_epochs` or `trainer.max_steps`"):
+        quiet_trainer(max_epochs=-1).fit(module_of(tiny_model), datamodule=Planned(chat, 8))
+
+
 @pytest.fixture(scope="module")
 def kept(tiny_model: str, chat: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A checkpoint of a step, and its module."""

@@ -71,21 +71,6 @@ def test_split_of_a_file(tmp_path: Path) -> None:
         load_pool(only, split="ood")
 
 
-def test_store_and_file_give_the_same_samples(tmp_path: Path) -> None:
-    responses = [{"text": "1", "confidence": {"p_true": 0.75, "c": 0.5}, "tokens": 4}, {"text": "1.0", "tokens": 5}]
-    path = write_number_pool(tmp_path / "pool.jsonl", {"a": responses, "b": responses[:1]}, split="test")
-    import_pool(path, tmp_path / "store")
-    stored, read = load_recorded_pool(tmp_path / "store", split="test"), load_recorded_pool(path, split="test")
-    for one, other in zip(stored.entries, read.entries, strict=True):
-        assert one.question.id == other.question.id
-        known = [
-            [(s.answer, s.correct, s.num_tokens, s.p_true, s.confidences.get("c")) for s in entry.samples]
-            for entry in (one, other)
-        ]
-        assert known[0] == known[1]
-    assert len(load_recorded_pool(tmp_path / "store", limit=1).entries) == 1
-
-
 def test_bad_pools_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="absent"):
         load_pool(tmp_path / "absent")

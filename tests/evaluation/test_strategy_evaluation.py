@@ -238,14 +238,6 @@ def test_each_test_set_has_its_own_budget_in_the_short_tables(capsys: pytest.Cap
     assert "12 questions of test, 12 questions of other; 4 samples each." in capsys.readouterr().out
 
 
-def test_confidences_that_look_ahead_are_refused() -> None:
-    pool = pool_of(1)
-    pool = recorded(with_samples(pool.entries, lambda s: replace(s, confidences={"response_consistency": 0.5})))
-    assert [row.name for row in evaluate(pool, None).confidences["model"]] == ["p_true"]
-    with pytest.raises(ValueError, match="response_consistency, which depend on the other responses"):
-        weigh_pool(pool, ["response_consistency"], [])
-
-
 def test_costs_of_a_fused_confidence_include_the_query_of_its_parts() -> None:
     pool = replace(pool_of(3, num_questions=20), query_tokens=7)
     names = ["p_true", "sequence_logprob_platt", "fused"]

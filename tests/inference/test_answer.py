@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeEngine, ReplyingEngine
-from support.options import nested
 from support.store_samples import write_lines
 from support.strategy_pools import make_entry, random_pool
 
@@ -335,20 +334,6 @@ def test_the_bundled_model_answers_on_the_command_line(
         assert row["answer"] is None or row["answer"] in str(row["response"])
         assert 1 <= row["samples_used"] <= 2
         assert row["tokens_used"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_vllm_answers_as_transformers_does(tmp_path: Path) -> None:
-    """The engines draw different texts; both stop when the rule says so, and pay for what they began."""
-    common: dict[str, Any] = {"threshold": 0.8, "max_samples": 4, "max_new_tokens": 60, "lookahead": 3}
-    small = {"max_context": 256, "kv_cache_memory_bytes": 1 << 27}
-    for engine, engine_args in (("transformers", {}), ("vllm", small)):
-        (answer,) = run_answer("bundled", QUESTION, **nested(engine=engine, engine_args=engine_args, **common))
-        verdict = answer.verdict
-        assert verdict.stopped_early == (verdict.confidence is not None and verdict.confidence >= 0.8)
-        assert verdict.samples_used <= verdict.samples_generated <= 4
-        assert verdict.tokens_used <= verdict.tokens_generated
 
 
 def test_a_threshold_that_no_answer_reaches_is_told() -> None:

@@ -55,11 +55,6 @@ BY_HAND: dict[str, list[tuple[Any, str, list[float | None] | float, tuple[str | 
     "a window that agrees need not be the majority; its confidence is its share of the votes": [
         (WindowStopping(2, mode="sliding"), "abacc", None, ("c", 5, True), 0.4),
     ],
-    "two wrong answers are possible: 3/5 * 1/2 against twice 2/5 * 1/2 shared by two; .6 * .25, .2 * .5, .2 * .25": [
-        (CGES(1.0, wrong_answers=2), "aa", [0.6, 0.5], ("a", 2, False), 0.75),
-        (CGES(1.0, wrong_answers=2), "ab", [0.6, 0.5], ("a", 2, False), 0.5),
-        (CGES(0.75, wrong_answers=2), "aab", [0.6, 0.5, 0.5], ("a", 2, True), 0.75),
-    ],
     "without evidence further samples are copies; with 1/2 three count as 3 / (1 + 2/2) = 1.5, of those that vote": [
         (CGES(1.0, evidence=0.0), "aaa", 0.6, ("a", 3, False), 0.6),
         (CGES(1.0, evidence=0.5), "aaa", 0.6, ("a", 3, False), 7.5**1.5 / (7.5**1.5 + 5)),
@@ -68,9 +63,6 @@ BY_HAND: dict[str, list[tuple[Any, str, list[float | None] | float, tuple[str | 
     "certainty is clamped": [
         (CGES(1.0), "a", 1.0, ("a", 1, False), 0.999),
         (CGES(1.0, clamp=0.2), "a", 1.0, ("a", 1, False), 0.8),
-    ],
-    "four answers are seen and two assumed: the truth is one of the four": [
-        (CGES(1.0, wrong_answers=1), "abcd", 0.5, ("a", 4, False), 0.25),
     ],
     "no weight is no agreement": [
         (AdaptiveConsistency("confidence_ratio", 0.0), "aab", 0.0, ("a", 3, False), None),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.module_batches import MIXED, NO_DROPOUT, batch_of
+from support.processes import run_command
 
 Script = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "quality"
@@ -58,10 +57,8 @@ def test_the_choice_is_the_best_without_labels(high: float, clearly: bool, scrip
 def test_the_study_runs_and_goes_on(tmp_path: Path, tiny_model: str) -> None:
     command = [sys.executable, str(BENCHMARKS / "targets_study.py"), "--quick", "--model", tiny_model]
     command += ["--output", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=BENCHMARKS, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
+        run_command(command, cwd=BENCHMARKS)
     study = json.loads((tmp_path / "results" / "targets_study.json").read_text())
     assert set(study["tables"]) == {"calibration", "in-domain test", "out-of-domain test"}
     rows = study["tables"]["calibration"]

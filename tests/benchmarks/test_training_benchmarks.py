@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from support.packed_rows import tree_attention_mask
+from support.processes import run_command, run_python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "training"
 Script = Callable[[str], ModuleType]
@@ -30,11 +30,7 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 
 def run(script: str, *arguments: str, folder: Path) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return run_command([sys.executable, str(BENCHMARKS / script), *arguments], cwd=folder, timeout=500)
 
 
 def test_flops_of_a_tiny_model_by_hand(script: Script) -> None:
@@ -108,8 +104,7 @@ def test_training_imports_without_the_optional_packages() -> None:
     code += f"sys.path.insert(0, {str(BENCHMARKS)!r})\nimport peft, gpu_training\n"
     code += f"assert not sys.modules.keys() & set({ABSENT}), sys.modules.keys() & set({ABSENT})\n"
     code += "import importlib.util\nassert importlib.util.find_spec('datasets') is None\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_python(code, timeout=300)
 
 
 @pytest.mark.slow
@@ -135,19 +130,18 @@ def test_training_throughput_goes_through_and_resumes(tmp_path: Path) -> None:
 def test_the_gpu_set_goes_through_on_a_cpu(tmp_path: Path) -> None:
     """By its own command, which installs nothing."""
     arguments = ["--device", "cpu", "--small", "--seconds", "0.1", "--only"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)}
     for only in ("segments", "matrix rate"):
         command = ["bash", str(BENCHMARKS.parent / "gpu.sh"), *arguments, only]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=500)
-        assert done.returncode == 0, done.stderr[-2000:]
+        shown = run_command(command, cwd=tmp_path, env=environment, timeout=500)
     found = json.loads((tmp_path / "gpu_training_small.json").read_text())["jobs"]
     segments = {"equality, segments", "segments", "segments, checkpointing", "segments, preset's draw"}
     assert found.keys() == {*segments, "matrix rate"}
     assert found["equality, segments"]["float32"]["max"] < 1e-4 < found["equality, segments"]["bfloat16"]["max"] < 0.5
     assert found["segments"]["flops_per_second"] == found["segments"]["needed_flops_per_second"]
     assert all("seconds" in result for name, result in found.items() if name.startswith("segments"))
-    assert "| segments, checkpointing |" in done.stdout
-    assert "TFLOP/s (tenths:" in done.stdout
+    assert "| segments, checkpointing |" in shown
+    assert "TFLOP/s (tenths:" in shown
 
 
 def test_a_job_that_fails_or_hangs_costs_only_itself(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from rich.console import Console
+from support.processes import run_python
 
 from selfcal_lightning.confidence.features import ConfidenceScores
 from selfcal_lightning.evaluation.curves import StrategyCurve
@@ -306,5 +305,4 @@ def test_odd_pools_draw_without_a_warning(name: str) -> None:
 def test_figures_do_not_touch_pyplot() -> None:
     code = "import sys, selfcal_lightning.evaluation.figures as f; "
     code += "f.roc_figure({'a': ([.1, .9], [0, 1])}); "
-    code += "sys.exit('matplotlib.pyplot' in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    run_python(f"{code}sys.exit('matplotlib.pyplot' in sys.modules or 'torch' in sys.modules)")

@@ -257,10 +257,6 @@ def test_only_ascii_digits_are_numbers(sign: str) -> None:
     assert step_numbers(f"3{sign}") == {"3"}
 
 
-def _reference_sorted_topk(scores: list[float], k: int) -> list[int]:
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
-
-
 def _is_last(reason: str | None, segment: str = "") -> bool:
     """Return whether the reference ends a path: it stopped for another reason than a blank line, or it answered."""
     return reason != "\n\n" or "\\boxed" in segment
@@ -297,12 +293,6 @@ def test_particle_weights_equal_the_vectors(vectors: Vectors) -> None:
     for case in vectors("particle_weights")["cases"]:
         assert_allclose(particle_weights(case["prm"]), case["resample_probs"], atol=1e-6)
         assert_allclose(special.softmax(case["log_weights"]), particle_weights(case["prm"]), atol=1e-6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 10))
-def test_selection_equals_sorting(scores: list[float], k: int) -> None:
-    assert select_topk(scores, k) == _reference_sorted_topk(scores, k)
 
 
 @settings(deadline=None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from support.processes import run_processes
+from support.processes import run_processes, run_python
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -464,5 +462,4 @@ def test_functions_of_metrics_bring_no_torch() -> None:
         "assert metrics.soft_self_consistency(['4', '4'], [0.5, 0.5]) == [1.0, 1.0]\n"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert run_python(code).split() == ["False", "False"]

@@ -38,11 +38,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def run_command(command: list[str], **options: Any) -> str:
+    """Run a command, which must succeed, and return what it prints."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def run_python(code: str, **options: Any) -> str:
     """Run ``code`` in a process of its own, which must succeed, and return what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_command([sys.executable, "-c", code], **options)
 
 
 def run_processes(work: Callable[..., Any], folder: Path, *arguments: Any, count: int = 2, limit: float = 300) -> list:

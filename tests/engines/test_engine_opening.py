@@ -23,14 +23,6 @@ from selfcal_lightning.models.chat_format import ChatFormat, Prompt, PromptExamp
 from selfcal_lightning.records import SamplingSettings
 
 
-class Opened(Exception):  # noqa: N818 - no error: it ends the work once the engine is there
-    """What an engine was opened with."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
-        super().__init__(str(arguments))
-
-
 @pytest.mark.parametrize(
     ("name", "known"), [("transformers", "max_context"), ("vllm", "kv_cache_memory_bytes"), ("openai", "deadline")]
 )
@@ -70,17 +62,17 @@ def test_every_way_to_one_engine_gives_one_size_of_its_batch(
 
     def remember(self: object, model: str, **arguments: Any) -> None:
         opened.append({"model": model, **arguments})
-        raise Opened(arguments)
+        raise RuntimeError("opened")
 
     monkeypatch.setattr(TransformersEngine, "__init__", remember)
     monkeypatch.setattr(vllm.VLLMEngine, "__init__", remember)
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)  # nothing is started
     # A signature of the real classes is what options are held against.
     monkeypatch.setattr(opening, "_check_engine_args", lambda options, known: None)
-    with pytest.raises(Opened):
+    with pytest.raises(RuntimeError, match="opened"):
         run_generate("bundled", str(tmp_path), "word_problems", limit=1, engine=EngineSettings(name))
     callback = SSCGeneration(engine=EngineSettings(name))
-    with pytest.raises(Opened):
+    with pytest.raises(RuntimeError, match="opened"):
         start_engine(callback.engine, "bundled", chat, place=Place(torch.device("cpu")))
     by_verb, by_callback = (arguments["max_batch"] for arguments in opened)
     assert by_verb is by_callback is None

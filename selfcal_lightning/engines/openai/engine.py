@@ -38,7 +38,6 @@ from selfcal_lightning.engines.openai.transport import (
 )
 from selfcal_lightning.engines.openai.wire import (
     Flight,
-    OpenAIStatistics,
     ServerError,
     check_sampling,
     choose_model,
@@ -146,7 +145,6 @@ class OpenAIEngine:
         self._numbers = itertools.count()
         self._flights: dict[int, Flight] = {}
         self._in_flight = InFlight()
-        self._tally = OpenAIStatistics()
 
     @property
     def max_context(self) -> int:
@@ -189,12 +187,10 @@ class OpenAIEngine:
         self._work_off()
         thrown_away, names = self._in_flight.drop(ids)
         flights = {number: self._flights.pop(number) for number in names}
-        begun = self._jobs.drop(flights) if flights else set()
-        for number, flight in flights.items():
-            if number in begun or flight.received:  # or finished just now
-                thrown_away[flight.request.id] = flight.num_tokens
-            self._tally.tokens_received += flight.received
-        self._tally.cancelled += len(flights)
+        if flights:
+            self._jobs.drop(flights)
+        begun = (flight for flight in flights.values() if flight.reader is not None)
+        thrown_away |= {flight.request.id: flight.num_tokens for flight in begun}
         return thrown_away
 
     def next_token_probabilities(
@@ -241,11 +237,6 @@ class OpenAIEngine:
         jobs, self._jobs = self._jobs, None
         if jobs is not None:
             jobs.close(last=self._transport.close)
-
-    def statistics(self) -> OpenAIStatistics:
-        if self._transport is None:
-            return replace(self._tally)
-        return replace(self._tally, attempts=self._transport.attempts, retries=self._transport.retries)
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -363,12 +354,8 @@ class OpenAIEngine:
             raise error
         if number in self._in_flight.scores:
             self._in_flight.scores[number] = result if failure is None else failure
-        elif (flight := self._flights.pop(number, None)) is not None:
-            self._tally.tokens_received += flight.received
+        elif (flight := self._flights.pop(number, None)) is not None:  # else it finished while it was being dropped
             if failure is None:
                 self._in_flight.answer(result)
             else:
                 self._in_flight.fail(flight.request.id, failure)
-        else:
-            return  # it finished while it was being dropped
-        self._tally.failed += failure is not None

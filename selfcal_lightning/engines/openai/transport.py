@@ -120,12 +120,9 @@ class BackgroundJobs:
             outcomes.append(self._outcomes.get())
         return outcomes
 
-    def drop(self, numbers: Iterable[int]) -> set[int]:
-        """Cancel jobs, wait until they have ended and return those that had been begun.
-
-        A job that finishes meanwhile still has an outcome.
-        """
-        return self.run(self._drop(set(numbers)))
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Cancel jobs and wait until they have ended. A job that finishes meanwhile still has an outcome."""
+        self.run(self._drop(set(numbers)))
 
     def close(self, *, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         """Cancel everything, run ``last`` in the loop and end the thread. Closing twice is allowed."""
@@ -159,14 +156,13 @@ class BackgroundJobs:
             self._outcomes.put((number, None if error else task.result(), error))
         self._fill()
 
-    async def _drop(self, numbers: set[int] | None) -> set[int]:
+    async def _drop(self, numbers: set[int] | None) -> None:
         unwanted = self._running.keys() if numbers is None else self._running.keys() & numbers
-        begun = {number: self._running[number] for number in unwanted}
+        begun = [self._running[number] for number in unwanted]
         self._waiting = deque(item for item in self._waiting if numbers is not None and item[0] not in numbers)
-        for task in begun.values():
+        for task in begun:
             task.cancel()
-        await asyncio.gather(*begun.values(), return_exceptions=True)
-        return set(begun)
+        await asyncio.gather(*begun, return_exceptions=True)
 
 
 class StatusError(ServerError):
@@ -206,7 +202,7 @@ class Transport:
         self._first_wait, self._longest_wait = first_wait, longest_wait
         self._http = require("aiohttp", extra="openai")
         self._session: ClientSession | None = None
-        self.attempts = self.retries = 0
+        self._retries = 0
 
     async def get(self, path: str, *, deadline: float) -> Any:
         return await self._with_retries(lambda: self._json("GET", path, None), deadline)
@@ -240,7 +236,6 @@ class Transport:
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    self.attempts += 1
                     number += 1
                     try:
                         return await self._translated(attempt)
@@ -250,10 +245,10 @@ class Transport:
                         raise self._failure(f"{trouble} ({number} attempts)")
                     if clock() + wait >= deadline:
                         raise self._failure(f"{trouble} (attempt {number}; no time left to wait {wait:.3g} s more)")
-                    self.retries += 1
+                    self._retries += 1
                     # Of the 1st, 10th, 100th ...: a busy server has thousands.
-                    level = logging.WARNING if str(self.retries).rstrip("0") == "1" else logging.DEBUG
-                    told = self.base_url, trouble, self.retries, wait
+                    level = logging.WARNING if str(self._retries).rstrip("0") == "1" else logging.DEBUG
+                    told = self.base_url, trouble, self._retries, wait
                     _logger.log(level, "The server at %s: %s; repetition %d in %.3g s.", *told)
                     await asyncio.sleep(wait)
         except TimeoutError:

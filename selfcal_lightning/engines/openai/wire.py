@@ -256,34 +256,17 @@ def _garbage(expected: str, got: Any, error: Exception) -> ServerError:
 
 
 @dataclass(slots=True)
-class OpenAIStatistics:
-    """What the engine has done so far."""
-
-    attempts: int = 0
-    retries: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    tokens_received: int = 0
-
-
-@dataclass(slots=True)
 class Flight:
     """A request on its way, and the part of its response that has come in."""
 
     request: Request
     reader: SampleReader | None = None
-    wasted: int = 0
 
     @property
     def num_tokens(self) -> int:
         return 0 if self.reader is None else self.reader.num_tokens
 
-    @property
-    def received(self) -> int:
-        return self.wasted + self.num_tokens
-
     def begin(self, stop_token_ids: Sequence[int], *, max_tokens: int, vocabulary: int) -> SampleReader:
-        self.wasted += self.num_tokens
         step_ids = self.request.step_ids
         self.reader = SampleReader(stop_token_ids, max_tokens=max_tokens, vocabulary=vocabulary, step_ids=step_ids)
         return self.reader

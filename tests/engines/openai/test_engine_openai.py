@@ -104,9 +104,6 @@ def test_cancelling_closes_the_connection_and_tells_what_came(
     assert [response.request_id for response in engine.poll()] == ["2"]
     assert engine.poll() == []
     wait_until(lambda: server.abandoned == 2)
-    statistics = engine.statistics()
-    tokens = len(chat.response_ids("The answer is 8."))
-    assert (statistics.cancelled, statistics.tokens_received) == (3, 2 + tokens)
     assert len(generate(engine, requests_of(chat, 4))) == 4
 
 
@@ -151,7 +148,7 @@ def test_the_key_is_sent_and_never_shown(
     with caplog.at_level(logging.DEBUG), pytest.raises(RequestsFailedError) as caught:
         generate(engine, requests_of(chat, 1))
     assert server.completions()[0].headers["authorization"] == f"Bearer {KEY}"
-    shown = f"{caught.value!r} {engine.describe()} {engine!r} {caplog.text} {engine.statistics()}"
+    shown = f"{caught.value!r} {engine.describe()} {engine!r} {caplog.text}"
     assert "[key]" in shown
     assert KEY not in shown
     monkeypatch.setenv(KEY_NAME, "another")
@@ -256,5 +253,3 @@ def test_generate_samples_from_a_server(
     written = "".join(path.read_text() for path in tmp_path.rglob("*.json"))
     assert server.base_url in written
     assert KEY not in written + str(capsys.readouterr())
-    with pytest.raises(ValueError, match=r"`engine_args` of openai to be among served_model, .*\['speed'\]"):
-        run_generate(**nested(**arguments | {"engine_args": {"speed": 2}}, edt_scale=None))

@@ -88,15 +88,14 @@ def check_answers(answers: ProbeAnswers, *, exact: bool, engine: str) -> None:
         )
 
 
-def check_equals_module(awake: Table, module: Table, *, engine: str) -> float:
-    """Return the largest difference from the training module's probabilities after the queries, in float32."""
+def check_equals_module(awake: Table, module: Table, *, engine: str) -> None:
+    """Compare an engine with the training module, by probabilities after the queries, in float32."""
     difference = _largest_difference(awake, module)
     if not difference <= EXACT_DIFFERENCE:
         raise InputError(
             f"Expected {engine} to give the probabilities of the module that trained the activated adapter to "
             f"{EXACT_DIFFERENCE:g} in float32, but they differ by {difference:.3g}. Is `model` its base model?"
         )
-    return difference
 
 
 def _largest_difference(found: Table, wanted: Table) -> float:

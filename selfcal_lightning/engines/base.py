@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from selfcal_lightning.core.errors import InputError, RunError, check_at_least
 from selfcal_lightning.records import Finish, Request, Response, SamplingSettings
@@ -145,29 +145,19 @@ def generate(
     Raises:
         RequestsFailedError: Requests were not answered; raised after all others were.
     """
-    finished: dict[str, Response] = {}
-    failures: dict[str, Failure] = {}
+    outcomes: dict[str, Response | Failure] = {}
     pending = set(engine.submit(requests))
     try:
         while pending:
-            try:
-                responses = engine.poll()
-            except RequestsFailedError as error:
-                failures |= error.failures
-                pending -= error.failures.keys()
-                continue
-            if not responses:
-                raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
-            for response in responses:
-                pending.discard(response.request_id)
-                finished[response.request_id] = response
-                if on_finished is not None:
-                    on_finished(response)
+            for name, outcome in _poll(engine, pending).items():
+                outcomes[name] = outcome
+                if on_finished is not None and isinstance(outcome, Response):
+                    on_finished(outcome)
     finally:
         engine.cancel(pending)
-    if failures:
+    if failures := {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}:
         raise RequestsFailedError(failures)
-    return [finished[request.id] for request in requests]
+    return [cast(Response, outcomes[request.id]) for request in requests]
 
 
 def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Response]:
@@ -176,20 +166,27 @@ def ask_for_replies(engine: Engine, requests: Sequence[Request]) -> dict[str, Re
     replies: dict[str, Response] = {}
     try:
         while pending:
-            try:
-                responses = engine.poll()
-            except RequestsFailedError as error:
-                pending -= error.failures.keys()
-                if not all(failure.is_refusal for failure in error.failures.values()):
-                    raise
-                continue
-            if not responses:
-                raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
-            replies |= {response.request_id: response for response in responses}
-            pending -= replies.keys()
+            outcomes = _poll(engine, pending)
+            failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+            if not all(failure.is_refusal for failure in failures.values()):
+                raise RequestsFailedError(failures)
+            replies |= {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Response)}
     finally:
         engine.cancel(pending)
     return replies
+
+
+def _poll(engine: Engine, pending: set[str]) -> Mapping[str, Response | Failure]:
+    """Return what came in, which is no longer ``pending``."""
+    outcomes: Mapping[str, Response | Failure]
+    try:
+        outcomes = {response.request_id: response for response in engine.poll()}
+    except RequestsFailedError as error:
+        outcomes = error.failures
+    if not outcomes:
+        raise RunError(f"Expected the engine to continue, but got nothing with {len(pending)} in flight.")
+    pending.difference_update(outcomes)
+    return outcomes
 
 
 def check_request(

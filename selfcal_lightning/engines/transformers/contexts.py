@@ -118,8 +118,8 @@ def check_sleep(model: CachedModel, query_ids: Sequence[int]) -> None:
 def hold_against_module(
     awake: Table, contexts: Sequence[Sequence[int]], activated: Mapping[str, Sequence[int]], *, model: str,
     revision: str | None, adapter: str, engine: str,
-) -> float:  # fmt: skip
-    """Return the largest difference of an engine's probabilities from those of the training module, both in float32.
+) -> None:  # fmt: skip
+    """Compare an engine's probabilities with those of the training module, both in float32.
 
     The module's are read on the CPU; the model is in memory for as long as this takes.
     """
@@ -127,4 +127,4 @@ def hold_against_module(
     with torch.no_grad():
         logits = torch.cat([cached.query_logits([context], activated["query"]) for context in contexts])
     module = logits.double().softmax(-1)[:, list(activated["token_ids"])].tolist()
-    return check_equals_module(awake, module, engine=engine)
+    check_equals_module(awake, module, engine=engine)

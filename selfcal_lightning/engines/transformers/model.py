@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfcal_lightning.core.errors import InputError
-from selfcal_lightning.engines.transformers.prefixes import NestedRow, Segment, nested_batch, padded, plan_reading
+from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, padded, shared_stems
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.causal_lm import without_cudnn
 from selfcal_lightning.models.folders import (
@@ -227,14 +227,17 @@ class CachedModel:
         query = torch.tensor(query_ids, device=self.device).repeat(len(contexts), 1)
         cache, width = SlotCache(), max(map(len, contexts)) + len(query_ids)
         cache.reserve(len(contexts), width)
-        reading = plan_reading(contexts)
-        self._read(cache, reading.stems)
-        cache.copy_slots([source for source, _ in reading.copies], [target for _, target in reading.copies], width)
-        self._read(cache, reading.rests)
+        stems = shared_stems(contexts)
+        self._read(cache, [(stem.members[0], 0, contexts[stem.members[0]][: stem.length]) for stem in stems])
+        copies = [(stem.members[0], member) for stem in stems for member in stem.members[1:]]
+        cache.copy_slots([source for source, _ in copies], [target for _, target in copies], width)
+        rests = sorted((i, stem.length) for stem in stems for i in stem.members if stem.length < len(contexts[i]))
+        self._read(cache, [(i, start, contexts[i][start:]) for i, start in rests])
         logits = self.extend(rows, lengths, query, width, cache=cache, leading=True, in_float32=True, awake=awake)
         return logits[:, -1]
 
-    def _read(self, cache: SlotCache, segments: Sequence[Segment]) -> None:
+    def _read(self, cache: SlotCache, segments: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Read tokens into slots: (slot, position of the first, tokens)."""
         if segments:
             slots, starts, rows = zip(*segments, strict=True)
             where, begin = torch.tensor(slots, device=self.device), torch.tensor(starts, device=self.device)

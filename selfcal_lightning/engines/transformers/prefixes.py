@@ -39,33 +39,6 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device, *, value: int = 
     return torch.tensor(padded_rows, dtype=torch.long, device=device)
 
 
-class Segment(NamedTuple):
-    """Tokens that a forward pass reads into a slot, from position ``start`` on."""
-
-    slot: int
-    start: int
-    ids: Sequence[int]
-
-
-class Reading(NamedTuple):
-    """How contexts get into the slots of their indices: stems, then copies (source, target), then the rests."""
-
-    stems: list[Segment]
-    copies: list[tuple[int, int]]
-    rests: list[Segment]
-
-
-def plan_reading(contexts: Sequence[Sequence[int]]) -> Reading:
-    """Return how contexts are read so that what several begin with is read once."""
-    stems = shared_stems(contexts)
-    rests = sorted((i, stem.length) for stem in stems for i in stem.members if stem.length < len(contexts[i]))
-    return Reading(
-        stems=[Segment(stem.members[0], 0, contexts[stem.members[0]][: stem.length]) for stem in stems],
-        copies=[(stem.members[0], member) for stem in stems for member in stem.members[1:]],
-        rests=[Segment(i, start, contexts[i][start:]) for i, start in rests],
-    )
-
-
 class Stem(NamedTuple):
     """Tokens that several contexts begin with."""
 

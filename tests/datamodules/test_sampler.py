@@ -337,6 +337,14 @@ def test_the_budget_cuts_trees_and_refuses_what_does_not_fit() -> None:
         replace(padded, token_budget=99)(np.arange(4), 2)
 
 
+def test_a_row_that_exceeds_the_budget_alone_gets_advice_that_helps() -> None:
+    lengths = np.array([111, 30])
+    packed = DealByPrompt(np.array([0, 1]), np.full(2, 10), lengths, token_budget=100)
+    for deal in (packed, DealByLength(lengths, batch_size=1, token_budget=100)):
+        with pytest.raises(ValueError, match=r"111 tokens exceeds `token_budget` 100.*lower `max_length`"):
+            deal(np.arange(2), 2)
+
+
 def test_the_summary_says_what_is_saved() -> None:
     deal = DealByPrompt(np.repeat([0, 1], 4), np.full(8, 30), np.full(8, 40))
     rows = np.arange(8)

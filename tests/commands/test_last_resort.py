@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from support.number_pools import write_pool
 from support.processes import run_python
-from support.store_samples import write_pool
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.core import errors

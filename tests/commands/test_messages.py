@@ -14,9 +14,9 @@ import pytest
 import rich.console
 from lightning.pytorch import Trainer
 from support.command_lines import Refused
+from support.number_pools import write_pool
 from support.options import nested
 from support.ssc_pools import Pool
-from support.store_samples import write_pool
 
 from selfcal_lightning.callbacks.progress_bar import OneLineProgressBar
 from selfcal_lightning.cli import run

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.command_lines import Refused
 from support.exported import snapshot
+from support.number_pools import write_pool
 from support.other_models import plain_copy
-from support.store_samples import write_pool
 from support.training_runs import data_module, generation, module_of, trainer_with
 
 from selfcal_lightning.cli import run

@@ -103,10 +103,6 @@ def _byte_symbols() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
 
 
-def _merges_of(word: str) -> list[tuple[str, str]]:
-    return [(word[:i], word[i]) for i in range(1, len(word))]
-
-
 def byte_tokenizer(family: Family, template: str | None) -> PreTrainedTokenizerFast:
     """Return a tokenizer of single bytes and the few words of ``WORDS``, with the family's control tokens."""
     symbols = _byte_symbols()
@@ -231,7 +227,8 @@ def test_a_template_that_prints_the_date_prints_a_fixed_one() -> None:
 
 def test_sentence_piece_vocabularies_keep_their_yes_and_no() -> None:
     characters = sorted(set("\u2581YesNo<>_|abcdfghijklmnqrtuvwxyz()/?.ITWAH\n0123456789+") | set("start_of_turn"))
-    merges = [merge for word in ("Yes", "\u2581Yes", "No", "\u2581No") for merge in _merges_of(word)]
+    words = ("Yes", "\u2581Yes", "No", "\u2581No")
+    merges = [(word[:i], word[i]) for word in words for i in range(1, len(word))]
     vocabulary = {character: i for i, character in enumerate(characters)}
     for merge in merges:
         vocabulary.setdefault("".join(merge), len(vocabulary))

@@ -77,26 +77,6 @@ def stored_groups(path: str | Path) -> dict[str, QuestionSamples]:
     return {group.question.id: group for group in SampleStore(path).samples()}
 
 
-def write_pool(path: Path, *, questions: int = 4, samples: int = 4, confidence: str = "p_true") -> str:
-    """Write questions whose answer is 7, and responses that say 7 or 8, with a confidence and a log-probability."""
-    rows = []
-    for number in range(questions):
-        responses = [
-            {"text": f"The answer is {7 if (number + k) % 3 else 8}.", "tokens": 5,
-             "confidence": {confidence: 0.2 + 0.25 * ((number + k) % 4), "logprob": -1.0 - k}}
-            for k in range(samples)
-        ]  # fmt: skip
-        asked = {
-            "id": f"q{number}",
-            "task": "gsm8k",
-            "split": "calibration",
-            "question": f"{number}?",
-            "reference": "7",
-        }
-        rows.append({**asked, "responses": responses})
-    return str(write_lines(path, *rows))
-
-
 def write_lines(path: Path, *rows: Any) -> Path:
     """Write one JSON value a line; a text is written as it is."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))

@@ -16,10 +16,7 @@ from support.strategy_pools import make_entry, with_samples
 from selfcal_lightning.confidence.base import MissingConfidenceError, add_scores
 from selfcal_lightning.confidence.features import ResponseTable, feature_value, score_confidence
 from selfcal_lightning.confidence.fusion import DEFAULT_FEATURES, Fusion, fit_fusion, load_scorer
-from selfcal_lightning.confidence.scaling import fit_scaler
 from selfcal_lightning.core.files import sealed
-from selfcal_lightning.inference.sources import replay
-from selfcal_lightning.inference.voting import SelfConsistency
 from selfcal_lightning.records import QuestionSamples
 
 
@@ -103,6 +100,7 @@ def test_label_free_fusion_equals_weighted_rows_of_both_classes(target: Any, wei
     )
     fusion = fit_fusion(blind, target=target)
     assert fusion.weights == pytest.approx(reference.coef_[0], abs=1e-5)
+    assert fusion.intercept == pytest.approx(reference.intercept_[0], abs=1e-5)
     assert (fusion.fitted_on.num_responses, fusion.fitted_on.num_left_out) == (354, 6)  # six are unreadable
     assert all(row.auroc is None for row in fusion.scores)
     with pytest.raises(ValueError, match='target "ssc"'):
@@ -178,20 +176,6 @@ def test_what_depends_on_the_pool_is_refused_unless_flagged() -> None:
     fusion = fit_fusion(pool, ["sequence_logprob", "response_consistency"], allow_pool_features=True)
     assert fusion.needs_pool
     assert not fit_fusion(pool).needs_pool
-
-
-def test_fusion_of_a_scaled_part_works_in_a_strategy() -> None:
-    pool = mixed_pool(40)
-    scaler = fit_scaler(pool, "platt", name="scaled")
-    scored = with_samples(pool, lambda s: add_scores(s, [scaler]))
-    fusion = fit_fusion(scored, ["logit:scaled", "sequence_logprob"])
-    assert fusion.requires == ("scaled", "sequence_logprob")
-    entry = replace(pool[0], samples=tuple(add_scores(s, [scaler, fusion]) for s in pool[0].samples))
-    verdict = replay(SelfConsistency(max_samples=4, confidence="fused"), entry)
-    votes: dict[str | None, float] = {}
-    for sample in entry.samples[:4]:
-        votes[sample.answer] = votes.get(sample.answer, 0.0) + sample.confidences["fused"]
-    assert verdict.answer == max(votes, key=votes.__getitem__)
 
 
 def test_fusion_survives_its_file(tmp_path: Path) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.calibration import _SigmoidCalibration
-from sklearn.linear_model import LogisticRegression
 from support.strategy_pools import make_entry, with_samples
 
 from selfcal_lightning.confidence.base import add_scores, split_hash
 from selfcal_lightning.confidence.fusion import load_scorer, load_scorers
 from selfcal_lightning.confidence.registry import RecordedConfidence
-from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_logistic, fit_scaler
+from selfcal_lightning.confidence.scaling import IsotonicMap, PlattMap, Scaler, TemperatureMap, fit_scaler
 from selfcal_lightning.confidence.splits import check_not_fitted_on, split_in_halves
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import sealed
@@ -98,17 +97,6 @@ def test_a_constant_confidence_scales_to_the_share_of_right_responses() -> None:
     map_ = PlattMap.fit(np.full(6, 0.9), np.array([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]), takes_logit=True)
     # Platt's targets: 2 times 3/4 and 4 times 1/6 make 13/36 on average.
     assert map_.transform(np.array([0.9]))[0] == pytest.approx(13.0 / 36.0, abs=1e-6)
-
-
-def test_logistic_fit_of_soft_targets_equals_weighted_rows_of_both_classes() -> None:
-    draw = np.random.default_rng(1)
-    columns, targets = draw.normal(size=(200, 3)), draw.random(200)
-    reference = LogisticRegression(C=1.0, tol=1e-12, max_iter=10_000).fit(
-        np.vstack([columns, columns]), np.repeat([1, 0], 200), sample_weight=np.concatenate([targets, 1.0 - targets])
-    )
-    weights, intercept = fit_logistic(columns, targets, l2=1.0)
-    assert weights == pytest.approx(reference.coef_[0], abs=1e-5)
-    assert intercept == pytest.approx(reference.intercept_[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["temperature", "platt", "isotonic"])

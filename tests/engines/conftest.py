@@ -1,10 +1,14 @@
-"""Fixtures of the engines: the model as a plain forward pass, and an activated adapter on it."""
+"""Fixtures of the engines: the model as a plain forward pass, an activated adapter on it, and an undisturbed run."""
 
 from __future__ import annotations
 
 import pytest
 from support.activated_reference import write_adapter
 from support.engine_reference import Reference
+from support.fake_runs import contents
+from support.kill_worker import sample_share
+
+from selfcal_lightning.records import QuestionSamples
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +19,11 @@ def reference(tiny_model: str) -> Reference:
 @pytest.fixture(scope="module")
 def adapter(tiny_model: str, reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_adapter(tiny_model, tmp_path_factory.mktemp("adapter"), reference.chat.query.suffix_ids)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamples]:
+    """What a run over the fake engine leaves that nothing disturbs."""
+    path = tmp_path_factory.mktemp("unbroken")
+    sample_share(path)
+    return contents(path)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,15 +264,9 @@ def test_limits_are_checked(name: str, value: int, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_start_that_fails_says_what_to_do(log: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dead:
-        """A child whose log ends with this line."""
-
-        def bury(self) -> str:
-            return log
-
     monkeypatch.setattr("selfcal_lightning.core.imports.is_installed", lambda module: True)
     engine = vllm.VLLMEngine("some/model")
-    engine._process = Dead()
+    engine._process = SimpleNamespace(bury=lambda: log)
     with pytest.raises(vllm.EngineCrashedError) as raised:
         engine._on_crash("it did not start", fatal=True)
     told = str(raised.value)

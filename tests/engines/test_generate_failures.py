@@ -10,18 +10,11 @@ from typing import Any
 import pytest
 from support.fake_runs import contents, open_store, run
 from support.fakes import FakeEngine, fake_questions
-from support.kill_worker import NUM_SAMPLES, QUESTIONS, sample_share
+from support.kill_worker import NUM_SAMPLES, QUESTIONS
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.base import EngineStoppedError, Failure, RequestsFailedError
 from selfcal_lightning.records import QuestionSamples, Response, Sample
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuestionSamples]:
-    path = tmp_path_factory.mktemp("unbroken")
-    sample_share(path)
-    return contents(path)
 
 
 class _RefusingEngine(FakeEngine):

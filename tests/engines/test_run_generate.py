@@ -15,6 +15,7 @@ from support.fakes import fake_questions
 from support.options import nested
 from support.other_models import plain_copy
 from support.processes import is_running, wait_until
+from support.store_samples import stored_groups
 
 from selfcal_lightning.commands.generate import run_generate
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -57,7 +58,7 @@ def arguments(tiny_model: str, tmp_path: Path) -> dict:
 
 
 def stored(arguments: dict) -> dict[str, QuestionSamples]:
-    return {group.question.id: group for group in SampleStore(arguments["store_dir"]).samples()}
+    return stored_groups(arguments["store_dir"])
 
 
 def texts(groups: dict[str, QuestionSamples]) -> dict[str, list[str]]:

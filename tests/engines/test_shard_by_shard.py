@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.store_samples import stored_groups
 
 from selfcal_lightning.core.signals import Interrupt, PreemptedError, never
 from selfcal_lightning.data.store.sample_store import SampleStore
@@ -28,10 +28,6 @@ def sample(model: str, path: Path, interrupt: Interrupt = never, *, shard_by_sha
     return report
 
 
-def contents(path: Path) -> dict[str, Any]:
-    return {group.question.id: group.samples for group in SampleStore(path).samples()}
-
-
 class After:
     """Asks to stop at the n-th look."""
 
@@ -47,7 +43,7 @@ class After:
 @pytest.mark.slow
 def test_every_place_to_stop_gives_the_same_samples(tiny_model: str, tmp_path: Path) -> None:
     sample(tiny_model, tmp_path / "whole")
-    whole, stops = contents(tmp_path / "whole"), 0
+    whole, stops = stored_groups(tmp_path / "whole"), 0
     for looks in range(1, 100, 5):
         store = tmp_path / f"stopped-{looks}"
         try:
@@ -59,9 +55,9 @@ def test_every_place_to_stop_gives_the_same_samples(tiny_model: str, tmp_path: P
         committed = len(SampleStore(store).question_ids(include_parts=True))
         assert committed in {0, 3, 6}, "whole files only"
         assert sample(tiny_model, store).reused == committed
-        assert contents(store) == whole
+        assert stored_groups(store) == whole
     assert stops > 3
-    assert [len(whole), sum(map(len, whole.values()))] == [7, 28]
+    assert [len(whole), sum(len(group.samples) for group in whole.values())] == [7, 28]
 
 
 def test_otherwise_what_is_complete_is_kept(tiny_model: str, tmp_path: Path) -> None:

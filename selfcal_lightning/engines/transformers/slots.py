@@ -86,7 +86,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 def _widened(x: Tensor, width: int, *, value: float = 0) -> Tensor:
     """Return ``x`` with at least ``width`` columns."""
-    return torch.nn.functional.pad(x, (0, max(0, width - x.shape[1])), value=value)
+    return x if x.shape[1] >= width else torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
 
 
 class SlotRows:

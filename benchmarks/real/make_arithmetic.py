@@ -17,7 +17,7 @@ import reasoning_gym  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "smollm" / "data" / "arithmetic"
 SPLITS = {"train": 240, "validation": 60, "test": 240}
-SEED = 20261126
+SEED = 31415926
 KINDS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},

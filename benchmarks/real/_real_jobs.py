@@ -130,6 +130,11 @@ class Jobs:
             config["data"]["init_args"] |= {"store_dir": str(store), "num_samples": 16}
         return self._fit(folder, config)
 
+    def learning_rate(self, seed: int) -> float:
+        """Return the rate that an adapter was trained at, by its configuration."""
+        config = yaml.safe_load((self.folder / LEAVE_ONE_OUT / f"seed-{seed}" / "config.yaml").read_text())
+        return float(config["model"]["init_args"]["lr"])
+
     def score(self, adapter: Path, name: str) -> None:
         """Put the confidence of an activated adapter on the test and validation responses."""
         self.score_one(self.test, "test", adapter, name)

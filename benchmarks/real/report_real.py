@@ -262,6 +262,7 @@ def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
     report: dict[str, Any] = {
         "model": sampled_by(jobs),
         "seeds": there,
+        "learning_rate": jobs.learning_rate(there[0]) if there else None,
         "questions": len(pool),
         "clusters": len({cluster(entry) for entry in pool}),
         "responses": len(responses),
@@ -721,12 +722,14 @@ def _work_table(tasks: Mapping[str, Any]) -> list[str]:
 
 
 def _task_lines(name: str, task: Mapping[str, Any]) -> list[str]:
+    seeds = ", ".join(map(str, task["seeds"]))
+    trained = f"{seeds}, at a learning rate of {task['learning_rate']}" if seeds else "none"
     lines = [
         f"{task['model']}. {task['train']} training questions without labels, {task['validation']} labelled ones for "
         f"scalers and fusions, {task['questions']} test questions ({task['responses']:,} responses, read on "
         f"{task['read']}, manifest {task['sha256'][:12]}). A response has {task['response_tokens']:.1f} tokens in the "
         f"mean, {task['cut']:.1%} were cut, {task['unreadable']:.1%} are unreadable and count as wrong. "
-        f"Training seeds: {', '.join(map(str, task['seeds'])) or 'none'}.",
+        f"Training seeds: {trained}.",
         "",
         *table(
             ["confidence", "samples", "labels", *SHOWN.values(), "AUROC within kinds"],

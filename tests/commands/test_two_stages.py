@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 from support.module_batches import quiet_trainer
+from support.processes import wait_until
 from support.ssc_pools import Pool
 
 from selfcal_lightning.commands.answer import run_answer
@@ -252,13 +252,6 @@ def test_a_command_beside_another_writes_to_its_log_and_is_waited_for(tmp_path: 
         raise RunError("of the block")
 
 
-def wait_for(happened: Callable[[], bool], *, seconds: float = 1200) -> None:
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def running(word: str) -> bool:
     return subprocess.run(["pgrep", "-f", word], capture_output=True, check=False).returncode == 0
 
@@ -275,12 +268,14 @@ def test_killed_in_either_stage_the_same_command_goes_on(tmp_path: Path) -> None
     for stage in ("tuned", "calibrated"):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         sampled = folder / stage / "samples" / "manifest.json"
-        wait_for(lambda sampled=sampled, process=process: sampled.exists() or process.poll() is not None)
+        wait_until(
+            lambda sampled=sampled, process=process: sampled.exists() or process.poll() is not None, seconds=1200
+        )
         assert process.poll() is None, "it ended before it could be killed"
         process.send_signal(signal.SIGKILL)
         process.wait()
         config = str(folder / stage / "config.yaml")
-        wait_for(lambda config=config: not running(config), seconds=120)
+        wait_until(lambda config=config: not running(config))
         assert not (folder / stage / "adapter").exists()
         if stage == "calibrated":
             made.append((folder / "merged" / "model.safetensors").read_bytes())

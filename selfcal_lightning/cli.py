@@ -104,6 +104,7 @@ GROUPS = {
             "Scores so far are kept in a store, and the same command continues; a pool is scored from the start.",
         ),
         "fit-confidence": Verb("fit a scaled or fused confidence", "fit_confidence"),
+        "fit-response-probe": Verb("fit a linear probe of responses, without labels", "fit_confidence"),
         "fit-threshold": Verb("choose a strategy's threshold", "fit_confidence"),
         "rollout": Verb("continue prefixes of responses, to get success rates of steps", "rewards", NOT_STARTED),
         "import-prefixes": Verb("read success rates that were computed elsewhere", "rewards", CONTINUES),

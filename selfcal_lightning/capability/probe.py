@@ -108,12 +108,6 @@ class CapabilityProbe(ProbeBasis):
             raise InputError(f"The probe reads {self.head.num_features} features, but got {x.shape[1]}.")
         return self.head.predict((x - self.centre) / self.scale)
 
-    def check_reads(self, origin: Mapping[str, Any]) -> None:
-        """Raise InputError unless features of ``origin`` are those that the probe was fitted on."""
-        if differences := origin_differences(self.origin, origin):
-            found = "; ".join(differences).replace("in the store", "in the probe")
-            raise InputError(f"The probe was fitted on another model, adapter or template: {found}. Fit another one.")
-
     def check_sampling(self, sampling: Mapping[str, Any] | None) -> None:
         """Raise InputError if responses were sampled differently from those of the fit; unknown ones pass."""
         if self.sampling is None or sampling is None:

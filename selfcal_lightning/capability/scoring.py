@@ -15,6 +15,7 @@ from selfcal_lightning.capability.estimators import P_TRUE_BEFORE, PROBE, PROMPT
 from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, read_features
 from selfcal_lightning.capability.probe import load_probe
 from selfcal_lightning.capability.question_table import CapabilityPool, TaughtTarget
+from selfcal_lightning.confidence.fitted_files import check_states_origin
 from selfcal_lightning.confidence.scoring_model import ModelSettings
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import (
@@ -161,7 +162,7 @@ def _by_probe(
     chosen = None if stated["levels"] is None else tuple(stated["levels"])
     levels = LevelSettings(chosen, stated["average"], stated["final_norm"])
     origin = feature_origin(model, levels)
-    probe.check_reads(origin)
+    check_states_origin(probe.origin, origin)
     if fingerprint is not None:
         probe.check_sampling(fingerprint.as_json()["sampling"] or None)
     folder = feature_folder(

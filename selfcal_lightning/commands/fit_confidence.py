@@ -1,4 +1,4 @@
-"""``selfcal fit-confidence`` and ``selfcal fit-threshold``, each on one half of a calibration split."""
+"""``selfcal fit-confidence``, ``fit-response-probe`` and ``fit-threshold``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from selfcal_lightning.confidence import fusion
-from selfcal_lightning.confidence.base import add_scores, confidence_of
+from selfcal_lightning.confidence import fusion, response_probe
+from selfcal_lightning.confidence.base import RESPONSE_PROBE, add_scores, confidence_of
 from selfcal_lightning.confidence.features import required_confidences, scores_text
 from selfcal_lightning.confidence.fitted_files import THRESHOLD as KIND
 from selfcal_lightning.confidence.fitted_files import check_fitted_target
 from selfcal_lightning.confidence.registry import recorded_confidences, refuse_looking_ahead
+from selfcal_lightning.confidence.response_probe import ProbeTarget, ResponseProbe
 from selfcal_lightning.confidence.scaling import Scaler, fit_scaler
+from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.splits import check_not_fitted_on, halve_pool
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_replaceable
 from selfcal_lightning.core.progress import Stage, say, tell
+from selfcal_lightning.data.pools.recorded import load_recorded_pool
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
+from selfcal_lightning.engines.opening import check_engine
+from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import check_can_answer, make_strategy
 from selfcal_lightning.inference.thresholds import (
@@ -97,6 +104,58 @@ def run_fit_confidence(
     drawn = figure and held_out is not None and _draw(fitted, held_out, drawing)
     tell(describe_scorer(fitted), output, *([str(drawing)] if drawn else []))
     return fitted
+
+
+def run_fit_response_probe(
+    pool: str,
+    output: str,
+    *,
+    split: str | None = "train",
+    task: str | None = None,
+    target: ProbeTarget = "agreement",
+    model: str | None = None,
+    revision: str | None = None,
+    adapter: str | None = None,
+    engine: EngineSettings = EngineSettings(),
+) -> ResponseProbe:
+    """Fit a linear probe of the hidden states of responses, without labels by default.
+
+    A ridge regression of the mean state of a response's tokens predicts how far the other responses agree with it;
+    isotonic regression makes it a probability. `selfcal score --estimator response_probe --criteria.probe FILE` puts
+    it on the responses to other questions. Try it before you train an adapter: it takes one pass over the responses.
+
+    Args:
+        pool: Folder of a store, or a JSON-lines pool.
+        output: JSON file of the probe, new or of an earlier one.
+        split: Reads this split of the pool; null takes all questions.
+        task: Reads this task only; for a file, the task of all its questions.
+        target: What the probe predicts: "agreement", the share of the other responses with the same answer, or "label",
+            whether the response is right.
+        model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
+        revision: Revision of the model on the hub: a branch, tag or commit.
+        adapter: Folder of a LoRA adapter that the responses were sampled with.
+        engine: The dtype in which transformers reads the hidden states.
+    """
+    check_gives_hidden_states(engine)
+    check_fitted_target(output, RESPONSE_PROBE)
+    read = load_recorded_pool(pool, split=split, task=task)
+    response_probe.probe_targets(read.entries, target)  # refuses them before the model is loaded
+    fingerprint = SampleStore(pool).round_manifest().fingerprint if Path(pool).is_dir() else None
+    options = engine.of(revision=revision, adapter=adapter)
+    scoring = ScoringModel(ModelSettings(model, None, options), fingerprint)
+    check_engine(options, scoring.source)
+    origin = scoring.states_origin
+    probe = response_probe.fit_response_probe(read.entries, scoring.tokens(), target=target, origin=origin)
+    probe.save(output)
+    fitted = probe.fitted_on
+    tell(
+        f"Fitted on {fitted.num_responses:,} responses to {fitted.num_questions:,} questions ({fitted.num_left_out:,} "
+        f"left out): {len(probe.weights):,} features, target {target}, penalty {probe.penalty:.3g}. Of questions that "
+        f"a fold leaves out, the {target} is predicted with a squared error of {probe.error:.4f}; a constant has "
+        f"{probe.constant_error:.4f}.",
+        output,
+    )
+    return probe
 
 
 def describe_scorer(fitted: fusion.FittedScorer) -> str:

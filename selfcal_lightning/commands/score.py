@@ -42,8 +42,8 @@ def run_score(
             response_consistency, sequence_logprob, mean_logprob, min_logprob, self_certainty, response_certainty,
             token_entropy, token_steadiness, lowest_group_confidence, step_certainty, step_entropy, step_coe_c,
             step_coe_r (both with _normalised as well), step_self_evaluation, coe_r, coe_c, coe_r_raw, coe_c_raw,
-            sasc_std, sasc_certainty, sasc_double, semantic_share, semantic_entropy, cocoa, two_sample_hybrid; with a
-            reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
+            sasc_std, sasc_certainty, sasc_double, semantic_share, semantic_entropy, cocoa, two_sample_hybrid,
+            response_probe; with a reward model prm, prm_lower, prm_min, prm_prod, orm or reward.
         store_dir: Folder of the store to score; or give ``pool``.
         pool: JSON-lines pool to score, one question a line.
         output: Writes the pool with its confidences to this file.

@@ -15,6 +15,7 @@ from selfcal_lightning.records import QuestionSamples, Sample
 P_TRUE = "p_true"
 LOGPROB = "sequence_logprob"
 MEAN_LOGPROB = "mean_logprob"
+RESPONSE_PROBE = "response_probe"
 # Names that rows of the store carry as columns of their own: nothing has to be run for them.
 STORED = (P_TRUE, LOGPROB, MEAN_LOGPROB)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE
+from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB, P_TRUE, RESPONSE_PROBE
 from selfcal_lightning.confidence.token_ids import ResponseIds, entry_ids, step_ends_of
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import Aggregation, Steps
@@ -28,6 +28,7 @@ from selfcal_lightning.records import QuestionSamples, Sample, normalised_p_true
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from selfcal_lightning.confidence.response_probe import ResponseProbe
     from selfcal_lightning.confidence.token_reader import ResponseStatistics, TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
 
@@ -172,6 +173,32 @@ class TokenScores:
     def score(self, pool: Sequence[QuestionSamples]) -> Scores:
         """Return the score of every sample; None if it is undefined, or if the response is too long for the model."""
         return self.tokens.scores(pool, self.read)
+
+
+class ProbedResponses:
+    """The confidence of a fitted probe of hidden states in each response, in [0, 1].
+
+    Args:
+        tokens: Reader of the model that the probe was fitted on.
+        probe: The probe, which `selfcal fit-response-probe` writes.
+    """
+
+    name: ClassVar[str] = RESPONSE_PROBE
+    is_probability: ClassVar[bool] = True
+    needs_pool: ClassVar[bool] = False
+    reads: ClassVar[str] = "tokens"
+
+    def __init__(self, tokens: TokenReader, *, probe: ResponseProbe) -> None:
+        self._tokens, self._probe = tokens, probe
+        tokens.watch(None)
+
+    def score(self, pool: Sequence[QuestionSamples]) -> Scores:
+        """Return the confidence of every sample; None if it is empty or too long for the model.
+
+        Raises:
+            InputError: The probe was fitted on one of the questions.
+        """
+        return self._probe.score(self._tokens, pool)
 
 
 @dataclass(frozen=True)

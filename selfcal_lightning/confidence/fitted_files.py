@@ -15,6 +15,7 @@ from selfcal_lightning.core.files import (
     sealed,
     write_atomically,
 )
+from selfcal_lightning.data.store.manifest import origin_differences
 
 FORMAT = "selfcal_lightning.fitted"
 VERSION = 3
@@ -40,6 +41,13 @@ def save_fitted(path: str | Path, kind: str, content: Mapping[str, Any]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "version": VERSION, "kind": kind, **content}
     write_atomically(path, sealed(record))
+
+
+def check_states_origin(fitted: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise InputError unless hidden states are of the model, adapter and template that a probe was fitted on."""
+    if differences := origin_differences(fitted, now):
+        found = "; ".join(differences).replace("in the store", "in the probe")
+        raise InputError(f"The probe was fitted on another model, adapter or template: {found}. Fit another one.")
 
 
 def load_fitted(path: str | Path, kinds: Sequence[str]) -> tuple[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from selfcal_lightning.confidence.estimators import (
     TRAJECTORIES,
     WEIGHTS,
     LowestGroupConfidence,
+    ProbedResponses,
     PTrue,
     ResponseConsistency,
     StepSelfEvaluation,
@@ -62,6 +63,7 @@ _OWN = cast(  # a class whose attributes are class variables is one of them
         StepSelfEvaluation,
         *TRAJECTORIES,
         *WEIGHTS,
+        ProbedResponses,
         *resolve_name("selfcal_lightning.rewards.estimator:REWARD_SCORES"),
     ),
 )
@@ -94,6 +96,7 @@ class CriteriaSettings:
         entailment: Folder or hub name of a classifier with a label named entailment, such as
             microsoft/deberta-large-mnli, by which semantic_share, semantic_entropy and cocoa compare free text; null
             compares answers.
+        probe: File of `selfcal fit-response-probe`, for response_probe.
     """
 
     steps: Steps = "auto"
@@ -102,6 +105,7 @@ class CriteriaSettings:
     window: int = 2048
     lowest: float = 0.0
     entailment: str | None = None
+    probe: str | None = None
 
     def __post_init__(self) -> None:
         check_steps("criteria.steps", self.steps)

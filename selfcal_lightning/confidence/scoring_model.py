@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from selfcal_lightning.confidence.base import Estimator
+from selfcal_lightning.confidence.base import RESPONSE_PROBE, Estimator
 from selfcal_lightning.confidence.registry import ESTIMATORS, REWARDS
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.step_settings import RewardSettings
@@ -29,6 +29,7 @@ from selfcal_lightning.records import IMPORTED, ModelIdentity, PromptIdentity
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from selfcal_lightning.confidence.response_probe import ResponseProbe
     from selfcal_lightning.confidence.token_reader import TokenReader
     from selfcal_lightning.models.chat_format import ChatFormat
 
@@ -128,13 +129,27 @@ class ScoringModel:
             return origin
         if reads == "rewards":
             return {**origin, "reward_model": REWARDS.identity(self.settings.reward)}
-        prompt = self.chat.describe()
         if reads == "engine":
             read_by = {"head_dtype": self._head_dtype} if self._head_dtype else {}
-            return {**origin, "model": self.identity | read_by, "prompt": prompt}
-        # Statistics of the response's own tokens do not depend on the query that may follow it.
+            return {**origin, "model": self.identity | read_by, "prompt": self.chat.describe()}
+        if name == RESPONSE_PROBE:
+            origin["settings"] = {"probe": self.response_probe(estimator_settings["probe"]).digest}
+        return {**origin, **self.states_origin}
+
+    @property
+    def states_origin(self) -> dict[str, Any]:
+        """Return what statistics and states of a response's own tokens depend on: not the query that may follow it."""
         model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
-        return {**origin, "model": model, "prompt": {"template_sha256": prompt["template_sha256"]}}
+        return {"model": model, "prompt": {"template_sha256": self.chat.describe()["template_sha256"]}}
+
+    def response_probe(self, path: str | None) -> ResponseProbe:
+        """Read the probe that was fitted on states of this model."""
+        from selfcal_lightning.confidence.fitted_files import check_states_origin
+        from selfcal_lightning.confidence.response_probe import load_response_probe
+
+        probe = load_response_probe(path)
+        check_states_origin(probe.origin, self.states_origin)
+        return probe
 
     @property
     def _head_dtype(self) -> str | None:
@@ -152,6 +167,8 @@ class ScoringModel:
         if kind.reads == "rewards":
             self._rewards = self._rewards or REWARDS.open(self.settings.reward, self.settings.engine.dtype)
             return kind(self._rewards, **settings)
+        if name == RESPONSE_PROBE:
+            settings = {"probe": self.response_probe(settings["probe"])}
         return kind(self.tokens(), **settings)
 
     def close(self) -> None:

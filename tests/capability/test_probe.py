@@ -20,6 +20,7 @@ from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.capability import run_fit_probe, run_score_questions
 from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence.fitted_files import check_states_origin
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation, question_annotation_names
 from selfcal_lightning.engines.hidden_states import PromptStates
@@ -193,7 +194,7 @@ def test_a_probe_belongs_to_its_model_and_its_sampling(place: Path, tiny_model: 
     probe = load_probe(place / "probe")
     origin = {**probe.origin, "model": {**probe.origin["model"], "adapter_sha256": "that of another"}}
     with pytest.raises(InputError, match=r"model\.adapter_sha256: None in the probe, 'that of another'"):
-        probe.check_reads(origin)
+        check_states_origin(probe.origin, origin)
 
 
 def test_a_model_that_is_gone_is_asked_for(tiny_model: str, tmp_path: Path) -> None:

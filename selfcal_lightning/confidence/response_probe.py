@@ -1,0 +1,171 @@
+"""A linear probe of the hidden states of a response: a confidence without training the model, and without labels."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from selfcal_lightning.confidence.base import RESPONSE_PROBE
+from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
+from selfcal_lightning.confidence.scaling import IsotonicMap
+from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.core.errors import InputError, unknown_name
+from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.metrics.arrays import Floats
+from selfcal_lightning.metrics.consistency import leave_one_out
+from selfcal_lightning.records import QuestionSamples
+
+if TYPE_CHECKING:
+    from selfcal_lightning.confidence.token_reader import TokenReader
+
+ProbeTarget = Literal["agreement", "label"]
+FOLDS = 5
+PENALTIES = np.geomspace(1e-3, 1e3, 13)  # per response
+CHUNK_QUESTIONS = 32
+
+
+@dataclass(frozen=True)
+class ResponseProbe:
+    """``map(weights . x + intercept)`` of the mean x of the states behind a response's tokens, after the last layer."""
+
+    name: ClassVar[str] = RESPONSE_PROBE
+    weights: tuple[float, ...]  # [D]
+    intercept: float
+    map: IsotonicMap
+    target: ProbeTarget
+    penalty: float  # per response
+    error: float  # mean squared error on questions that a fold leaves out, before the map
+    constant_error: float  # of a constant: the variance of the targets
+    origin: Mapping[str, Any]  # of the states: model, adapter and template
+    fitted_on: FittedOn
+
+    @property
+    def digest(self) -> str:
+        """A digest of everything that its confidences depend on."""
+        content = [self.weights, self.intercept, self.map.x, self.map.y]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def score(self, tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[list[float | None]]:
+        """Return the confidence of every sample, [question][sample]; None if it is empty or too long for the model.
+
+        Raises:
+            InputError: The probe was fitted on one of the questions, whose agreement it would repeat.
+        """
+        check_not_fitted_on(pool, self)
+        states = mean_states(tokens, pool)
+        known = [place for place, state in enumerate(states) if state is not None]
+        values = np.array([states[place] for place in known]).reshape(-1, len(self.weights)) @ np.array(self.weights)
+        found = dict(zip(known, self.map.transform(values + self.intercept).tolist(), strict=True))
+        places = itertools.count()
+        return [[found.get(next(places)) for _ in entry.samples] for entry in pool]
+
+    def save(self, path: str | Path) -> None:
+        """Write the probe to a JSON file."""
+        save_fitted(path, RESPONSE_PROBE, {**asdict(self), "fitted_on": self.fitted_on.as_json()})
+
+
+def load_response_probe(path: str | Path | None) -> ResponseProbe:
+    """Read a probe from the JSON file that :meth:`ResponseProbe.save` wrote."""
+    if path is None:
+        way_out = "`selfcal fit-response-probe` writes one."
+        raise InputError(f"Expected `criteria.probe` with the estimator {RESPONSE_PROBE}, but got null. {way_out}")
+    content = load_fitted(path, (RESPONSE_PROBE,))[1]
+    try:
+        numbers = {name: float(content[name]) for name in ("intercept", "penalty", "error", "constant_error")}
+        return ResponseProbe(
+            weights=tuple(map(float, content["weights"])), map=IsotonicMap(*map(tuple, map(content["map"].get, "xy"))),
+            target=content["target"], origin=content["origin"], fitted_on=FittedOn.from_json(content["fitted_on"]),
+            **numbers,
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"Expected {path} to hold a whole probe, but got {error!r}. Fit it again.") from error
+
+
+def mean_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Floats | None]:
+    """Return the mean state [D] of each response of a pool; None if it is empty or too long for the model.
+
+    The mean is over the positions whose logits predict the response's tokens, after the final normalisation.
+    """
+    tokens.watch(None)
+    found = [response for row in tokens.read(pool) for response in row]
+    return [
+        None if response is None or not response.num_tokens else response.trajectories[None][0, -1].double().numpy()
+        for response in found
+    ]
+
+
+def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Floats:
+    """Return what a probe learns to predict of each response [N], in [0, 1]; nan where it has no target.
+
+    "agreement" is the share of the other responses to the question with the same answer; an unreadable one agrees with
+    none. "label" is correctness.
+    """
+    if target not in get_args(ProbeTarget):
+        raise unknown_name("target", target, get_args(ProbeTarget))
+    found: list[float | None] = []
+    for entry in pool:
+        if target == "label":
+            found += [None if sample.correct is None else float(sample.correct) for sample in entry.samples]
+            continue
+        shares = leave_one_out([sample.answer for sample in entry.samples], drop_none=False)
+        read = zip(entry.samples, shares, strict=True)
+        found += [0.0 if share is not None and sample.answer is None else share for sample, share in read]
+    targets = np.array(found, dtype=np.float64)  # None is NaN
+    if (known := targets[~np.isnan(targets)]).size == 0 or np.ptp(known) < 1e-12:
+        every = f"{known[0]:g} for all responses" if known.size else "known for no response"
+        raise InputError(f"`target` {target} is {every}. Take other questions, or more responses to each.")
+    return targets
+
+
+def fit_response_probe(
+    pool: Sequence[QuestionSamples], tokens: TokenReader, *, target: ProbeTarget, origin: Mapping[str, Any]
+) -> ResponseProbe:
+    """Fit a ridge regression of the target on the mean states, and map its predictions to the target monotonically.
+
+    The penalty has the least squared error on questions that a fold leaves out. The map is fitted to the predictions
+    for those questions, which no ridge has seen.
+    """
+    from sklearn.linear_model import Ridge, RidgeCV
+    from sklearn.model_selection import GroupKFold, cross_val_predict
+
+    targets = probe_targets(pool, target)
+    _check_number(len(pool))
+    states: list[Floats | None] = []
+    with Progress(len(targets), label="Reading hidden states") as bar:
+        for start in range(0, len(pool), CHUNK_QUESTIONS):
+            states += mean_states(tokens, pool[start : start + CHUNK_QUESTIONS])
+            bar.update(len(states) - bar.done)
+    used = ~np.isnan(targets) & np.array([state is not None for state in states])
+    question = np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool])[used]
+    _check_number(len(np.unique(question)))
+    x, y = np.array([state for state, fits in zip(states, used, strict=True) if fits]), targets[used]
+    centre, scale = x.mean(axis=0), x.std(axis=0)
+    scale = np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
+    standard = (x - centre) / scale
+    folds = list(GroupKFold(FOLDS).split(standard, y, question))
+    ridge = RidgeCV(alphas=PENALTIES * len(y), cv=folds, scoring="neg_mean_squared_error").fit(standard, y)
+    left_out = cross_val_predict(Ridge(alpha=ridge.alpha_), standard, y, cv=folds)
+    weights = ridge.coef_ / scale
+    return ResponseProbe(
+        weights=tuple(weights.tolist()),
+        intercept=float(ridge.intercept_ - weights @ centre),
+        map=IsotonicMap.fit(left_out, y),
+        target=target,
+        penalty=float(ridge.alpha_) / len(y),
+        error=float(np.mean((left_out - y) ** 2)),
+        constant_error=float(y.var()),
+        origin=origin,
+        fitted_on=FittedOn.from_pool(pool, used),
+    )
+
+
+def _check_number(questions: int) -> None:
+    if questions < FOLDS:
+        raise InputError(f"Expected at least {FOLDS} questions with responses to fit a probe on, but got {questions}.")

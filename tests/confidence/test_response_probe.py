@@ -1,0 +1,207 @@
+"""`selfcal fit-response-probe` and the estimator response_probe: states, ridge and map against their definitions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.recorded_pools import NUM_SAMPLES, SAMPLING
+from transformers import AutoModelForCausalLM
+
+from selfcal_lightning.cli import run
+from selfcal_lightning.commands.pools import run_export_pool
+from selfcal_lightning.commands.score import run_score
+from selfcal_lightning.confidence import response_probe
+from selfcal_lightning.confidence.registry import CriteriaSettings
+from selfcal_lightning.confidence.response_probe import fit_response_probe, load_response_probe, mean_states
+from selfcal_lightning.confidence.token_reader import TokenReader
+from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.sample_store import SampleStore
+from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.sampling.sampler import generate_samples
+from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
+
+NUM_QUESTIONS = {"train": 8, "test_id": 3}
+
+
+@pytest.fixture(scope="module")
+def two_splits(engine: TransformersEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two") / "store"
+    for split, number in NUM_QUESTIONS.items():
+        generate_samples(
+            get_task("word_problems").load(split, limit=number), folder, split=split, engine=engine, chat=engine.chat,
+            sampling=SAMPLING, seed=0, num_samples=NUM_SAMPLES, progress=False,
+        )  # fmt: skip
+    SampleStore(folder, num_samples=NUM_SAMPLES).join()
+    return folder
+
+
+@pytest.fixture
+def store(two_splits: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(two_splits, tmp_path / "store")
+
+
+def answered(name: str, answers: Sequence[str | None]) -> QuestionSamples:
+    """Return a question to which 7 is right, with its responses."""
+    question = Question(name, "t", (Message("user", f"{name}?"),), "7")
+    samples = (Sample(name, i, 0, str(one), None, None, one, one == "7") for i, one in enumerate(answers))
+    return QuestionSamples(question, tuple(samples), "train")
+
+
+def planted(num_questions: int, *, seed: int = 0) -> tuple[list[QuestionSamples], np.ndarray]:
+    """Return questions whose responses agree the more, the larger the first of their states' five numbers."""
+    draw, pool, states = np.random.default_rng(seed), [], []
+    for number in range(num_questions):
+        agreeing = int(draw.integers(1, 8))
+        answers = ["7"] * agreeing + [str(100 + i) for i in range(8 - agreeing)]
+        pool.append(answered(f"q{seed}-{number}", answers))
+        shares = np.array([agreeing / 8 if answer == "7" else 0.0 for answer in answers])
+        rows = draw.normal(size=(8, 5)) * [1.0, 1.0, 10.0, 0.1, 0.0] + 3.0
+        rows[:, 0] = shares + 0.1 * draw.normal(size=8)
+        states.append(rows)
+    return pool, np.concatenate(states)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], None]:
+    """Let the responses of the pools that are read next have these states, in their order."""
+
+    def give(states: np.ndarray) -> None:
+        left = iter(states)
+
+        def read(_: Any, pool: list[QuestionSamples]) -> list[np.ndarray]:
+            return [next(left) for entry in pool for _ in entry.samples]
+
+        monkeypatch.setattr(response_probe, "mean_states", read)
+
+    return give
+
+
+def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: Any) -> None:
+    pool, states = planted(40)
+    reading(states)
+    probe = fit_response_probe(pool, None, target="agreement", origin={})
+    y = np.concatenate([[(sum(s.answer == o.answer for o in e.samples) - 1) / 7 for s in e.samples] for e in pool])
+    scale = states.std(axis=0)
+    scale[4] = 1.0  # it never changes
+    x = (states - states.mean(axis=0)) / scale
+    inner = x.T @ x + probe.penalty * len(y) * np.eye(5)
+    expected = np.linalg.solve(inner, x.T @ (y - y.mean())) / scale
+    assert probe.weights == pytest.approx(expected.tolist(), abs=1e-9)
+    assert probe.intercept == pytest.approx(y.mean() - expected @ states.mean(axis=0), abs=1e-9)
+    assert probe.constant_error == pytest.approx(float(y.var()))
+    assert probe.error < 0.2 * probe.constant_error
+    assert (np.diff(probe.map.y) >= 0.0).all()
+    others, theirs = planted(60, seed=1)
+    reading(theirs)
+    found = np.array([value for row in probe.score(None, others) for value in row])
+    agreement = [sum(s.answer == o.answer for o in e.samples) - 1 for e in others for s in e.samples]
+    assert np.mean((found - np.array(agreement) / 7) ** 2) < 0.2 * np.var(np.array(agreement) / 7)
+
+
+def test_the_map_is_fitted_to_predictions_for_questions_that_were_left_out(reading: Any) -> None:
+    """Of noise with as many features as responses, a ridge learns its own responses by heart; the map must not."""
+    draw = np.random.default_rng(0)
+    pool, _ = planted(20)
+    reading(draw.normal(size=(160, 160)))
+    probe = fit_response_probe(pool, None, target="label", origin={})
+    assert probe.error == pytest.approx(probe.constant_error, rel=0.1)
+    assert np.ptp(probe.map.y) < 0.6
+
+
+def test_an_unreadable_response_agrees_with_none(reading: Any) -> None:
+    entry = answered("q", ["7", "7", "8", None])
+    found = response_probe.probe_targets([entry, answered("alone", ["7"])], "agreement")
+    assert found == pytest.approx([1 / 3, 1 / 3, 0.0, 0.0, np.nan], nan_ok=True)
+    assert response_probe.probe_targets([entry], "label").tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_state_is_the_mean_before_each_token_after_the_last_norm(
+    tiny_model: str, tokens: TokenReader, two_splits: Path
+) -> None:
+    pool = list(SampleStore(two_splits).samples(split="test_id"))
+    pool[0] = replace(pool[0], samples=(replace(pool[0].samples[0], text="", token_ids=()), *pool[0].samples[1:]))
+    found = mean_states(tokens, pool)
+    assert found[0] is None
+    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for entry, states in zip(pool[1:], np.array(found[NUM_SAMPLES:]).reshape(2, NUM_SAMPLES, -1), strict=True):
+            for sample, state in zip(entry.samples, states, strict=True):
+                ids = torch.tensor([[*entry.prompt_ids, *sample.token_ids]])
+                last = network(ids, output_hidden_states=True).hidden_states[-1][0]
+                assert state == pytest.approx(last[len(entry.prompt_ids) - 1 : -1].mean(0).numpy(), abs=1e-4)
+
+
+def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
+    store: Path, tmp_path: Path, refused: Callable[[list[str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "probe.json"
+    assert run(["fit-response-probe", "--pool", str(store), "--output", str(file)]) == 0
+    assert (
+        "Fitted on 24 responses to 8 questions (0 left out): 128 features, target agreement" in capsys.readouterr().out
+    )
+    score = ["score", "--store_dir", str(store), "--estimator", "response_probe"]
+    assert run([*score, "--criteria.probe", str(file), "--split", "test_id"]) == 0
+    probe = load_response_probe(file)
+    record = Annotation(store, "response_probe").record
+    assert record.origin["settings"] == {"probe": probe.digest}
+    assert record.origin["model"] == probe.origin["model"]
+    found = SampleStore(store).index(split="test_id", confidences=["response_probe"]).confidences["response_probe"]
+    assert ((found >= 0.0) & (found <= 1.0)).all()
+    assert "8 of 8 that it was" in refused([*score, "--criteria.probe", str(file), "--split", "train"])
+    assert "`criteria.probe`" in refused([*score, "--split", "test_id"])
+    # A pool of the same questions gets the same values.
+    run_export_pool(str(store), str(tmp_path / "pool.jsonl"), split="test_id")
+    criteria = CriteriaSettings(probe=str(file))
+    run_score(
+        "response_probe",
+        pool=str(tmp_path / "pool.jsonl"),
+        output=str(tmp_path / "scored.jsonl"),
+        model="bundled",
+        criteria=criteria,
+    )
+    lines = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    values = [response["confidence"]["response_probe"] for line in lines for response in line["responses"]]
+    assert sorted(values) == pytest.approx(sorted(found.tolist()), abs=1e-4)
+
+
+def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
+    store: Path, tokens: TokenReader, tmp_path: Path, refused: Callable[[list[str]], str]
+) -> None:
+    pool, file = list(SampleStore(store).samples(split="train")), tmp_path / "probe.json"
+    probe = fit_response_probe(pool, tokens, target="agreement", origin={"model": {"weights_sha256": "0"}})
+    probe.save(file)
+    assert load_response_probe(file) == probe
+    score = ["score", "--store_dir", str(store), "--estimator", "response_probe", "--split", "test_id"]
+    score += ["--criteria.probe", str(file)]
+    assert "another model, adapter or template: model.weights_sha256" in refused(score)
+    file.write_text(file.read_text().replace('"agreement"', '"label"'))
+    assert "Fit it again" in refused(score)
+    assert "`output`" in refused(["fit-response-probe", "--pool", str(store), "--output", str(store / "manifest.json")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pool: pool[:4], "at least 5 questions"),
+        (lambda pool: [replace(e, samples=e.samples[:1]) for e in pool], "known for no response"),
+        (
+            lambda pool: [replace(e, samples=tuple(replace(s, answer="7") for s in e.samples)) for e in pool],
+            "1 for all",
+        ),
+    ],
+)
+def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fit_response_probe(change(planted(10)[0]), None, target="agreement", origin={})
+    with pytest.raises(InputError, match="`target`"):
+        response_probe.probe_targets(planted(10)[0], "votes")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.domain import calibrated_in_domain
+from selfcal_lightning.confidence.live import check_live_probe, open_live_probe
+from selfcal_lightning.confidence.response_probe import load_response_probe
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
@@ -53,6 +55,8 @@ class AnswerSettings:
         threshold_file: File of a fitted threshold (`selfcal fit-threshold`). It sets the strategy and must be used as
             it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
             guarantees the error rate by withholding answers.
+        probe: File of `selfcal fit-response-probe`, for the confidence response_probe. It reads the states of each
+            response that is drawn, with the transformers engine, and is the default confidence where it is given.
         lookahead: Starts up to this many responses early when the engine has room: answers come sooner and cost more.
         sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
             the settings of the calibration; if you set one, the others have their defaults.
@@ -75,6 +79,7 @@ class AnswerSettings:
     strategy_args: dict[str, Any] | None = None
     scorers: list[str] | str = field(default_factory=list)
     threshold_file: str | None = None
+    probe: str | None = None
     lookahead: int = 0
     sampling: SamplingSettings | None = None
     seed: int = 0
@@ -149,11 +154,14 @@ def answer_questions(
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
+    probe = None if settings.probe is None else load_response_probe(settings.probe)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = ("threshold", "max_samples", "confidence")
     given = {name: value for name in fields if (value := getattr(settings, name)) is not None}
     given |= settings.strategy_args or {}
+    if probe is not None and fitted is None and not known:
+        given.setdefault("confidence", probe.name)
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
         given |= taught.strategy_fields()
     stops: StepStops | None = None
@@ -167,6 +175,8 @@ def answer_questions(
     else:
         chosen = choices.choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
         read = check_live_rewards(chosen, known, settings.reward)
+        if probe is not None:
+            check_live_probe(probe, asked, options, {chosen.confidence, *(n for one in known for n in one.requires)})
         say(f"{chosen}; {_read_by(asked)}")
     if (note := choices.uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
@@ -175,15 +185,15 @@ def answer_questions(
     check_engine(options, model)
     chat = load_chat(options, model, query=settings.query, prompt=prompt)
     with ExitStack() as ends:
-        rewards = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype)
-        for one in rewards:
-            ends.callback(one.close)
+        live = open_live_rewards(read, settings.reward, asked, chat=chat, dtype=options.dtype, ends=ends)
         opened = open_engine(options, model, chat=chat)
         ends.callback(opened.close)
         if fitted is not None:
             choices.check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
+        if probe is not None:
+            live.append(open_live_probe(probe, opened, model, options, asked, chat))
         source = EngineSource(
-            opened, chat, sampling=sampling, seed=settings.seed, scorers=[*rewards, *known], stops=stops,
+            opened, chat, sampling=sampling, seed=settings.seed, scorers=[*live, *known], stops=stops,
             on_failed=say, max_failures=settings.max_failures,
         )  # fmt: skip
         in_domain = calibrated_in_domain(opened, asked, options.adapter or resolve_model(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from selfcal_lightning.models.chat_format import ChatFormat
 
 ACTIVATED = "activated_adapter_sha256"
+
+
+def states_origin(identity: Mapping[str, str | None], chat: ChatFormat) -> dict[str, Any]:
+    """Return what statistics and states of a response's own tokens depend on: not the query that may follow it."""
+    model = {part: value for part, value in identity.items() if part != ACTIVATED}
+    return {"model": model, "prompt": {"template_sha256": chat.describe()["template_sha256"]}}
 
 
 @dataclass(frozen=True)
@@ -138,9 +145,8 @@ class ScoringModel:
 
     @property
     def states_origin(self) -> dict[str, Any]:
-        """Return what statistics and states of a response's own tokens depend on: not the query that may follow it."""
-        model = {part: value for part, value in self.identity.items() if part != ACTIVATED}
-        return {"model": model, "prompt": {"template_sha256": self.chat.describe()["template_sha256"]}}
+        """What statistics and states of a response's own tokens depend on."""
+        return states_origin(self.identity, self.chat)
 
     def response_probe(self, path: str | None) -> ResponseProbe:
         """Read the probe that was fitted on states of this model."""

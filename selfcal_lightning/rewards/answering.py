@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields as fields_of
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import SampleScorer
+from selfcal_lightning.confidence.live import LiveScorer
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import StepStops
 from selfcal_lightning.inference.base import Strategy
 from selfcal_lightning.inference.registry import SEARCHES
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
-from selfcal_lightning.records import Question, QuestionSamples, Sample
-from selfcal_lightning.rewards.estimator import KINDS, RewardScore, check_judge
-from selfcal_lightning.rewards.reading import RewardReader, check_rewards, completed
+from selfcal_lightning.records import Question
+from selfcal_lightning.rewards.estimator import KINDS, check_judge
+from selfcal_lightning.rewards.reading import check_rewards, completed
 from selfcal_lightning.rewards.step_scaling import open_scaled_rewards
 
 if TYPE_CHECKING:
@@ -49,39 +51,6 @@ def open_search(
     return strategy, stops
 
 
-LIVE = "live"
-
-
-class LiveReward:
-    """A confidence of a reward model, by the estimator that `selfcal score` runs on recorded responses."""
-
-    requires: ClassVar[tuple[str, ...]] = ()
-    needs_pool: ClassVar[bool] = False
-
-    def __init__(
-        self, estimator: RewardScore, rewards: RewardReader, questions: Sequence[Question], chat: ChatFormat
-    ) -> None:
-        self._estimator, self._rewards, self._chat = estimator, rewards, chat
-        self._questions = {question.id: question for question in questions}
-        self._last: tuple[str, tuple[int, ...]] | None = None
-
-    @property
-    def name(self) -> str:
-        return self._estimator.name
-
-    def score_sample(self, sample: Sample) -> float | None:
-        """Return the score of a response; None if the model cannot read it."""
-        question = self._questions[sample.question_id]
-        if self._last is None or self._last[0] != question.id:  # samples mostly come by question
-            self._last = question.id, self._chat.prompt_ids(question.messages)
-        entry = QuestionSamples(question, (sample,), LIVE, self._last[1])
-        ((value,),) = self._estimator.score([entry])
-        return value
-
-    def close(self) -> None:
-        self._rewards.close()
-
-
 def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], reward: RewardSettings) -> list[str]:
     """Return the confidences of a reward model that a strategy or its scorers read, after checking the settings."""
     read = [strategy.confidence, *(name for scorer in scorers for name in scorer.requires)]
@@ -99,9 +68,12 @@ def check_live_rewards(strategy: Strategy, scorers: Sequence[SampleScorer], rewa
 
 
 def open_live_rewards(
-    names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str
-) -> list[LiveReward]:
+    names: Sequence[str], reward: RewardSettings, questions: Sequence[Question], *, chat: ChatFormat, dtype: str,
+    ends: ExitStack,
+) -> list[LiveScorer]:  # fmt: skip
+    """Return the scorers of the named confidences; ``ends`` closes the reward model that they share."""
     if not names:
         return []
     reader = open_scaled_rewards(reward, dtype=dtype)
-    return [LiveReward(KINDS[name](reader), reader, questions, chat) for name in names]
+    ends.callback(reader.close)
+    return [LiveScorer(name, KINDS[name](reader).score, questions, chat) for name in names]

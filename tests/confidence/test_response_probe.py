@@ -13,20 +13,25 @@ import numpy as np
 import pytest
 import torch
 from support.recorded_pools import NUM_SAMPLES, SAMPLING
+from support.store_samples import write_lines
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.cli import run
 from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence import response_probe
+from selfcal_lightning.confidence.estimators import ProbedResponses
+from selfcal_lightning.confidence.live import open_live_probe
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.response_probe import fit_response_probe, load_response_probe, mean_states
+from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import Annotation
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.sampling.sampler import generate_samples
+from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
@@ -205,3 +210,38 @@ def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) ->
         fit_response_probe(change(planted(10)[0]), None, target="agreement", origin={})
     with pytest.raises(InputError, match="`target`"):
         response_probe.probe_targets(planted(10)[0], "votes")
+
+
+def test_a_live_response_has_the_confidence_of_a_recorded_one(
+    engine: TransformersEngine, tokens: TokenReader, two_splits: Path
+) -> None:
+    train, test = (list(SampleStore(two_splits).samples(split=split)) for split in NUM_QUESTIONS)
+    origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).states_origin
+    probe = fit_response_probe(train, tokens, target="agreement", origin=origin)
+    questions = [entry.question for entry in test]
+    live = open_live_probe(probe, engine, "bundled", EngineOptions(), questions, engine.chat)
+    for entry, row in zip(test, ProbedResponses(tokens, probe=probe).score(test), strict=True):
+        assert [live.score_sample(sample) for sample in entry.samples] == pytest.approx(row, abs=1e-5)
+    other = replace(probe, origin={**origin, "model": {**origin["model"], "adapter_sha256": "another"}})
+    with pytest.raises(InputError, match=r"another model, adapter or template: model\.adapter_sha256"):
+        open_live_probe(other, engine, "bundled", EngineOptions(), questions, engine.chat)
+
+
+def test_answers_stop_at_the_confidence_of_a_probe(
+    two_splits: Path, here: Path, refused: Callable[[list[str]], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit-response-probe", "--pool", str(two_splits), "--output", "probe.json"]) == 0
+    asked = [entry.question.text for entry in SampleStore(two_splits).samples(split="test_id")]
+    write_lines(here / "test.jsonl", *({"question": text} for text in asked))
+    answer = ["answer", "--model", "bundled", "--task", "word_problems", "--questions", "test.jsonl", "--json"]
+    answer += ["true", "--max_samples", "3", "--probe", "probe.json"]
+    capsys.readouterr()
+    assert run([*answer, "--threshold", "0"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["samples_used"] for line in found] == [1, 1, 1]
+    assert all(0.0 <= line["confidence"] <= 1.0 for line in found)
+    assert "where `probe` is given; this one reads p_true" in refused([*answer, "--confidence", "p_true"])
+    assert "hidden states" in refused([*answer, "--engine.name", "vllm"])
+    seen = next(iter(SampleStore(two_splits).samples(split="train"))).question
+    write_lines(here / "test.jsonl", {"question": seen.text, "answer": seen.reference})
+    assert "1 of 1 that it was" in refused(answer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,8 @@ def test_a_live_response_has_the_score_of_a_recorded_one(reward: str, chat: Chat
         for index, text in enumerate(TEXTS)
     )
     settings = RewardSettings(reward)
-    lowest, last = open_live_rewards(["prm_min", "prm"], settings, [question], chat=chat, dtype="float32")
+    ends = ExitStack()
+    lowest, last = open_live_rewards(["prm_min", "prm"], settings, [question], chat=chat, dtype="float32", ends=ends)
     recorded = [QuestionSamples(question, samples, "test", chat.prompt_ids(question.messages))]
     ((*steps, nothing),) = open_rewards(settings, dtype="float32").read(recorded)
     assert (nothing, last.score_sample(samples[2])) == (None, None), "it has no steps"
@@ -164,6 +166,7 @@ def test_a_live_response_has_the_score_of_a_recorded_one(reward: str, chat: Chat
         assert scores is not None
         assert last.score_sample(sample) == pytest.approx(scores[-1], abs=1e-6)
         assert lowest.score_sample(sample) == pytest.approx(min(scores), abs=1e-6)
+    ends.close()
 
 
 @pytest.fixture

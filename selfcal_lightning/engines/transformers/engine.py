@@ -277,6 +277,11 @@ class TransformersEngine:
             return nullcontext()
         raise InputError("Expected a separate adapter, but got one that is merged into the float32 weights.")
 
+    @property
+    def network(self) -> PreTrainedModel:
+        """The model, for what reads it between requests."""
+        return self._require_model().network
+
     def _require_model(self) -> CachedModel:
         if self._model is None:
             raise RunError("Expected the engine to be open, but it has been closed. Build a new one.")

@@ -56,7 +56,7 @@ class AnswerSettings:
             it was fitted: same number of samples, confidence, scorers and sampling. If it was fitted to a risk, it
             guarantees the error rate by withholding answers.
         probe: File of `selfcal fit-response-probe`, for the confidence response_probe. It reads the states of each
-            response that is drawn, with the transformers engine, and is the default confidence where it is given.
+            response that is drawn, with the transformers engine. If given, it is the default confidence.
         lookahead: Starts up to this many responses early when the engine has room: answers come sooner and cost more.
         sampling: How responses are drawn, such as `--sampling.max_new_tokens 512` (all: `--sampling.help`). Null takes
             the settings of the calibration; if you set one, the others have their defaults.
@@ -155,6 +155,9 @@ def answer_questions(
     check_can_draw(options, sampling)
     known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
     probe = None if settings.probe is None else load_response_probe(settings.probe)
+    if probe is not None and fitted is not None:
+        way_out = "Give the value by `threshold`."
+        raise InputError(f"A threshold file does not say which probe it was fitted with, so it takes none. {way_out}")
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = ("threshold", "max_samples", "confidence")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.recorded_pools import NUM_SAMPLES, SAMPLING
 from support.store_samples import write_lines
+from support.strategy_pools import make_entry
 from transformers import AutoModelForCausalLM
 
 from selfcal_lightning.cli import run
@@ -33,6 +34,8 @@ from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.sampling.sampler import generate_samples
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.engines.transformers.engine import TransformersEngine
+from selfcal_lightning.inference.stopping import EarlyStopping
+from selfcal_lightning.inference.thresholds import fit_goal_threshold
 from selfcal_lightning.records import Message, Question, QuestionSamples, Sample
 
 NUM_QUESTIONS = {"train": 8, "test_id": 3}
@@ -242,6 +245,9 @@ def test_answers_stop_at_the_confidence_of_a_probe(
     assert all(0.0 <= line["confidence"] <= 1.0 for line in found)
     assert "where `probe` is given; this one reads p_true" in refused([*answer, "--confidence", "p_true"])
     assert "hidden states" in refused([*answer, "--engine.name", "vllm"])
+    pool = [make_entry(["a", "a"], [0.2, 0.9], name=f"c{i}", gold="a") for i in range(4)]
+    fit_goal_threshold(EarlyStopping(max_samples=2), pool, "budget", 2.0, [0.5]).save("threshold.json")
+    assert "does not say which probe" in refused([*answer, "--threshold_file", "threshold.json"])
     seen = next(iter(SampleStore(two_splits).samples(split="train"))).question
     write_lines(here / "test.jsonl", {"question": seen.text, "answer": seen.reference})
     assert "1 of 1 that it was" in refused(answer)

@@ -35,6 +35,7 @@ from selfcal_lightning.models.chat_format import DEFAULT_QUERY
 from selfcal_lightning.records import Question, SamplingSettings
 
 PORT, CLIENTS, SEED = 8765, 64, 11
+NOTE = "library, server and clients share the cores; serving_throughput.json takes turns with one thread each"
 STRATEGY = {"strategy": "early_stopping", "threshold": 0.8, "max_samples": 4}
 SAMPLING = SamplingSettings(temperature=0.8, edt_scale=None, max_new_tokens=120)
 
@@ -164,7 +165,7 @@ def main() -> None:
     late = [one for one in found if one["kind"] == "deadline"]
     result = {
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-                    "load": os.getloadavg(), "note": "shared with other work; serving_throughput.json takes turns"},
+                    "load": os.getloadavg(), "note": NOTE},
         "command": "python benchmarks/serving/load.py", "clients": CLIENTS, "requests": len(questions),
         "library": {"seconds": round(seconds, 1), "tokens": sum(tokens.values())},
         "all_answered": {

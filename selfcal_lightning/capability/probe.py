@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from selfcal_lightning.capability.question_table import QuestionTable, Target, question_table
+from selfcal_lightning.confidence.response_probe import centre_and_scale
 from selfcal_lightning.confidence.splits import FittedOn
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.files import check_seal, json_object_or_none, sealed, write_atomically
@@ -237,9 +238,8 @@ def probe_basis(
     sampling: Mapping[str, Any] | None,
     draws: int | None = None,
 ) -> ProbeBasis:
-    """Return everything of a probe but its head; features that never change keep their scale."""
-    centre, scale = features.mean(axis=0), features.std(axis=0)
-    scale = np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
+    """Return everything of a probe but its head."""
+    centre, scale = centre_and_scale(features)
     questions = (entry.question for entry in entries)
     fitted_on = FittedOn.from_questions(questions, num_responses=sum(len(entry.samples) for entry in entries))
     return ProbeBasis(pooling, target, centre, scale, origin, sampling, fitted_on, draws)

@@ -163,7 +163,7 @@ def answer_questions(
     fields = ("threshold", "max_samples", "confidence")
     given = {name: value for name in fields if (value := getattr(settings, name)) is not None}
     given |= settings.strategy_args or {}
-    if probe is not None and fitted is None and not known:
+    if probe is not None and not known:
         given.setdefault("confidence", probe.name)
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:
         given |= taught.strategy_fields()

@@ -146,8 +146,7 @@ def fit_response_probe(
     question = np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool])[used]
     _check_number(len(np.unique(question)))
     x, y = np.array([state for state, fits in zip(states, used, strict=True) if fits]), targets[used]
-    centre, scale = x.mean(axis=0), x.std(axis=0)
-    scale = np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
+    centre, scale = centre_and_scale(x)
     standard = (x - centre) / scale
     folds = list(GroupKFold(FOLDS).split(standard, y, question))
     ridge = RidgeCV(alphas=PENALTIES * len(y), cv=folds, scoring="neg_mean_squared_error").fit(standard, y)
@@ -164,6 +163,12 @@ def fit_response_probe(
         origin=origin,
         fitted_on=FittedOn.from_pool(pool, used),
     )
+
+
+def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation of each feature [D]; features that never change keep their scale."""
+    centre, scale = features.mean(axis=0), features.std(axis=0)
+    return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
 def _check_number(questions: int) -> None:

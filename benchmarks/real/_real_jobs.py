@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from shared.jobs import children_seconds, run
 from shared.study import ROOT, configuration, train_on, write_configuration
 
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.models.chat_format import Prompt
+from selfcal_lightning.models.speed import is_slow_in_bfloat16
 from selfcal_lightning.records import QuestionSamples
 
 EXAMPLE = ROOT / "examples" / "smollm"
@@ -48,6 +50,8 @@ TOKEN_STATISTICS = ("self_certainty", "token_entropy", "lowest_group_confidence"
 # Joint training takes the target that it was made for, and fewer steps: the generator changes with every one.
 JOINT_TUPLES = 640
 TEXT_QUESTIONS = 16
+# Many CPUs compute in bfloat16 several times as slowly as in float32.
+DTYPE = "float32" if is_slow_in_bfloat16("cpu") else "bfloat16"
 # Responses end where the model ends them; the report says how many reached this limit.
 MAX_NEW_TOKENS = 400
 
@@ -112,9 +116,7 @@ class Jobs:
     def sample(self, store: Path, split: str, *, model: Path | None = None, seed: int = 0) -> None:
         limit = getattr(self.sizes, split)
         further = () if limit is None else ("--limit", str(limit))
-        self._generate(
-            model or self.model, store, split, seed, "--extend", "true", "--engine.dtype", "bfloat16", *further
-        )
+        self._generate(model or self.model, store, split, seed, "--extend", "true", "--engine.dtype", DTYPE, *further)
 
     def activate(self, way: str, seed: int) -> Path:
         """Train an activated adapter on the training responses and return its folder."""
@@ -176,7 +178,8 @@ class Jobs:
             if not file.is_file():
                 used, pool = time.process_time(), entries(self.test if split == "test" else self.samples, split)
                 file.parent.mkdir(exist_ok=True)
-                np.savez(file, **read_states(self.model, self.read_prompt(), pool))
+                dtype = getattr(torch, DTYPE)
+                np.savez(file, **read_states(self.model, self.read_prompt(), pool, dtype=dtype))
                 self._note(f"read states, {split}", time.process_time() - used)
 
     @property
@@ -215,7 +218,7 @@ class Jobs:
         what = f"score {split} ({store.name}), {further[-1] if further else 'token statistics'}"
         self._run(
             "score", "--estimator", estimator, "--store_dir", str(store), "--split", split, "--engine.dtype",
-            "bfloat16", "--engine.max_batch", "128", *further, what=what,
+            DTYPE, "--engine.max_batch", "128", *further, what=what,
         )  # fmt: skip
 
     def _configuration(self, target: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -223,6 +226,7 @@ class Jobs:
         # The store holds validation questions too, which would be taken for those of training's own validation.
         config["trainer"]["limit_val_batches"] = 0
         sampler = config["trainer"]["callbacks"][0]["init_args"]
+        sampler["engine"]["dtype"] = DTYPE
         sampler["sampling"]["temperature"] = TEMPERATURES[self.model.name]
         del sampler["seed"]
         config["model"]["init_args"]["base_model"] = str(self.model)

@@ -34,11 +34,13 @@ def agreement(entry: QuestionSamples) -> list[float]:
 
 
 @torch.inference_mode()
-def read_states(model: Path, prompt: Prompt | None, pool: Sequence[QuestionSamples]) -> dict[str, Floats]:
-    """Return the states [N, D] of all responses of a pool, in its order, by the base model in bfloat16."""
+def read_states(
+    model: Path, prompt: Prompt | None, pool: Sequence[QuestionSamples], *, dtype: torch.dtype = torch.float32
+) -> dict[str, Floats]:
+    """Return the states [N, D] of all responses of a pool, in its order, by the base model."""
     chat = load_chat(EngineOptions(), str(model), query=DEFAULT_QUERY, prompt=prompt)
     network = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.bfloat16, trust_remote_code=False, use_safetensors=True
+        model, dtype=dtype, trust_remote_code=False, use_safetensors=True
     ).eval()
     rows = []
     for entry in pool:

@@ -239,9 +239,10 @@ def name_of(jobs: Jobs) -> str:
 
 def sampled_by(jobs: Jobs) -> str:
     """Return what sampled the test responses and how, as their store records it."""
-    made = SampleStore(jobs.test).round_manifest().fingerprint
+    sampled = SampleStore(jobs.test).round_manifest()
+    made, dtype = sampled.fingerprint, sampled.engine["dtype"]
     name, weights = Path(str(made.model.model)).name, made.model.weights_sha256[:12]
-    return f"{name} (sha256 of the weights {weights}) at temperature {made.sampling.temperature}"
+    return f"{name} (sha256 of the weights {weights}) in {dtype}, at temperature {made.sampling.temperature}"
 
 
 def report_on(jobs: Jobs, seeds: Sequence[int]) -> dict[str, Any]:
@@ -666,11 +667,11 @@ TITLES = {
 def as_markdown(report: Mapping[str, Any]) -> str:
     last = "" if report["command"] == "make report-real" else f" (last: `{report['command']}`)"
     lines = [
-        f"Command: `make report-real`{last}. Models sampled in bfloat16, "
-        f"{report['samples']} responses to a question, each to its own end (limit {MAX_NEW_TOKENS} tokens). All "
-        "confidences are of the same test responses. 95 % intervals over questions, over countries for facts about "
-        "countries, and over training seeds where there are several (in brackets: each). *samples*: how many responses "
-        "to the question a confidence needs; *labels*: which labelled questions it needs.",
+        f"Command: `make report-real`{last}. {report['samples']} responses to a question, each to its own end (limit "
+        f"{MAX_NEW_TOKENS} tokens). All confidences are of the same test responses. 95 % intervals over questions, "
+        "over countries for facts about countries, and over training seeds where there are several (in brackets: "
+        "each). *samples*: how many responses to the question a confidence needs; *labels*: which labelled questions "
+        "it needs.",
         "",
         *_overview(report["tasks"]),
         "",

@@ -43,3 +43,8 @@ def multiply_rate(device_type: str) -> float:
         torch.mm(matrix, matrix)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best
+
+
+def is_slow_in_bfloat16(device_type: str) -> bool:
+    """Return whether the device is a CPU without instructions for bfloat16: float32 is some 8 times as fast there."""
+    return device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

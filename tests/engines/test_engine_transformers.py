@@ -322,6 +322,17 @@ def _loud_model(path: str, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_cpu_that_is_slow_in_bfloat16_is_said(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_slow: bool
+) -> None:
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: not is_slow)
+    TransformersEngine(tiny_model, dtype="float32", device="cpu").close()
+    assert "bfloat16" not in capsys.readouterr().err
+    TransformersEngine(tiny_model, dtype="bfloat16", device="cpu").close()
+    assert ("this CPU has no instructions for bfloat16" in capsys.readouterr().err) == is_slow
+
+
 def test_p_true_in_half_precision_is_read_in_float32(tiny_model: str, tmp_path: Path) -> None:
     """Both ways to it, against float64 over the hidden states of the model; its own logits take coarse steps."""
     path = _loud_model(tiny_model, tmp_path / "loud")

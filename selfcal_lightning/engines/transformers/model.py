@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from selfcal_lightning.core.errors import InputError
+from selfcal_lightning.core.progress import say
 from selfcal_lightning.engines.transformers.prefixes import NestedRow, nested_batch, padded, shared_stems
 from selfcal_lightning.models.activated import adapter_asleep, load_sleeping_adapter
 from selfcal_lightning.models.causal_lm import without_cudnn
@@ -26,6 +27,7 @@ from selfcal_lightning.models.folders import (
     refusal_of_code,
 )
 from selfcal_lightning.models.outputs import float32_logits
+from selfcal_lightning.models.speed import is_slow_in_bfloat16
 
 
 def exact_head(network: PreTrainedModel) -> AbstractContextManager[Any]:
@@ -321,6 +323,10 @@ def load_network(model: str, *, revision: str | None, adapter: str | None, dtype
         dtype = "float32" if device.startswith("cpu") else "bfloat16"
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(f"Expected `dtype` to be auto, float32, bfloat16 or float16, but got {dtype!r}.")
+    if dtype == "bfloat16" and is_slow_in_bfloat16(torch.device(device).type):
+        say(
+            "Note: this CPU has no instructions for bfloat16: with `engine.dtype` float32, it is several times as fast."
+        )
     check_model_folder(model)
     if adapter is not None:
         adapter = local_adapter(adapter)

@@ -21,6 +21,7 @@ from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.files import check_replaceable
 from selfcal_lightning.core.progress import Stage, say, tell
 from selfcal_lightning.data.pools.recorded import load_recorded_pool
+from selfcal_lightning.data.store.features import feature_folder
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_engine
@@ -113,6 +114,7 @@ def run_fit_response_probe(
     split: str | None = "train",
     task: str | None = None,
     target: ProbeTarget = "agreement",
+    features_dir: str | None = None,
     model: str | None = None,
     revision: str | None = None,
     adapter: str | None = None,
@@ -131,6 +133,7 @@ def run_fit_response_probe(
         task: Reads this task only; for a file, the task of all its questions.
         target: What the probe predicts: "agreement", the share of the other responses with the same answer, or "label",
             whether the response is right.
+        features_dir: Folder that keeps the hidden states; null is a folder in the store, or beside `output` for a file.
         model: Folder or hub name of the model, or "bundled"; null takes the one that sampled the store.
         revision: Revision of the model on the hub: a branch, tag or commit.
         adapter: Folder of a LoRA adapter that the responses were sampled with.
@@ -140,12 +143,17 @@ def run_fit_response_probe(
     check_fitted_target(output, RESPONSE_PROBE)
     read = load_recorded_pool(pool, split=split, task=task)
     response_probe.probe_targets(read.entries, target)  # refuses them before the model is loaded
-    fingerprint = SampleStore(pool).round_manifest().fingerprint if Path(pool).is_dir() else None
+    store = Path(pool) if Path(pool).is_dir() else None
+    fingerprint = None if store is None else SampleStore(store).round_manifest().fingerprint
     options = engine.of(revision=revision, adapter=adapter)
     scoring = ScoringModel(ModelSettings(model, None, options), fingerprint)
     check_engine(options, scoring.source)
     origin = scoring.states_origin
-    probe = response_probe.fit_response_probe(read.entries, scoring.tokens(), target=target, origin=origin)
+    kept = origin | {"states": response_probe.MEAN}
+    folder = feature_folder(kept, store=store, given=features_dir, beside=Path(output).parent / "features")
+    folder.open(kept)
+    states = response_probe.read_mean_states(scoring.tokens, read.entries, folder, chat=scoring.chat)
+    probe = response_probe.fit_response_probe(read.entries, states, target=target, origin=origin)
     probe.save(output)
     fitted = probe.fitted_on
     tell(

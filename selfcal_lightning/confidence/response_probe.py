@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -16,19 +16,23 @@ from selfcal_lightning.confidence.base import RESPONSE_PROBE
 from selfcal_lightning.confidence.fitted_files import load_fitted, save_fitted
 from selfcal_lightning.confidence.scaling import IsotonicMap
 from selfcal_lightning.confidence.splits import FittedOn, check_not_fitted_on
+from selfcal_lightning.confidence.token_ids import entry_ids
 from selfcal_lightning.core.errors import InputError, unknown_name
 from selfcal_lightning.core.progress import Progress
+from selfcal_lightning.data.store.features import FeatureFolder, Key, tokens_digest
 from selfcal_lightning.metrics.arrays import Floats
 from selfcal_lightning.metrics.consistency import leave_one_out
 from selfcal_lightning.records import QuestionSamples
 
 if TYPE_CHECKING:
     from selfcal_lightning.confidence.token_reader import TokenReader
+    from selfcal_lightning.models.chat_format import ChatFormat
 
 ProbeTarget = Literal["agreement", "label"]
 FOLDS = 5
 PENALTIES = np.geomspace(1e-3, 1e3, 13)  # per response
 CHUNK_QUESTIONS = 32
+MEAN = "response_mean"
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,36 @@ def mean_states(tokens: TokenReader, pool: Sequence[QuestionSamples]) -> list[Fl
     ]
 
 
+def read_mean_states(
+    open_tokens: Callable[[], TokenReader], pool: Sequence[QuestionSamples], folder: FeatureFolder, *, chat: ChatFormat
+) -> list[Floats | None]:
+    """Return the mean state of each response of a pool; what ``folder`` lacks is read into it, a chunk at a time."""
+    keys: list[Key | None] = []
+    known, lacking = folder.keys(), list[QuestionSamples]()
+    for entry in pool:
+        ids = entry_ids(entry, chat)
+        own = [
+            None if row is None or not row.response
+            else (f"{entry.question.id}/{i}", tokens_digest(row.prompt, row.response))
+            for i, row in enumerate(ids)
+        ]  # fmt: skip
+        left = tuple(one for one, key in zip(entry.samples, own, strict=True) if key is not None and key not in known)
+        lacking += [replace(entry, samples=left)] if left else []
+        keys += own
+    missing = iter([key for key in keys if key is not None and key not in known])
+    with Progress(len(lacking), label=f"Reading hidden states into {folder.path}", unit="questions") as bar:
+        for start in range(0, len(lacking), CHUNK_QUESTIONS):
+            chunk = lacking[start : start + CHUNK_QUESTIONS]
+            read = [(next(missing), state) for state in mean_states(open_tokens(), chunk)]
+            if rows := {key: state for key, state in read if state is not None}:  # None: too long for the model
+                folder.write(list(rows), {MEAN: np.array(list(rows.values()))})
+            known |= rows.keys()
+            bar.update(len(chunk))
+    wanted = list(dict.fromkeys(key for key in keys if key in known))
+    found = dict(zip(wanted, folder.read(wanted)[MEAN] if wanted else (), strict=True))
+    return [None if key is None else found.get(key) for key in keys]
+
+
 def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Floats:
     """Return what a probe learns to predict of each response [N], in [0, 1]; nan where it has no target.
 
@@ -125,23 +159,17 @@ def probe_targets(pool: Sequence[QuestionSamples], target: ProbeTarget) -> Float
 
 
 def fit_response_probe(
-    pool: Sequence[QuestionSamples], tokens: TokenReader, *, target: ProbeTarget, origin: Mapping[str, Any]
+    pool: Sequence[QuestionSamples], states: Sequence[Floats | None], *, target: ProbeTarget, origin: Mapping[str, Any]
 ) -> ResponseProbe:
     """Fit a ridge regression of the target on the mean states, and map its predictions to the target monotonically.
 
-    The penalty has the least squared error on questions that a fold leaves out. The map is fitted to the predictions
-    for those questions, which no ridge has seen.
+    ``states`` are those of all responses of ``pool``, in its order. The penalty has the least squared error on
+    questions that a fold leaves out. The map is fitted to the predictions for those questions, which no ridge has seen.
     """
     from sklearn.linear_model import Ridge, RidgeCV
     from sklearn.model_selection import GroupKFold, cross_val_predict
 
     targets = probe_targets(pool, target)
-    _check_number(len(pool))
-    states: list[Floats | None] = []
-    with Progress(len(targets), label="Reading hidden states") as bar:
-        for start in range(0, len(pool), CHUNK_QUESTIONS):
-            states += mean_states(tokens, pool[start : start + CHUNK_QUESTIONS])
-            bar.update(len(states) - bar.done)
     used = ~np.isnan(targets) & np.array([state is not None for state in states])
     question = np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool])[used]
     _check_number(len(np.unique(question)))

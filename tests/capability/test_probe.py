@@ -14,7 +14,6 @@ from support.capability_pools import SPLITS, capability_store, chance
 from support.other_models import changed_copy, plain_copy
 
 from selfcal_lightning.capability import features as prompt_features
-from selfcal_lightning.capability.features import FeatureFolder
 from selfcal_lightning.capability.probe import fit_probe, load_probe, with_question_confidence
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.cli import run
@@ -23,6 +22,7 @@ from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence.fitted_files import check_states_origin
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.store.annotations import QuestionAnnotation, question_annotation_names
+from selfcal_lightning.data.store.features import FeatureFolder
 from selfcal_lightning.engines.hidden_states import PromptStates
 from selfcal_lightning.engines.settings import EngineSettings
 from selfcal_lightning.engines.transformers.engine import TransformersEngine

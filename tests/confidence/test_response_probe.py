@@ -24,11 +24,17 @@ from selfcal_lightning.confidence import response_probe
 from selfcal_lightning.confidence.estimators import ProbedResponses
 from selfcal_lightning.confidence.live import open_live_probe
 from selfcal_lightning.confidence.registry import CriteriaSettings
-from selfcal_lightning.confidence.response_probe import fit_response_probe, load_response_probe, mean_states
+from selfcal_lightning.confidence.response_probe import (
+    fit_response_probe,
+    load_response_probe,
+    mean_states,
+    read_mean_states,
+)
 from selfcal_lightning.confidence.scoring_model import ModelSettings, ScoringModel
 from selfcal_lightning.confidence.token_reader import TokenReader
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.data.store.annotations import Annotation
+from selfcal_lightning.data.store.features import FeatureFolder
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import get_task
 from selfcal_lightning.engines.sampling.sampler import generate_samples
@@ -96,8 +102,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[np.ndarray], None]:
 
 def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: Any) -> None:
     pool, states = planted(40)
-    reading(states)
-    probe = fit_response_probe(pool, None, target="agreement", origin={})
+    probe = fit_response_probe(pool, list(states), target="agreement", origin={})
     y = np.concatenate([[(sum(s.answer == o.answer for o in e.samples) - 1) / 7 for s in e.samples] for e in pool])
     scale = states.std(axis=0)
     scale[4] = 1.0  # it never changes
@@ -116,17 +121,16 @@ def test_the_probe_is_a_ridge_of_standardised_states_and_a_rising_map(reading: A
     assert np.mean((found - np.array(agreement) / 7) ** 2) < 0.2 * np.var(np.array(agreement) / 7)
 
 
-def test_the_map_is_fitted_to_predictions_for_questions_that_were_left_out(reading: Any) -> None:
+def test_the_map_is_fitted_to_predictions_for_questions_that_were_left_out() -> None:
     """Of noise with as many features as responses, a ridge learns its own responses by heart; the map must not."""
     draw = np.random.default_rng(0)
     pool, _ = planted(20)
-    reading(draw.normal(size=(160, 160)))
-    probe = fit_response_probe(pool, None, target="label", origin={})
+    probe = fit_response_probe(pool, list(draw.normal(size=(160, 160))), target="label", origin={})
     assert probe.error == pytest.approx(probe.constant_error, rel=0.1)
     assert np.ptp(probe.map.y) < 0.6
 
 
-def test_an_unreadable_response_agrees_with_none(reading: Any) -> None:
+def test_an_unreadable_response_agrees_with_none() -> None:
     entry = answered("q", ["7", "7", "8", None])
     found = response_probe.probe_targets([entry, answered("alone", ["7"])], "agreement")
     assert found == pytest.approx([1 / 3, 1 / 3, 0.0, 0.0, np.nan], nan_ok=True)
@@ -147,6 +151,31 @@ def test_the_state_is_the_mean_before_each_token_after_the_last_norm(
                 ids = torch.tensor([[*entry.prompt_ids, *sample.token_ids]])
                 last = network(ids, output_hidden_states=True).hidden_states[-1][0]
                 assert state == pytest.approx(last[len(entry.prompt_ids) - 1 : -1].mean(0).numpy(), abs=1e-4)
+
+
+def test_states_that_were_read_before_a_stop_are_not_read_again(
+    tokens: TokenReader, two_splits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, folder = list(SampleStore(two_splits).samples(split="train")), FeatureFolder(tmp_path / "states")
+    pool[0] = replace(pool[0], samples=(replace(pool[0].samples[0], text="", token_ids=()), *pool[0].samples[1:]))
+    expected, asked = mean_states(tokens, pool), list[int]()
+    folder.open({})
+    monkeypatch.setattr(response_probe, "CHUNK_QUESTIONS", 3)
+
+    def read(reader: TokenReader, chunk: list[QuestionSamples]) -> list[np.ndarray | None]:
+        asked.append(len(chunk))
+        if asked == [3, 3]:
+            raise KeyboardInterrupt
+        return mean_states(reader, chunk)
+
+    monkeypatch.setattr(response_probe, "mean_states", read)
+    with pytest.raises(KeyboardInterrupt):
+        read_mean_states(lambda: tokens, pool, folder, chat=tokens.chat)
+    assert len(folder.keys()) == 3 * NUM_SAMPLES - 1  # an empty response has no state
+    found = read_mean_states(lambda: tokens, pool, folder, chat=tokens.chat)
+    assert asked == [3, 3, 3, 2]
+    assert found[0] is None
+    assert np.array(found[1:]) == pytest.approx(np.array(expected[1:]), abs=1e-6)
 
 
 def test_a_store_is_fitted_on_one_split_and_scored_on_the_other(
@@ -186,7 +215,9 @@ def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
     store: Path, tokens: TokenReader, tmp_path: Path, refused: Callable[[list[str]], str]
 ) -> None:
     pool, file = list(SampleStore(store).samples(split="train")), tmp_path / "probe.json"
-    probe = fit_response_probe(pool, tokens, target="agreement", origin={"model": {"weights_sha256": "0"}})
+    probe = fit_response_probe(
+        pool, mean_states(tokens, pool), target="agreement", origin={"model": {"weights_sha256": "0"}}
+    )
     probe.save(file)
     assert load_response_probe(file) == probe
     score = ["score", "--store_dir", str(store), "--estimator", "response_probe", "--split", "test_id"]
@@ -209,8 +240,10 @@ def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
     ],
 )
 def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) -> None:
+    pool = change(planted(10)[0])
+    states = [np.zeros(5)] * sum(len(entry.samples) for entry in pool)
     with pytest.raises(InputError, match=message):
-        fit_response_probe(change(planted(10)[0]), None, target="agreement", origin={})
+        fit_response_probe(pool, states, target="agreement", origin={})
     with pytest.raises(InputError, match="`target`"):
         response_probe.probe_targets(planted(10)[0], "votes")
 
@@ -220,7 +253,7 @@ def test_a_live_response_has_the_confidence_of_a_recorded_one(
 ) -> None:
     train, test = (list(SampleStore(two_splits).samples(split=split)) for split in NUM_QUESTIONS)
     origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).states_origin
-    probe = fit_response_probe(train, tokens, target="agreement", origin=origin)
+    probe = fit_response_probe(train, mean_states(tokens, train), target="agreement", origin=origin)
     questions = [entry.question for entry in test]
     live = open_live_probe(probe, engine, "bundled", EngineOptions(), questions, engine.chat)
     for entry, row in zip(test, ProbedResponses(tokens, probe=probe).score(test), strict=True):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from selfcal_lightning.capability.features import PromptModel, feature_folder, feature_origin, prompt_digest
+from selfcal_lightning.capability.features import PromptModel, feature_origin
 from selfcal_lightning.capability.question_table import load_capability_pool
 from selfcal_lightning.confidence.scoring_model import ModelSettings
+from selfcal_lightning.data.store.features import feature_folder, tokens_digest
 from selfcal_lightning.data.store.manifest import StoreFingerprint
 from selfcal_lightning.data.store.sample_store import SampleStore
 from selfcal_lightning.data.tasks.registry import load_some
-from selfcal_lightning.engines.hidden_states import LevelSettings, PromptStates
+from selfcal_lightning.engines.hidden_states import LevelSettings
 from selfcal_lightning.engines.settings import EngineOptions
 from selfcal_lightning.models.chat_format import ChatFormat, load_tokenizer
 from selfcal_lightning.models.folders import resolve_model, weights_sha256
@@ -47,13 +48,14 @@ def give_states(store: Path, *, width: int = 4) -> None:
     """
     levels, pool = LevelSettings(), load_capability_pool(str(store), split=None, task=None)
     with PromptModel(ModelSettings("bundled", None, EngineOptions()), pool.fingerprint) as model:
-        folder = feature_folder(model, levels, store=store, given=None)
-        folder.open(feature_origin(model, levels))
-        keys = [(one.id, prompt_digest(model.chat.prompt_ids(one.messages))) for one in pool.questions]
+        origin = feature_origin(model, levels)
+        folder = feature_folder(origin, store=store, given=None)
+        folder.open(origin)
+        keys = [(one.id, tokens_digest(model.chat.prompt_ids(one.messages))) for one in pool.questions]
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(2, len(keys), 1, width)).astype(np.float32)
     vectors[..., 0] += np.array([20.0 * chance(question) for question in pool.questions], dtype=np.float32)[:, None]
-    folder.write(keys, PromptStates(*vectors))
+    folder.write(keys, dict(zip(("last_token", "token_mean"), vectors, strict=True)))
 
 
 def fingerprint(model: str = "bundled", *, temperature: float = 0.8) -> StoreFingerprint:

@@ -49,6 +49,21 @@ def squared_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(first, second, reduction="none")
 
 
+def cross_entropy_calibration_loss(confidence: Tensor, target: Tensor) -> Tensor:
+    """Compute the cross-entropy of each confidence against its target [B], in nats.
+
+    Like the squared error, it is least where the confidence is the mean of the targets; but its gradient by log-odds,
+    ``confidence - target``, does not vanish where a confidence is near 0 or 1 and wrong.
+
+    Example:
+        >>> cross_entropy_calibration_loss(torch.tensor([0.5]), torch.tensor([1.0]))
+        tensor([0.6931])
+    """
+    first, second = _same_shape(confidence, target)
+    with torch.autocast(first.device.type, enabled=False):  # which refuses it, for the sake of half precision
+        return F.binary_cross_entropy(first, second, reduction="none")
+
+
 def soft_cross_entropy(logit: Tensor, rate: Tensor) -> Tensor:
     """Compute the cross-entropy of a predicted chance against an observed rate, in nats.
 

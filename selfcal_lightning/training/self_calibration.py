@@ -28,6 +28,7 @@ from selfcal_lightning.training.calibrated_model import ConfidenceModel, adapter
 from selfcal_lightning.training.checkpoints import dropout_stream
 from selfcal_lightning.training.losses import (
     calibration_loss,
+    cross_entropy_calibration_loss,
     group_ranking_loss,
     row_means,
     share_of_step,
@@ -38,6 +39,7 @@ from selfcal_lightning.training.settings import (
     DEFAULT_OMEGA,
     AdapterSettings,
     AuxiliarySettings,
+    LossName,
     LossSettings,
     MemorySettings,
     OptimizerSettings,
@@ -53,8 +55,12 @@ def calibration_part(
     """Return the batch's part of the calibration loss of its optimiser step, a scalar."""
     weight, wanted = batch.calibration_weight, batch.target if targets is None else targets
     target = torch.where(weight > 0, wanted, torch.zeros_like(wanted))  # 0 * nan would be nan
-    per_row = squared_calibration_loss if settings.loss == "squared" else partial(calibration_loss, beta=settings.beta)
-    values = per_row(confidence, target)
+    if settings.loss == "cross_entropy":
+        values = cross_entropy_calibration_loss(confidence, target)
+    elif settings.loss == "squared":
+        values = squared_calibration_loss(confidence, target)
+    else:
+        values = calibration_loss(confidence, target, beta=settings.beta)
     if settings.ranking > 0.0:
         # Rows without weight are ordered with nobody: among them are copies that fill a short step.
         alone = -1 - torch.arange(len(target), device=target.device)
@@ -186,7 +192,8 @@ class SelfCalibrationModule(ConfidenceModel):
         omega: Weight of the generation loss in joint training, 0.1 by default. An activated adapter has no generation
             loss.
         beta: SmoothL1 is quadratic below this difference, and linear above.
-        loss: Loss between confidence and target: "smooth_l1", or "squared" for the ablation.
+        loss: Loss between confidence and target: "smooth_l1" as in the paper, "squared" for the ablation, or
+            "cross_entropy", whose gradient does not vanish where a confidence is near 0 or 1 and wrong.
         ranking: Weight of a ranking term in the calibration loss: how well the log-odds of P(True) order the responses
             to one question by their targets, within a micro-batch (see `group_size` of the data module).
         generation_loss: False drops the generation loss of joint training (an ablation): omega 0.
@@ -228,7 +235,7 @@ class SelfCalibrationModule(ConfidenceModel):
         lora: LoraSettings | None = DEFAULT_LORA,
         omega: float | None = None,
         beta: float = 0.25,
-        loss: Literal["smooth_l1", "squared"] = "smooth_l1",
+        loss: LossName = "smooth_l1",
         ranking: float = 0.0,
         generation_loss: bool | None = None,
         p_true: Literal["normalised", "raw"] = "normalised",

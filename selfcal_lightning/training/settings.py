@@ -102,6 +102,9 @@ class OptimizerSettings:
         check_at_least(0, warmup_steps=self.warmup_steps)
 
 
+LossName = Literal["smooth_l1", "squared", "cross_entropy"]
+
+
 @dataclass(frozen=True)
 class LossSettings:
     """The calibration loss, and the weight of the generation loss; ``SelfCalibrationModule`` documents the fields."""
@@ -109,7 +112,7 @@ class LossSettings:
     omega: float = DEFAULT_OMEGA
     generation_loss: bool = True
     beta: float = 0.25
-    loss: Literal["smooth_l1", "squared"] = "smooth_l1"
+    loss: LossName = "smooth_l1"
     ranking: float = 0.0
     p_true: Literal["normalised", "raw"] = "normalised"
 
@@ -128,7 +131,7 @@ class AuxiliarySettings:
         teacher: Soft-label source: file of a fused confidence that the target is mixed with; not inherited.
         teacher_share: Weight of the soft-label source in the target.
         query: The confidence query of this adapter, at most as many tokens as the main adapter's.
-        loss: "smooth_l1" or "squared".
+        loss: "smooth_l1", "squared" or "cross_entropy".
         ranking: Weight of the ranking term over the responses to one question.
     """
 
@@ -136,7 +139,7 @@ class AuxiliarySettings:
     teacher: str | None = None
     teacher_share: float = 0.0
     query: str | None = None
-    loss: Literal["smooth_l1", "squared"] | None = None
+    loss: LossName | None = None
     ranking: float | None = None
 
 

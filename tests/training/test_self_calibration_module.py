@@ -40,7 +40,7 @@ SHALLOW = True
 
 
 def _reference_by_hand_losses(
-    module: SelfCalibrationModule, rows: Sequence[Row], chat: ChatFormat, *, squared: bool, raw: bool
+    module: SelfCalibrationModule, rows: Sequence[Row], chat: ChatFormat, *, loss: str, raw: bool
 ) -> tuple[float, float, list[float]]:
     """One row at a time, without padding, in float64 from the full logits."""
     calibration, generation, confidences = 0.0, 0.0, []
@@ -54,7 +54,8 @@ def _reference_by_hand_losses(
         confidences.append(confidence)
         d = abs(confidence - row.target)
         smooth = 0.5 * d * d / 0.25 if d < 0.25 else d - 0.125
-        per_row = d * d if squared else smooth
+        entropy = -row.target * math.log(confidence) - (1 - row.target) * math.log(1 - confidence)
+        per_row = {"smooth_l1": smooth, "squared": d * d, "cross_entropy": entropy}[loss]
         calibration += row.calibration_weight * (0.0 if math.isnan(per_row) else per_row)
         places = (batch.label_position + 1).tolist()
         nll = [-torch.log_softmax(logits[t - 1], -1)[batch.input_ids[0, t]].item() for t in places]
@@ -63,22 +64,23 @@ def _reference_by_hand_losses(
 
 
 @pytest.mark.parametrize(
-    ("settings", "squared", "raw", "omega"),
+    ("settings", "raw", "omega"),
     [
-        ({}, False, False, 0.1),
-        ({"omega": 0.5}, False, False, 0.5),
-        ({"loss": "squared"}, True, False, 0.1),
-        ({"p_true": "raw"}, False, True, 0.1),
-        ({"generation_loss": False}, False, False, 0.0),
+        ({}, False, 0.1),
+        ({"omega": 0.5}, False, 0.5),
+        ({"loss": "squared"}, False, 0.1),
+        ({"loss": "cross_entropy"}, False, 0.1),
+        ({"p_true": "raw"}, True, 0.1),
+        ({"p_true": "raw", "loss": "cross_entropy"}, True, 0.1),
+        ({"generation_loss": False}, False, 0.0),
     ],
 )
-def test_loss_written_out_by_hand(
-    tiny_model: str, chat: ChatFormat, settings: dict, squared: bool, raw: bool, omega: float
-) -> None:
+def test_loss_written_out_by_hand(tiny_model: str, chat: ChatFormat, settings: dict, raw: bool, omega: float) -> None:
     rows = [*MIXED[:5], Row(40, target=math.nan, calibration_weight=0.0, generation_weight=1.0)]
     module = module_of(tiny_model, **settings)
     module.configure_model()
-    calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, squared=squared, raw=raw)
+    loss = settings.get("loss", "smooth_l1")
+    calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, loss=loss, raw=raw)
     recorded = []
 
     class Record(Callback):
@@ -202,7 +204,7 @@ def test_logged_values(tiny_model: str, chat: ChatFormat) -> None:
     module = module_of(tiny_model)
     module.configure_model()
     rows = MIXED[:8]
-    calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, squared=False, raw=False)
+    calibration, generation, confidences = _reference_by_hand_losses(module, rows, chat, loss="smooth_l1", raw=False)
     trainer = quiet_trainer(accumulate_grad_batches=4, log_every_n_steps=1)
     trainer.fit(module, datamodule=Planned(chat, 2, rows))
     logged = {name: value.item() for name, value in trainer.callback_metrics.items()}

@@ -27,6 +27,7 @@ from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineOptions, EngineSettings
 from selfcal_lightning.inference import answering, choices
 from selfcal_lightning.inference.driver import run_strategy
+from selfcal_lightning.inference.registry import SEARCHES
 from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY, Prompt, put_prompt
 from selfcal_lightning.models.folders import resolve_model
@@ -163,6 +164,8 @@ def answer_questions(
     fields = ("threshold", "max_samples", "confidence")
     given = {name: value for name in fields if (value := getattr(settings, name)) is not None}
     given |= settings.strategy_args or {}
+    if probe is not None and settings.strategy in SEARCHES:
+        raise InputError(f"Expected no `probe` with {settings.strategy}, which reads `reward.model`. Leave one out.")
     if probe is not None and not known:
         given.setdefault("confidence", probe.name)
     if settings.strategy is None and fitted is None and not known and not given.keys() & {"threshold", "confidence"}:

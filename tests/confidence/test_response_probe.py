@@ -284,3 +284,4 @@ def test_answers_stop_at_the_confidence_of_a_probe(
     seen = next(iter(SampleStore(two_splits).samples(split="train"))).question
     write_lines(here / "test.jsonl", {"question": seen.text, "answer": seen.reference})
     assert "1 of 1 that it was" in refused(answer)
+    assert "`reward.model`" in refused([*answer, "--strategy", "beam_search"])

@@ -371,5 +371,5 @@ class SelfCalibrationModule(ConfidenceModel):
         if len(self._spreads) == LAST_STEPS and max(self._spreads) < COLLAPSED and self.trainer.is_global_zero:
             say(
                 f"Note: the confidence differs by less than {COLLAPSED} between the responses of the last {LAST_STEPS} "
-                "steps: training has collapsed. Lower `model.lr`, or take another seed."
+                "steps: training has collapsed. Lower `model.lr`, or try `model.loss` cross_entropy or another seed."
             )

@@ -26,6 +26,7 @@ from selfcal_lightning.rewards.heads import mean_rows, monotone_quantiles
 from selfcal_lightning.rewards.metrics import QuantileMetrics, StepMetrics
 from selfcal_lightning.training.losses import (
     calibration_loss,
+    cross_entropy_calibration_loss,
     pinball_loss,
     ranknet_loss,
     share_of_step,
@@ -57,6 +58,16 @@ def test_calibration_loss_equals_the_vectors_and_torch(vectors: Vectors) -> None
         theirs = torch.nn.SmoothL1Loss(beta=0.25, reduction="none")(confidence, target)
         torch.testing.assert_close(losses, theirs, rtol=0.0, atol=0.0)
         torch.testing.assert_close(squared_calibration_loss(confidence, target), (confidence - target) ** 2)
+
+
+def test_only_the_cross_entropy_pulls_back_a_confidence_that_is_far_off() -> None:
+    logit, target = torch.tensor([-14.0, 14.0], requires_grad=True), torch.tensor([1.0, 0.0])
+    with torch.autocast("cpu", torch.bfloat16):
+        (slope,) = torch.autograd.grad(cross_entropy_calibration_loss(logit.sigmoid(), target).sum(), logit)
+    assert slope.tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
+    for loss in (calibration_loss, squared_calibration_loss):
+        (slope,) = torch.autograd.grad(loss(logit.sigmoid(), target).sum(), logit)
+        assert slope.abs().max() < 1e-5
 
 
 def test_pinball_equals_the_vectors(vectors: Vectors) -> None:

@@ -47,4 +47,5 @@ def multiply_rate(device_type: str) -> float:
 
 def is_slow_in_bfloat16(device_type: str) -> bool:
     """Return whether the device is a CPU without instructions for bfloat16: float32 is some 8 times as fast there."""
-    return device_type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_known = device_type == "cpu" and torch.backends.mkldnn.is_available()
+    return is_known and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -102,9 +102,8 @@ class ActivatedContract:
         for _ in range(2):  # the second time from a cache, where there is one
             found = engine.next_token_probabilities([*plain, *asked], range(100))
             bare = engine.next_token_probabilities(asked, range(100), with_adapter=False)
-            torch.testing.assert_close(
-                torch.tensor(found, dtype=torch.float64), wanted, atol=3e-5, rtol=0
-            )  # CPUs add in other orders
+            # Without AVX-512 vLLM adds in another order: 1.1e-5.
+            torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), wanted, atol=3e-5, rtol=0)
             torch.testing.assert_close(torch.tensor(bare, dtype=torch.float64), base, atol=3e-5, rtol=0)
         assert ((wanted[len(plain) :] - base).abs().amax(1) > 0.02).all(), "the adapter matters"
 

@@ -142,7 +142,9 @@ def run_fit_response_probe(
     check_gives_hidden_states(engine)
     check_fitted_target(output, RESPONSE_PROBE)
     read = load_recorded_pool(pool, split=split, task=task)
-    response_probe.probe_targets(read.entries, target)  # refuses them before the model is loaded
+    # Refused before the model is loaded.
+    response_probe.check_enough(len(read.entries))
+    response_probe.probe_targets(read.entries, target)
     store = Path(pool) if Path(pool).is_dir() else None
     fingerprint = None if store is None else SampleStore(store).round_manifest().fingerprint
     options = engine.of(revision=revision, adapter=adapter)

@@ -172,7 +172,7 @@ def fit_response_probe(
     targets = probe_targets(pool, target)
     used = ~np.isnan(targets) & np.array([state is not None for state in states])
     question = np.repeat(np.arange(len(pool)), [len(entry.samples) for entry in pool])[used]
-    _check_number(len(np.unique(question)))
+    check_enough(len(np.unique(question)))
     x, y = np.array([state for state, fits in zip(states, used, strict=True) if fits]), targets[used]
     centre, scale = centre_and_scale(x)
     standard = (x - centre) / scale
@@ -199,6 +199,7 @@ def centre_and_scale(features: Floats) -> tuple[Floats, Floats]:
     return centre, np.where(scale > 1e-9 * (np.abs(centre) + 1.0), scale, 1.0)
 
 
-def _check_number(questions: int) -> None:
+def check_enough(questions: int) -> None:
+    """Refuse too few questions for the folds."""
     if questions < FOLDS:
         raise InputError(f"Expected at least {FOLDS} questions with responses to fit a probe on, but got {questions}.")

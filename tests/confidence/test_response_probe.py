@@ -225,6 +225,9 @@ def test_a_probe_of_another_model_or_a_damaged_one_is_refused(
     assert "another model, adapter or template: model.weights_sha256" in refused(score)
     file.write_text(file.read_text().replace('"agreement"', '"label"'))
     assert "Fit it again" in refused(score)
+    few = ["fit-response-probe", "--pool", str(store), "--split", "test_id", "--output", str(tmp_path / "few.json")]
+    assert "at least 5 questions" in refused(few)
+    assert not (store / "features").exists(), "nothing was read for it"
     assert "`output`" in refused(["fit-response-probe", "--pool", str(store), "--output", str(store / "manifest.json")])
 
 

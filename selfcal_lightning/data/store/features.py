@@ -98,7 +98,7 @@ class FeatureFolder:
 
 def tokens_digest(*token_ids: Sequence[int]) -> str:
     """Return a digest of one or several sequences of tokens."""
-    return hashlib.sha256(json.dumps(token_ids[0] if len(token_ids) == 1 else token_ids).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:16]
 
 
 def feature_folder(

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.domain import calibrated_in_domain
-from selfcal_lightning.confidence.live import check_live_probe, open_live_probe
-from selfcal_lightning.confidence.response_probe import load_response_probe
+from selfcal_lightning.confidence.live import (
+    PROBE_AND_THRESHOLD,
+    check_live_probe,
+    find_asked,
+    load_live_probe,
+    open_live_probe,
+    open_tokens,
+)
 from selfcal_lightning.confidence.splits import check_not_fitted_on
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.core.files import check_replaceable, has_first_keys, write_json_lines
@@ -155,10 +161,9 @@ def answer_questions(
     sampling = taught.sampling_for(settings.sampling)
     check_can_draw(options, sampling)
     known, fitted = choices.load_fitted_files(scorers, settings.threshold_file)
-    probe = None if settings.probe is None else load_response_probe(settings.probe)
+    probe = None if settings.probe is None else load_live_probe(settings.probe, model, options)
     if probe is not None and fitted is not None:
-        way_out = "Give the value by `threshold`."
-        raise InputError(f"A threshold file does not say which probe it was fitted with, so it takes none. {way_out}")
+        raise InputError(PROBE_AND_THRESHOLD)
     # Answers are verified where there is a reference; nothing may have been fitted on such a question.
     check_not_fitted_on([q for q in asked if q.reference is not None], [*known, *([fitted] if fitted else [])])
     fields = ("threshold", "max_samples", "confidence")
@@ -182,7 +187,7 @@ def answer_questions(
         chosen = choices.choose_strategy(settings.strategy, given, scorers=known, fitted=fitted)
         read = check_live_rewards(chosen, known, settings.reward)
         if probe is not None:
-            check_live_probe(probe, asked, options, {chosen.confidence, *(n for one in known for n in one.requires)})
+            check_live_probe(probe, asked, {chosen.confidence, *(n for one in known for n in one.requires)})
         say(f"{chosen}; {_read_by(asked)}")
     if (note := choices.uncalibrated_note(model, options.adapter, chosen)) is not None:
         say(note)
@@ -197,7 +202,8 @@ def answer_questions(
         if fitted is not None:
             choices.check_sampled_alike(fitted, store_fingerprint(opened, chat, sampling, settings.seed))
         if probe is not None:
-            live.append(open_live_probe(probe, opened, model, options, asked, chat))
+            tokens = open_tokens(opened, chat)
+            live.append(open_live_probe(probe, lambda: tokens, find_asked(asked, chat)))
         source = EngineSource(
             opened, chat, sampling=sampling, seed=settings.seed, scorers=[*live, *known], stops=stops,
             on_failed=say, max_failures=settings.max_failures,

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import P_TRUE
+from selfcal_lightning.confidence.live import PROBE_AND_THRESHOLD, load_live_probe, open_live_probe
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.imports import check_installed
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.tasks.registry import get_task
+from selfcal_lightning.engines.hidden_states import check_gives_hidden_states
 from selfcal_lightning.engines.opening import check_can_draw, check_engine, load_chat, open_engine
 from selfcal_lightning.engines.sampling.sampler import store_fingerprint
 from selfcal_lightning.engines.settings import EngineSettings
@@ -129,6 +131,10 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
     from selfcal_lightning.serving.replies import Calibration
 
     model, options, strategy = settings.model, settings.engine, settings.strategy
+    if settings.probe is not None:
+        check_gives_hidden_states(options)
+        if settings.threshold_file is not None:
+            raise InputError(PROBE_AND_THRESHOLD)
     taught = choices.CalibratedDefaults.of(model, options.adapter)
     sampling = taught.sampling_for(settings.sampling)
     if options.is_remote and settings.sampling is None and not options.engine_args.get("server_edt"):
@@ -147,7 +153,9 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
 
     def load() -> Calibration:
         learnt = [] if folder is None else sorted(map(str, folder.glob("*.json")))
-        found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest)
+        probe = None if settings.probe is None else load_live_probe(settings.probe, model, options)
+        live = None if probe is None else open_live_probe(probe, lambda: desk.tokens, lambda name: desk.asked(name))
+        found = Calibration(tuple(choices.load_fitted_files([*given, *learnt], None)[0]), manifest, live)
         if not is_closed:
             check_live(P_TRUE, found.of_samples)
         return found
@@ -160,7 +168,7 @@ def open_service(settings: ServiceSettings, *, folder: Path | None = None, key: 
             f"{settings.limits.max_samples}. Raise it, or fit a threshold with fewer samples."
         )
     fields = dict(settings.strategy_args)
-    if strategy is None and fitted is None and not calibration.scorers and not fields:
+    if strategy is None and fitted is None and not calibration.of_samples and not fields:
         fields |= taught.strategy_fields()
     if make is not None and is_closed:
         if fitted is not None:

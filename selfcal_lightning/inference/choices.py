@@ -10,6 +10,7 @@ from typing import Any
 
 from selfcal_lightning.confidence.base import P_TRUE
 from selfcal_lightning.confidence.fusion import FittedScorer, load_scorers
+from selfcal_lightning.confidence.live import LiveScorer
 from selfcal_lightning.core.errors import InputError
 from selfcal_lightning.core.progress import say
 from selfcal_lightning.data.store.manifest import StoreFingerprint
@@ -33,7 +34,7 @@ def choose_strategy(
     name: str | None,
     fields: Mapping[str, Any],
     *,
-    scorers: Sequence[FittedScorer] = (),
+    scorers: Sequence[FittedScorer | LiveScorer] = (),
     fitted: FittedThreshold | None = None,
 ) -> Strategy:
     """Return the strategy that the options name."""
@@ -46,7 +47,7 @@ def choose_strategy(
             )
         if fitted.parameter in fields:
             raise InputError(f"Expected `{fitted.parameter}` to be left to the threshold file, but got {fields}.")
-        fitted.check_scorers(scorers)
+        fitted.check_scorers([scorer for scorer in scorers if not isinstance(scorer, LiveScorer)])
         return fitted.configure(make_strategy(fitted.strategy, **{**fitted.fields, **fields}))
     if name is None:
         name, fields = DEFAULT_STRATEGY, {"threshold": DEFAULT_THRESHOLD, **fields}

@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any
 
 from selfcal_lightning.confidence.base import SampleScorer
-from selfcal_lightning.confidence.live import LiveScorer
+from selfcal_lightning.confidence.live import LiveScorer, find_asked
 from selfcal_lightning.core.errors import InputError, did_you_mean
 from selfcal_lightning.data.step_settings import RewardSettings
 from selfcal_lightning.data.steps import StepStops
@@ -76,4 +76,5 @@ def open_live_rewards(
         return []
     reader = open_scaled_rewards(reward, dtype=dtype)
     ends.callback(reader.close)
-    return [LiveScorer(name, KINDS[name](reader).score, questions, chat) for name in names]
+    asked = find_asked(questions, chat)
+    return [LiveScorer(name, KINDS[name](reader).score, asked) for name in names]

@@ -88,8 +88,8 @@ class Service:
     async def reload(self) -> None:
         """Read the fitted confidences again. Bad files change nothing."""
         try:
-            found = self.load()
-        except InputError as error:
+            found = await asyncio.to_thread(self.load)
+        except (InputError, OSError) as error:
             return say(str(error))
         return await self.desk.do(lambda: self._take(found))
 
@@ -293,7 +293,7 @@ class Service:
         if self.desk.engine is None:
             raise Refused(501, "The server behind this one gives no token ids, so no response can be read.")
         chat, query = self.desk.chat, self.desk.chat.query
-        prompt = chat.prompt_ids(messages)
+        self.desk.reading = prompt = chat.prompt_ids(messages)
         ids = [chat.response_ids(text) for text in texts]
         prompts = [(*prompt, *response, *query.suffix_ids) for response in ids]
         masses = self.desk.engine.next_token_probabilities(prompts, (*query.yes_ids, *query.no_ids))

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from selfcal_lightning.confidence.base import LOGPROB, MEAN_LOGPROB
+from selfcal_lightning.confidence.live import Asked, open_tokens
 from selfcal_lightning.core.errors import InputError, RunError
 from selfcal_lightning.data.tasks.base import AnswerType, Task
 from selfcal_lightning.data.tasks.judging import is_failed, sample_tokens, total_tokens
@@ -29,6 +31,9 @@ from selfcal_lightning.inference.thresholds import FittedThreshold
 from selfcal_lightning.models.chat_format import UNFINISHED
 from selfcal_lightning.records import Message, Question, Sample, SamplingSettings, Verdict
 from selfcal_lightning.serving.bodies import Refused
+
+if TYPE_CHECKING:
+    from selfcal_lightning.confidence.token_reader import TokenReader
 
 PATIENCE = 0.01  # seconds between two looks at newcomers, deadlines and tokens to pass on
 TURN = 0.1  # seconds that newcomers may take at once, while deadlines wait
@@ -111,6 +116,7 @@ class Job:
     error: Exception | None = None
     arrived: list[Sample] = field(default_factory=list)
     sent: int = 0
+    prompt_ids: tuple[int, ...] = ()
     prompt_tokens: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -185,6 +191,7 @@ class Desk:
             patience=PATIENCE,
             on_failed=_LOG.warning,
         )
+        self.reading: tuple[int, ...] = ()  # the prompt of a response that somebody else wrote
         self.died: Exception | None = None
         self.cancelled_tokens = 0
         self._driver = Driver(self, self.source, on_verdict=self._on_verdict, on_arrival=self._on_arrival)
@@ -196,6 +203,15 @@ class Desk:
     def solve(self, question: Question) -> Solving:
         """Solve a question by the strategy that it asked for: the driver's strategy is the desk."""
         return self.jobs[question.id].solve(question)
+
+    @cached_property
+    def tokens(self) -> TokenReader:
+        """Reads hidden states with the engine's model; for the thread."""
+        return open_tokens(self.engine, self.chat)
+
+    def asked(self, name: str) -> Asked:
+        """Return a question in work, or what ``reading`` holds, with its prompt."""
+        return Question(name, name, ()), self.jobs[name].prompt_ids if name in self.jobs else self.reading
 
     async def begin(self, job: Job) -> None:
         """Take a question in; its samples are drawn when there is room.
@@ -290,7 +306,7 @@ class Desk:
 
     def _draw(self, job: Job) -> Draws:
         """Say how the samples of a question are drawn; the prompt is written here, since the tokeniser is ours."""
-        ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
+        job.prompt_ids = ids = () if self.chat is None else self.chat.prompt_ids(job.messages, tools=job.tools or None)
         job.prompt_tokens = len(ids)
         read = {job.strategy.confidence, *(name for scorer in self.source.scorers for name in scorer.requires)}
         return Draws(

@@ -10,6 +10,7 @@ from typing import Any
 from selfcal_lightning.confidence.agreement import TwoSampleHybrid, hybrid
 from selfcal_lightning.confidence.base import P_TRUE, confidence_of
 from selfcal_lightning.confidence.fusion import FittedScorer, Fusion
+from selfcal_lightning.confidence.live import LiveScorer
 from selfcal_lightning.data.tasks.judging import is_failed, total_tokens
 from selfcal_lightning.inference.answering import best_response
 from selfcal_lightning.inference.chat_source import VERBALIZED
@@ -25,15 +26,17 @@ ABSTAINED = "The answer is withheld: its confidence is too low."
 
 @dataclass(frozen=True)
 class Calibration:
-    """Where confidences come from: what the adapter's or the model's manifest says, and fitted scorers."""
+    """Where confidences come from: the adapter's or the model's manifest, a probe of hidden states, fitted scorers."""
 
     scorers: tuple[FittedScorer, ...] = ()
     manifest: dict[str, Any] | None = None
+    probe: LiveScorer | None = None
 
     @property
-    def of_samples(self) -> tuple[FittedScorer, ...]:
+    def of_samples(self) -> tuple[FittedScorer | LiveScorer, ...]:
         """Scorers of single responses, which strategies may read."""
-        return tuple(scorer for scorer in self.scorers if STATED not in scorer.requires and not scorer.needs_pool)
+        of_one = (scorer for scorer in self.scorers if STATED not in scorer.requires and not scorer.needs_pool)
+        return (*(() if self.probe is None else (self.probe,)), *of_one)
 
     def of_answer(self, stated: float) -> tuple[float, str] | None:
         """Return the scaled form of a stated confidence, fitted on feedback, and its name; None without one."""
@@ -54,6 +57,8 @@ class Calibration:
                     method, score = scorer.map.kind, scorer.held_out_after or scorer.after
                 ece = None if score is None else score.ece
                 return {"method": method, "questions": scorer.fitted_on.num_questions, "ece": ece}
+        if self.probe is not None and source == self.probe.name and (seen := self.probe.fitted_on) is not None:
+            return {"method": source, "questions": seen.num_questions, "ece": None}
         if source != P_TRUE or self.manifest is None:
             return None
         metrics = self.manifest.get("metrics") or {}

@@ -56,6 +56,7 @@ class ServiceSettings:
         strategy: Strategy of requests that name none; null is that of the threshold file, or early_stopping.
         strategy_args: Fields of that strategy, such as `--strategy_args.threshold 0.9`.
         scorers: Files of fitted confidences (`selfcal fit-confidence`).
+        probe: File of `selfcal fit-response-probe`, whose confidence then stands for P(True).
         threshold_file: File of a fitted threshold (`selfcal fit-threshold`).
         limits: Limits of the server; a request may ask for less.
         sampling: Sampling settings of requests that give none; null uses those of the calibration.
@@ -70,6 +71,7 @@ class ServiceSettings:
     strategy: str | None = None
     strategy_args: dict[str, Any] = field(default_factory=dict)
     scorers: list[str] | str = field(default_factory=list)
+    probe: str | None = None
     threshold_file: str | None = None
     limits: Limits = field(default_factory=Limits)
     sampling: SamplingSettings | None = None

@@ -22,7 +22,7 @@ from selfcal_lightning.commands.pools import run_export_pool
 from selfcal_lightning.commands.score import run_score
 from selfcal_lightning.confidence import response_probe
 from selfcal_lightning.confidence.estimators import ProbedResponses
-from selfcal_lightning.confidence.live import open_live_probe
+from selfcal_lightning.confidence.live import find_asked, load_live_probe, open_live_probe, open_tokens
 from selfcal_lightning.confidence.registry import CriteriaSettings
 from selfcal_lightning.confidence.response_probe import (
     fit_response_probe,
@@ -252,18 +252,19 @@ def test_pools_without_a_target_to_learn_are_named(change: Any, message: str) ->
 
 
 def test_a_live_response_has_the_confidence_of_a_recorded_one(
-    engine: TransformersEngine, tokens: TokenReader, two_splits: Path
+    engine: TransformersEngine, tokens: TokenReader, two_splits: Path, tmp_path: Path
 ) -> None:
     train, test = (list(SampleStore(two_splits).samples(split=split)) for split in NUM_QUESTIONS)
     origin = ScoringModel(ModelSettings("bundled", None, EngineOptions())).states_origin
     probe = fit_response_probe(train, mean_states(tokens, train), target="agreement", origin=origin)
-    questions = [entry.question for entry in test]
-    live = open_live_probe(probe, engine, "bundled", EngineOptions(), questions, engine.chat)
+    asked = find_asked([entry.question for entry in test], engine.chat)
+    live = open_live_probe(probe, lambda: open_tokens(engine, engine.chat), asked)
     for entry, row in zip(test, ProbedResponses(tokens, probe=probe).score(test), strict=True):
         assert [live.score_sample(sample) for sample in entry.samples] == pytest.approx(row, abs=1e-5)
     other = replace(probe, origin={**origin, "model": {**origin["model"], "adapter_sha256": "another"}})
+    other.save(tmp_path / "probe.json")
     with pytest.raises(InputError, match=r"another model, adapter or template: model\.adapter_sha256"):
-        open_live_probe(other, engine, "bundled", EngineOptions(), questions, engine.chat)
+        load_live_probe(str(tmp_path / "probe.json"), "bundled", EngineOptions())
 
 
 def test_answers_stop_at_the_confidence_of_a_probe(

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup setup-clients setup-vllm setup-smollm setup-gemma demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
+.PHONY: help setup setup-clients setup-docs setup-vllm setup-smollm setup-gemma demo demo-real test tests-in-workers tests-that-fork test-slow report report-capability report-rewards report-selection report-adapt report-real report-page lint docs model clean
 
 help:  ## list what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -89,8 +89,12 @@ lint: $(VENV)/.ready  ## ruff, import-linter, and mypy on the files that pyproje
 	$(BIN)/lint-imports
 	$(BIN)/python -m mypy
 
-docs: $(VENV)/.ready  ## build the documentation into site/; broken links and stale tables are errors
+setup-docs: $(VENV)/.ready-docs
+$(VENV)/.ready-docs: $(VENV)/.ready
 	$(PIP) --editable ".[docs]"
+	touch $@
+
+docs: $(VENV)/.ready-docs  ## build the documentation into site/; broken links and stale tables are errors
 	$(BIN)/python docs/tables.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

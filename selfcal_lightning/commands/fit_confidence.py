@@ -125,6 +125,7 @@ def run_fit_response_probe(
     A ridge regression of the mean state of a response's tokens predicts how far the other responses agree with it;
     isotonic regression makes it a probability. `selfcal score --estimator response_probe --criteria.probe FILE` puts
     it on the responses to other questions. Try it before you train an adapter: it takes one pass over the responses.
+    Responses of one token get one confidence: the states are those before each token.
 
     Args:
         pool: Folder of a store, or a JSON-lines pool.

@@ -318,6 +318,8 @@ class Service:
         """Answer ``/v1/systemone``: a chance for each allowed answer, each read like a response."""
         body: bodies.DecisionBody = read_body(bodies.DecisionBody, await self.read(request))
         self.check_model(body.model)
+        if self.calibration.probe is not None:
+            raise Refused(501, "A probe reads the states before the last token, where all options are the same.")
         self.admit()
         decisions = {name: Decision(name, question) for name, question in body.questions.items()}
         answers, diagnostics, tokens = {}, {}, 0

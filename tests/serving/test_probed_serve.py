@@ -68,6 +68,9 @@ def test_a_server_gives_the_confidences_of_a_probe(probe: ResponseProbe, tmp_pat
     early = server.chat(QUESTION, selfcal={"seed": 7, "threshold": 0.0}, max_tokens=60).selfcal
     assert (early["samples_used"], early["stop_reason"]) == (1, "early")
 
+    decision = {"state": "", "questions": {"n": {"type": "noul"}}}
+    assert server.post("/v1/systemone", decision).status == 501  # the states of one-token options do not differ
+
     replace(probe, map=IsotonicMap(STEPS, (0.25,) * 7)).save(file)
     server.process.send_signal(signal.SIGHUP)
     end = time.monotonic() + 30

@@ -617,6 +617,8 @@ def run_allocate(
         )
     given = np.zeros(len(p), dtype=np.int64)
     total, bounds = round(budget * len(p)), {"minimum": minimum, "maximum": maximum}
+    if total < 1:
+        raise InputError(f"Expected `budget` to give {len(p):,} questions a sample in all, but got {budget:g} each.")
     if concentration is None:
         greedy = allocation.greedy_allocation(p[asked], total, **bounds)
     else:

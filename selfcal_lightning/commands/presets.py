@@ -271,7 +271,7 @@ def _value(name: str, text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"Expected `{name}` to be a value in YAML, but got {text!r}.") from error
-    if name.startswith("sampling.") and not isinstance(value, int | float | None):
+    if name.startswith("sampling.") and (isinstance(value, bool) or not isinstance(value, int | float | None)):
         raise InputError(f"Expected `{name}` to be a number, but got {text!r}.")
     return value
 

@@ -50,6 +50,9 @@ class Domain:
 
     def distance(self, states: Floats) -> Floats:
         """Return the distance of each state [n] from those of the training prompts."""
+        if states.shape[1] != len(self.mean):
+            sizes = f"{states.shape[1]} numbers a state, as the model has, but got {len(self.mean)}"
+            raise InputError(f"Expected the {FILE} of the calibration to hold {sizes}.")
         off = np.asarray(states, dtype=np.float64) - self.mean
         along = off @ self.components.T
         beyond = np.maximum((off**2).sum(axis=1) - (along**2).sum(axis=1), 0.0)
@@ -106,8 +109,5 @@ def calibrated_in_domain(engine: Any, questions: Sequence[Question], folder: str
     domain = Domain.of(folder)
     if domain is None or not hasattr(engine, "prompt_states"):
         return {}
-    states = prompt_states(engine, questions)
-    if states.shape[1] != len(domain.mean):
-        sizes = f"{states.shape[1]} numbers a state, as the model has, but got {len(domain.mean)}"
-        raise InputError(f"Expected {Path(folder, FILE)} to hold {sizes}.")
-    return {question.id: near for question, near in zip(questions, domain.holds(states), strict=True)}
+    near = domain.holds(prompt_states(engine, questions))
+    return {question.id: holds for question, holds in zip(questions, near, strict=True)}

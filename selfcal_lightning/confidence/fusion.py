@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -160,7 +160,7 @@ class Fusion:
     @classmethod
     def load(cls, path: str | Path) -> Fusion:
         """Read a fusion from a JSON file; :func:`load_scorer` reads files of any kind."""
-        return cls.from_json(load_fitted(path, (KIND,))[1])
+        return cast(Fusion, load_scorer(path, (KIND,)))
 
 
 def fit_fusion(
@@ -236,9 +236,9 @@ def _targets(pool: Sequence[QuestionSamples], table: ResponseTable, target: Fusi
 FittedScorer = Scaler | Fusion
 
 
-def load_scorer(path: str | Path) -> FittedScorer:
+def load_scorer(path: str | Path, kinds: Sequence[str] = (*SCALER_KINDS, KIND)) -> FittedScorer:
     """Read a scaler or a fusion from the JSON file that its ``save`` wrote."""
-    kind, content = load_fitted(path, (*SCALER_KINDS, KIND))
+    kind, content = load_fitted(path, kinds)
     try:
         return Fusion.from_json(content) if kind == KIND else Scaler.from_json(kind, content)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

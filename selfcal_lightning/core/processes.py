@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,8 @@ def _started(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Po
     except KeyboardInterrupt:
         if INTERRUPTION.received == signal.SIGTERM:  # Ctrl-C in a terminal reaches both of us
             step.terminate()
-        step.wait(timeout=GRACE_SECONDS)
+        with suppress(subprocess.TimeoutExpired):
+            step.wait(timeout=GRACE_SECONDS)
         raise
     finally:
         if step.poll() is None:

@@ -66,7 +66,8 @@ def check_sampled(
     for fitted in thresholds:
         if fitted.fields.get("max_samples", 0) > width:
             budget = f"{fitted.fields['max_samples']}, the budget of {fitted.name!r}"
-            raise InputError(f"Expected `num_samples` to be at least {budget}, but got {width}.")
+            name = "num_samples" if settings.max_samples is None else "max_samples"
+            raise InputError(f"Expected `{name}` to be at least {budget}, but got {width}.")
     if width > drawn:
         raise InputError(f"Expected `max_samples` to be at most {drawn}, the `num_samples` drawn, but got {width}.")
     check_budgets(width, budgets=settings.budgets, targets=settings.targets)

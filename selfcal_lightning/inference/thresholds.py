@@ -377,7 +377,7 @@ class FittedThreshold:
         content = load_fitted(path, (KIND,))[1]
         try:
             return cls.from_json(content)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
             raise InputError(f"Expected {path} to hold a whole threshold, but got: {reason}") from error
 

@@ -51,7 +51,7 @@ def check_config(folder: Path, files: Sequence[Path]) -> None:
             if name in LAYERS:
                 absurd = not isinstance(value, int) or not 0 <= value <= layers
             else:
-                absurd = not isinstance(value, (int, list)) or value == 0 or value is True
+                absurd = not isinstance(value, list) and (type(value) is not int or value < 1)
             if value is not None and absurd:
                 expected = f"at most {layers:,}, its number of tensors" if name in LAYERS else "above 0"
                 raise InputError(f"`{name}` in {file} must be a number {expected}, got {value!r}.")

@@ -226,7 +226,7 @@ class Service:
         began, job = time.monotonic(), await self.begin(body)
         if body.stream:
             headers = {"x-selfcal-request-id": job.id, "cache-control": "no-cache"}
-            return StreamingResponse(self.events(body, job), media_type="text/event-stream", headers=headers)
+            return StreamingResponse(self.events(body, job, began), media_type="text/event-stream", headers=headers)
         try:
             reply = self.reply(body, job, await unless_gone(request.receive, job.outcome()))
         finally:
@@ -234,7 +234,7 @@ class Service:
         self.metrics.seconds.observe(time.monotonic() - began)
         return JSONResponse(reply.completion(), headers=reply.headers)
 
-    async def events(self, body: ChatBody, job: Job) -> AsyncIterator[str]:
+    async def events(self, body: ChatBody, job: Job, began: float) -> AsyncIterator[str]:
         """Yield an answer as events: tokens as they are drawn, or comments until a vote is decided."""
         head, begun, most = chunk_head(job, body.model), False, job.strategy.max_samples
         try:
@@ -250,6 +250,7 @@ class Service:
             usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             for chunk in self.reply(body, job, news).chunks(begun=begun, include_usage=usage):
                 yield event(chunk)
+            self.metrics.seconds.observe(time.monotonic() - began)
         except Refused as refusal:  # the status has been sent
             yield event(refusal.as_json())
         except Exception:  # a fault of ours, which is this request's alone
@@ -311,7 +312,7 @@ class Service:
         messages = [Message("user", question)]
         samples, chat = self.score(messages, labels), self.desk.chat
         prompt, first = chat.prompt_ids(messages), [chat.response_ids(label)[0] for label in labels]
-        (row,) = self.desk.engine.next_token_probabilities([prompt], first, with_adapter=False)
+        (row,) = self.desk.engine.next_token_probabilities([prompt], first)
         return samples, row or [0.0], len(prompt)
 
     async def systemone(self, request: Request) -> Response:

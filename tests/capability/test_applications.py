@@ -134,6 +134,7 @@ def test_what_cannot_be(written: Path, tmp_path: Path) -> None:
     output = str(tmp_path / "out.jsonl")
     for options, words in (
         ({"budget": 1e308}, "`budget` must be above 0 and at most"),
+        ({"budget": 0.001, "gain": "geometric"}, "`budget` to give .* questions a sample in all, but got 0.001 each"),
         ({"concentration": -1.0}, "`concentration` must be above 0"),
         ({"uniform_share": 1.5}, r"`uniform_share` to lie in \[0, 1\], but got 1.5"),
         ({"gain": "best"}, "one of beta, geometric"),

@@ -191,8 +191,9 @@ def test_fusion_survives_its_file(tmp_path: Path) -> None:
     assert content["fitted_on"]["num_questions"] == 30
     for change in ({"weights": [1.0]}, {"stds": [1.0, 0.0, 1.0]}, {"features": []}):
         path.write_bytes(sealed(content | change))
-        with pytest.raises(ValueError, match="to hold a whole fusion"):
-            load_scorer(path)
+        for load in (load_scorer, Fusion.load):
+            with pytest.raises(ValueError, match="to hold a whole fusion"):
+                load(path)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,8 @@ def test_fit_takes_questions_of_named_columns(tmp_path: Path) -> None:
         stated = common_case([*words, "--columns.question", "problem", "--columns.answer=gold"])
         assert stated is not None
         assert sum(stated[0].counts.values()) == 30
+        with pytest.raises(InputError, match=r"`sampling\.temperature` to be a number"):
+            common_case([*words, "--sampling.temperature", "true"])
         written = json.loads((folder / "questions.jsonl").read_text().splitlines()[4])
         assert written == {"id": None, "question": "4+1?", "answer": 5, "task": None}
     (tmp_path / "own").mkdir()

@@ -55,6 +55,14 @@ def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
     assert [sample.num_tokens for sample in found["qb_1"].samples] == [4]
 
 
+def test_responses_without_a_number_are_all_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path / "in", [row("q", None, "A."), row("q", None, "A!")])
+    assert run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test").dropped == (0, 0)
+    folder = write(tmp_path / "in", [row("q", [0], "A.")])
+    with pytest.raises(InputError, match="`sampled_id` to be a number or text"):
+        run_import_pool(str(folder), str(tmp_path / "t"), "mmlu", "test")
+
+
 def test_texts_may_be_re_extracted(tmp_path: Path) -> None:
     rows = [row("q", 0, r"So \\boxed{B}.", parsed_response="A", correctness=1)]
     folder = write(tmp_path / "in", rows)

@@ -28,7 +28,7 @@ def model(tiny_model: str, tmp_path: Path) -> Path:
     ("name", "value"),
     [
         ("hidden_size", 10**7), ("vocab_size", 7), ("num_attention_heads", 0), ("num_hidden_layers", 10**6),
-        ("num_key_value_heads", 0), ("head_dim", True), ("_attn_implementation", "owner/kernel"),
+        ("num_key_value_heads", 0), ("head_dim", True), ("head_dim", -1), ("_attn_implementation", "owner/kernel"),
         ("attn_implementation", "owner/kernel:forward"),
     ],
 )  # fmt: skip

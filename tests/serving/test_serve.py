@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.activated_reference import write_adapter
+from support.other_models import change_json
 from support.processes import run_python
 from support.serving import QUESTION, Reply, Server
 
@@ -26,6 +28,7 @@ from selfcal_lightning.inference.driver import run_strategy
 from selfcal_lightning.inference.registry import make_strategy
 from selfcal_lightning.inference.sources import EngineSource
 from selfcal_lightning.models.chat_format import DEFAULT_QUERY
+from selfcal_lightning.models.folders import resolve_model
 from selfcal_lightning.records import Message, Question, SamplingSettings
 
 pytestmark = pytest.mark.slow  # a process that loads a model, and clients that wait on purpose
@@ -235,6 +238,19 @@ def test_confidence_and_decisions_come_of_the_same_query(server: Server) -> None
     assert answers["s"]["score"] == pytest.approx(sum(int(k) * p for k, p in answers["s"]["probabilities"].items()))
     bad = server.post("/v1/systemone", {"state": "", "questions": {"s": {"type": "score", "criteria": ["one"]}}})
     assert (bad.status, "questions.s.criteria" in bad.text) == (400, True)
+
+
+def test_decisions_and_streams_of_an_adapter_that_acts_on_all_tokens(tmp_path: Path) -> None:
+    adapter = write_adapter(resolve_model("bundled"), tmp_path / "adapter", ())
+    change_json(Path(adapter, "adapter_config.json"), alora_invocation_tokens=None)
+    server = Server(("--adapter", adapter), log=tmp_path / "log")
+    question = {"type": "noul", "instructions": "Is it 286?"}
+    reply = server.post("/v1/systemone", {"state": QUESTION, "questions": {"n": question}})
+    assert reply.status == 200, reply.text
+    assert 0.0 <= reply.json["diagnostics"]["n"]["label_mass"] <= 1.0
+    assert server.chat(QUESTION, selfcal={"max_samples": 1}, stream=True).chunks
+    server.until("selfcal_answer_seconds_count", 1)
+    assert server.end() == 0
 
 
 def test_labels_are_counted_and_fit_a_confidence_that_is_taken_without_a_restart(server: Server) -> None:

@@ -79,7 +79,9 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
             pool.dropped["without a response"] += 1
             continue
         given = found.setdefault(name, {})
-        own = row.get("sampled_id", len(given))
+        own = row.get("sampled_id")
+        check_line(path, number, "`sampled_id` to be a number or text", own, isinstance(own, str | int | float | None))
+        own = len(given) if own is None else own
         if own in given:
             pool.dropped["of a number that occurred before"] += 1
             continue
@@ -89,7 +91,6 @@ def read_sampled(path: Path, *, task: str, split: str, stated: bool = True) -> S
     pool.lines = [
         PoolLine(questions[name], split, [given[own] for own in sorted(given, key=_order)])
         for name, given in found.items()
-        if name in questions
     ]
     pool.without_responses = len(truths.keys() - questions.keys())
     for name in questions.keys() & truths.keys() if stated else ():

@@ -45,7 +45,9 @@ class MathWorker:
         line = self.replies.readline() if self.has_written(start_seconds) else ""
         if not line or "error" in json.loads(line):
             self.kill()
-            reason = json.loads(line)["error"] if line else f"no sign of life within {start_seconds} s"
+            reason = (
+                json.loads(line)["error"] if line else f"it ended, or gave no sign of life within {start_seconds} s"
+            )
             raise RunError(f"The process for checking expressions with math-verify did not start: {reason}.")
 
     def has_written(self, seconds: float) -> bool:

@@ -57,7 +57,7 @@ def test_rows_of_other_prefixes_and_numbers_stay_apart(tmp_path: Path) -> None:
 
 def test_responses_without_a_number_are_all_kept(tmp_path: Path) -> None:
     folder = write(tmp_path / "in", [row("q", None, "A."), row("q", None, "A!")])
-    assert run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test").dropped == (0, 0)
+    assert run_import_pool(str(folder), str(tmp_path / "s"), "mmlu", "test").responses == 2
     folder = write(tmp_path / "in", [row("q", [0], "A.")])
     with pytest.raises(InputError, match="`sampled_id` to be a number or text"):
         run_import_pool(str(folder), str(tmp_path / "t"), "mmlu", "test")
